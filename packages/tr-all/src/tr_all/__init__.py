@@ -1,0 +1,1 @@
+"""The whole training stack: Trainer, arguments, logging, checkpoints, optimizers and distribution."""

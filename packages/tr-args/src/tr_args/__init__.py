@@ -1,0 +1,1 @@
+"""Training arguments and command lines as typed, checked dataclasses, without torch."""

@@ -1,0 +1,1 @@
+"""Atomic, verified checkpoints for any PyTorch training loop."""

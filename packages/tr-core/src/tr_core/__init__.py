@@ -1,0 +1,1 @@
+"""A complete training and evaluation loop for PyTorch models."""

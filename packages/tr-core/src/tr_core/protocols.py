@@ -1,0 +1,183 @@
+"""Name the seams between the loop and what is plugged into it.
+
+A seam is a structural protocol: only torch and standard types in its signatures, so that an implementation needs no
+import of this package. `tr_core.testing` holds a conformance suite for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something whose state can be taken and put back: modules, optimizers, schedules, callbacks, positions."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: nested dicts, lists, tuples, tensors, numbers, strings, booleans, bytes and None."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take over a state that `state_dict` returned."""
+        ...
+
+
+@runtime_checkable
+class Collectives(Protocol):
+    """Who this process is among the others, and how values travel between them.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
+        world_size: number of processes.
+    """
+
+    device: torch.device
+    rank: int
+    local_rank: int
+    world_size: int
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is.
+
+        No value is read back to the host.
+        """
+        ...
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's `tensor`, of one shape `(n, ...)` on all, along dimension 0, in rank order."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        ...
+
+
+@runtime_checkable
+class Strategy(Collectives, Protocol):
+    """Where a model lives and how its step is made, on one device or on many.
+
+    The loop calls, in this order: `prepare` once; then for each micro-batch `accumulate`, inside it `autocast` around
+    the forward and `backward`; then for each step `clip_grad_norm` and `step`; at the very end `close`.
+    After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of what each
+    rank's losses gave.
+    """
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device and return it wrapped as training needs it.
+
+        Called before the optimizer is built. Raises `ValueError` if the model cannot be trained this way.
+        """
+        ...
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`."""
+        ...
+
+    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a scalar `loss`, scaling it first where the precision needs that."""
+        ...
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Returns:
+            The norm before clipping, a scalar tensor on the device; nothing is read back to the host.
+        """
+        ...
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the gradients. Returns False where the step was skipped (a float16 overflow), else True."""
+        ...
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
+        """Return what a checkpoint of this strategy holds, by name: `model`, `optimizer`, `scaler` where there is one.
+
+        `model` is what `prepare` returned. The `model` entry gives the state dict of the unwrapped module.
+        """
+        ...
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the process group if this object joined it. `failed` says that the run ends by an exception."""
+        ...
+
+
+@runtime_checkable
+class Checkpointer(Protocol):
+    """Where a run's state is kept.
+
+    Every rank calls every method; which rank writes what is the implementation's affair.
+    """
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Stateful],
+        *,
+        write_extra: Callable[[Path], None] | None = None,
+        protected: Sequence[int] = (),
+    ) -> Path:
+        """Write the state of all `parts` as the checkpoint of `step` and remove older ones beyond the limit.
+
+        Args:
+            step: completed optimizer steps.
+            parts: what to save, by name; the part named `rng` is saved by every rank, the others by rank 0.
+            write_extra: called on rank 0 with the folder being written, before it is sealed, to add files of its own
+                (`config.json`, a tokenizer); those files are verified as the others are.
+            protected: steps that must not be removed, whatever the limit (the best one).
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            OSError: it could not be written; what was there before is intact.
+        """
+        ...
+
+    def restore(self, parts: Mapping[str, Stateful], source: str | Path | None = None) -> int | None:
+        """Load a checkpoint into `parts`, which may be fewer than were saved.
+
+        Args:
+            source: a checkpoint's folder; None takes the newest valid one, passing over damaged ones with a warning
+                that names the damage.
+
+        Returns:
+            The checkpoint's step, or None if `source` is None and there is no valid checkpoint.
+
+        Raises:
+            ValueError: `source` is damaged or no checkpoint, or it lacks one of `parts`.
+        """
+        ...
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, ascending."""
+        ...
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of `step`, whether it exists or not."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is being written; raises what went wrong with it."""
+        ...

@@ -1,0 +1,1 @@
+"""Distributed strategies for any PyTorch training loop."""

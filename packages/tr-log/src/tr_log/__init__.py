@@ -1,0 +1,1 @@
+"""Node-aware logging, progress display and metric sinks for training jobs, without torch."""

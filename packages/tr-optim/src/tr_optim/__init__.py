@@ -1,0 +1,1 @@
+"""Memory-efficient optimizers and parameter groups for any PyTorch training loop."""
