@@ -1,0 +1,200 @@
+"""Define the events of a run and send each to the callbacks that want it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tr_core.protocols import Stateful
+from tr_core.state import TrainerControl, TrainerState
+
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_evaluate",
+    "on_predict",
+    "on_prediction_step",
+    "on_save",
+    "on_log",
+    "on_push_begin",
+)
+
+# The flags that an event finds cleared.
+_CLEARED = {
+    "on_train_begin": ("should_training_stop",),
+    "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+    "on_log": ("should_log",),
+    "on_evaluate": ("should_evaluate",),
+    "on_save": ("should_save",),
+}
+
+
+class TrainerCallback:
+    """Watch a run and steer it: inherit and override the events that matter.
+
+    Each gets `(args, state, control, **kwargs)` with the keyword arguments `model`, `processing_class`, `tokenizer`
+    (the same object), `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`; `on_log` also gets `logs`,
+    `on_evaluate` and `on_predict` get `metrics`, `on_train_end` gets `error`, the exception that ended the run or
+    None. An event returns None, or the control object, or a dict of its flags, as `{"should_training_stop": True}`.
+    A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it.
+
+    Any object with methods of these names will do; only the events that it defines reach it.
+    """
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """At the end of the Trainer's construction."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Before the first step, with everything prepared and restored."""
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """At the end of training, whichever way it ends."""
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Before a pass over the data."""
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After a pass over the data, one that was stopped early included."""
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Before the first micro-batch of an optimizer step."""
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After each micro-batch of a step but the last."""
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After clipping, before the optimizer's step."""
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After the optimizer's step, before the schedule's and before gradients are cleared."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After a step, with `state.global_step` and `state.epoch` advanced."""
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After an evaluation, once for each data set, with `metrics`."""
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After a prediction, with `metrics`."""
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After each batch of an evaluation or prediction."""
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After a checkpoint is complete."""
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After an entry was added to `state.log_history`, with `logs`."""
+
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Before files are pushed to the Hub."""
+
+
+class CallbackList:
+    """The callbacks of a run in order, and for each event the methods that define it.
+
+    Attributes:
+        callbacks: the callbacks, in the order they are called.
+    """
+
+    def __init__(self, callbacks: Iterable[Any] = ()) -> None:
+        self.callbacks: list[Any] = []
+        self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """Append a callback; a class is instantiated.
+
+        Raises:
+            TypeError: it defines none of the events.
+        """
+        self.callbacks.append(_checked(callback() if isinstance(callback, type) else callback))
+        self._index()
+
+    def pop(self, callback: Any) -> Any:
+        """Remove and return a callback: this object, or the first of this class; None if there is none."""
+        for candidate in self.callbacks:
+            if candidate is callback or (isinstance(callback, type) and type(candidate) is callback):
+                self.callbacks.remove(candidate)
+                self._index()
+                return candidate
+        return None
+
+    def listens(self, event: str) -> bool:
+        """Whether any callback defines `event`."""
+        return bool(self._listeners[event])
+
+    def fire(self, event: str, args: Any, state: TrainerState, control: TrainerControl, context: dict[str, Any]) -> None:
+        """Clear the flags that `event` clears, call every method that defines it, and take in what each returns."""
+        for flag in _CLEARED.get(event, ()):
+            setattr(control, flag, False)
+        for method in self._listeners[event]:
+            answer = method(args, state, control, **context)
+            if answer is not None and answer is not control:
+                _apply(answer, control, method)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return the callbacks that have a state, by class name; a second of one class is `Name#2`."""
+        named: dict[str, Stateful] = {}
+        for callback in self.callbacks:
+            if isinstance(callback, Stateful):
+                base = name = type(callback).__name__
+                number = 1
+                while name in named:
+                    number += 1
+                    name = f"{base}#{number}"
+                named[name] = callback
+        return named
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all callbacks that have one, by name."""
+        return {name: callback.state_dict() for name, callback in self.stateful().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Hand each callback its saved state; one that was not saved keeps its own."""
+        for name, callback in self.stateful().items():
+            if name in state_dict:
+                callback.load_state_dict(state_dict[name])
+
+    def _index(self) -> None:
+        # Made once here, so that a step costs nothing for events that nobody listens to.
+        self._listeners = {
+            event: [getattr(callback, event) for callback in self.callbacks if _defines(callback, event)]
+            for event in EVENTS
+        }
+
+
+def _defines(callback: Any, event: str) -> bool:
+    method = getattr(callback, event, None)
+    return method is not None and getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
+
+
+def _checked(callback: Any) -> Any:
+    if isinstance(callback, TrainerCallback) or any(_defines(callback, event) for event in EVENTS):
+        return callback
+    raise TypeError(
+        f"{callback!r} is no callback: it defines none of the events; inherit from TrainerCallback or define one of "
+        + ", ".join(EVENTS)
+    )
+
+
+def _apply(answer: Any, control: TrainerControl, method: Any) -> None:
+    source = getattr(method, "__qualname__", repr(method))
+    if isinstance(answer, TrainerControl):
+        control.update(vars(answer), source)
+    elif isinstance(answer, dict):
+        control.update(answer, source)
+    else:
+        raise TypeError(
+            f"{source} returned {answer!r}; an event returns None, the control object, or a dict of its flags"
+        )

@@ -1,0 +1,89 @@
+"""Make batches of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+
+def default_data_collator(features: list[Any]) -> Any:
+    """Stack samples that are mappings, or objects with attributes, into a dict of tensors.
+
+    The key `label` (one number a sample) or `label_ids` (one or a row of numbers) becomes `labels`: int64 for whole
+    numbers, else float32. Strings and None are left out. Samples of any other kind (tuples, tensors) are stacked as
+    torch's own `default_collate` does.
+
+    Args:
+        features: the samples; all have the keys of the first.
+    """
+    first = features[0]
+    if isinstance(first, tuple | list | torch.Tensor | np.ndarray | int | float):
+        return default_collate(features)
+    if not isinstance(first, Mapping):
+        features = [vars(feature) for feature in features]
+        first = features[0]
+    batch: dict[str, torch.Tensor] = {}
+    label_key = next((key for key in ("label", "label_ids") if first.get(key) is not None), None)
+    if label_key is not None:
+        batch["labels"] = _labels([feature[label_key] for feature in features])
+    for key, value in first.items():
+        if key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
+            batch[key] = _stack([feature[key] for feature in features])
+    return batch
+
+
+class DataCollatorWithPadding:
+    """Pad the samples of a batch to one length with a tokenizer, and name the labels `labels`.
+
+    Args:
+        tokenizer: an object whose `pad(samples, padding=, max_length=, pad_to_multiple_of=, return_tensors="pt")`
+            pads, as those of transformers do.
+        padding: True or `longest`, `max_length`, or False.
+        max_length: length for `max_length`.
+        pad_to_multiple_of: make lengths a multiple of this.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        padding: bool | str = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        self.tokenizer, self.padding = tokenizer, padding
+        self.max_length, self.pad_to_multiple_of = max_length, pad_to_multiple_of
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the padded batch as tensors."""
+        batch = dict(
+            self.tokenizer.pad(
+                features,
+                padding=self.padding,
+                max_length=self.max_length,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                return_tensors="pt",
+            )
+        )
+        for key in ("label", "label_ids"):
+            if key in batch:
+                batch["labels"] = batch.pop(key)
+        return batch
+
+
+def _labels(values: list[Any]) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    labels = torch.as_tensor(np.asarray(values))
+    return labels.float() if labels.is_floating_point() else labels.long()
+
+
+def _stack(values: list[Any]) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    if isinstance(values[0], np.ndarray):
+        return torch.from_numpy(np.stack(values))
+    return torch.tensor(values)

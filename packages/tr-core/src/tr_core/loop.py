@@ -1,0 +1,119 @@
+"""Train: the loop, from the first sample to the last step, to be read from top to bottom.
+
+A step is: fetch its micro-batches; forward and backward of each, gradients synchronised with the last one only; clip;
+optimizer; schedule; events; then log, evaluate and save, if they are due. Nothing in a step reads a value back from
+the device: losses and norms stay there until a log is due.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tr_core.best import note_best
+from tr_core.run import Run
+from tr_core.steps import StepData, iterate_steps
+
+if TYPE_CHECKING:
+    from tr_core.trainer import Trainer
+
+
+def run_epochs(trainer: Trainer, run: Run) -> None:
+    """Train from `run.position` until the plan's last step, or until a callback stops the run."""
+    control, accumulation = trainer.control, trainer.args.gradient_accumulation_steps
+    while run.position.epoch < run.plan.num_epochs and not control.should_training_stop:
+        epoch, first_sample, first_step = run.position.epoch, run.position.samples, trainer.state.global_step
+        if not run.is_pass_complete():  # it is where a run resumes from a checkpoint of a pass's last step
+            trainer.fire("on_epoch_begin")
+            for step in iterate_steps(run.data, epoch, first_sample, accumulation, run.count_items):
+                train_step(trainer, run, step, epoch)
+                log_evaluate_save(trainer, run)
+                if control.should_stop:
+                    break
+            if trainer.state.global_step == first_step and first_sample == 0:
+                raise ValueError(_no_batch(epoch, trainer))
+        if run.is_pass_complete() or not control.should_training_stop:
+            run.position.epoch, run.position.samples = epoch + 1, 0
+        trainer.fire("on_epoch_end")
+        log_evaluate_save(trainer, run)
+
+
+def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
+    """Make one optimizer step; its loss and gradient norm stay on the device."""
+    strategy, model, optimizer, state = trainer.strategy, trainer.model_wrapped, trainer.optimizer, trainer.state
+    trainer.micro_batches_in_step = step.size
+    trainer.fire("on_step_begin")
+    for number, batch in enumerate(step.micro_batches, start=1):
+        is_last = number == step.size
+        trainer.micro_batch_weight = batch.weight
+        with strategy.accumulate(model, sync=is_last):
+            run.loss_sum += trainer.call_training_step(model, batch.inputs, step.num_items)
+        run.position.samples = batch.end
+        run.flops += trainer.floating_point_ops(batch.inputs)
+        if not is_last:
+            trainer.fire("on_substep_end")
+    run.grad_norm = strategy.clip_grad_norm(model, optimizer, trainer.max_grad_norm)
+    trainer.fire("on_pre_optimizer_step")
+    applied = strategy.step(optimizer)
+    trainer.fire("on_optimizer_step")
+    run.learning_rate = optimizer.param_groups[0]["lr"]
+    if applied and not trainer.schedule_follows_metric:
+        trainer.lr_scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    state.global_step += 1
+    state.epoch = run.epoch_fraction(epoch)
+    trainer.fire("on_step_end")
+
+
+def log_evaluate_save(trainer: Trainer, run: Run) -> None:
+    """Do what is due, in this order: log, evaluate, note the best, save."""
+    control = trainer.control
+    if control.should_log and trainer.state.global_step > run.last_logged_step:
+        log_window(trainer, run)
+    if control.should_evaluate:
+        metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
+        is_best = note_best(trainer, metrics)
+        if trainer.schedule_follows_metric:
+            trainer.step_schedule_on(metrics)
+        if trainer.args.save_strategy == "best":
+            control.should_save = is_best
+    if control.should_save:
+        trainer.save_checkpoint(run)
+        trainer.fire("on_save")
+
+
+def log_window(trainer: Trainer, run: Run) -> None:
+    """Log the mean loss of the steps since the last log, the last gradient norm and learning rate."""
+    steps = trainer.state.global_step - run.last_logged_step
+    loss = read_loss(trainer, run)
+    logs: dict[str, Any] = {"loss": loss / steps}
+    if run.grad_norm is not None:
+        logs["grad_norm"] = run.grad_norm.item()  # sync: once a log
+    logs["learning_rate"] = run.learning_rate
+    run.last_logged_step = trainer.state.global_step
+    store_flops(trainer, run)
+    trainer.log(logs)
+
+
+def read_loss(trainer: Trainer, run: Run) -> float:
+    """Take the window's loss from the device, as the mean over ranks, and begin a new window."""
+    strategy = trainer.strategy
+    loss = (strategy.sum(run.loss_sum) / strategy.world_size).item()  # sync: once a log
+    run.loss_sum = torch.zeros_like(run.loss_sum)  # not subtracted from itself: NaN - NaN stays NaN for ever
+    run.logged_loss += loss
+    return loss
+
+
+def store_flops(trainer: Trainer, run: Run) -> None:
+    """Add the floating-point operations of all ranks since the last time to the state."""
+    trainer.state.total_flos += sum(trainer.strategy.gather_objects(run.flops))
+    run.flops = 0.0
+
+
+def _no_batch(epoch: int, trainer: Trainer) -> str:
+    return (
+        f"pass {epoch} over the training data gave no batch, at step {trainer.state.global_step} of "
+        f"{trainer.state.max_steps}; data that is gone through again must begin again, which a generator cannot: give "
+        "an object with __iter__, and one that is not empty"
+    )

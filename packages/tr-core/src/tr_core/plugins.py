@@ -1,0 +1,80 @@
+"""Turn names in a configuration into the objects that installed packages offer under those names.
+
+Nothing acts because it is installed: an entry point is imported only when its name was asked for.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+# Which of our packages brings a name, so that the error for a missing one can say what to install.
+_BROUGHT_BY = {
+    "tr.checkpointers": {"local": "tr-ckpt"},
+    "tr.strategies": {"ddp": "tr-dist", "fsdp": "tr-dist", "deepspeed": "tr-dist", "xla": "tr-dist"},
+    "tr.callbacks": {
+        "hub": "tr-ckpt[hub]",
+        "tensorboard": "tr-log[tensorboard]",
+        "wandb": "tr-log[wandb]",
+        "mlflow": "tr-log[mlflow]",
+        "csv": "tr-log",
+        "jsonl": "tr-log",
+    },
+}
+_PREFIX_BROUGHT_BY = {"tr.optimizers": (("galore_", "adafactor", "lomo", "adalomo", "apollo"), "tr-optim")}
+
+
+class PluginError(ValueError):
+    """A configured name has no installed implementation, or more than one."""
+
+
+@cache
+def _entries(group: str) -> tuple[EntryPoint, ...]:
+    # Cached: scanning the installed distributions costs milliseconds, and they do not change under a running process.
+    return tuple(entry_points(group=group))
+
+
+def available(group: str) -> dict[str, str]:
+    """List the names installed in an entry-point group, each with its distribution and version.
+
+    Nothing is imported.
+    """
+    return {entry.name: _origin(entry) for entry in _entries(group)}
+
+
+def load(group: str, name: str) -> Any:
+    """Import the object that is installed under `name` in an entry-point group such as `tr.optimizers`.
+
+    Raises:
+        PluginError: nothing, or more than one distribution, offers the name.
+    """
+    matches = [entry for entry in _entries(group) if entry.name == name]
+    if not matches:
+        raise PluginError(_missing(group, name))
+    if len({entry.value for entry in matches}) > 1:
+        claims = " and ".join(f"{_origin(entry)} ({entry.value})" for entry in matches)
+        raise PluginError(f"{_kind(group)} {name!r} is offered by {claims}; uninstall one of them")
+    return matches[0].load()
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
+
+
+def _kind(group: str) -> str:
+    return group.removeprefix("tr.").removesuffix("s")
+
+
+def _missing(group: str, name: str) -> str:
+    installed = ", ".join(f"{known} ({origin})" for known, origin in sorted(available(group).items())) or "none"
+    message = f"no {_kind(group)} named {name!r}; installed: {installed}"
+    package = _brings(group, name)
+    return f"{message}; pip install '{package}' brings {name!r}" if package else message
+
+
+def _brings(group: str, name: str) -> str | None:
+    prefixes, package = _PREFIX_BROUGHT_BY.get(group, ((), None))
+    if package and name.startswith(prefixes):
+        return package
+    return _BROUGHT_BY.get(group, {}).get(name)

@@ -1,0 +1,75 @@
+"""Define what training, evaluation and prediction return, and what `compute_metrics` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class TrainOutput(NamedTuple):
+    """What `train` returns.
+
+    Attributes:
+        global_step: completed optimizer steps of the run.
+        training_loss: mean loss of the steps of this call.
+        metrics: run time, speed, loss and floating-point operations.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class PredictionOutput(NamedTuple):
+    """What `predict` returns.
+
+    Attributes:
+        predictions: arrays of shape `(samples, ...)`, in tuples or dicts as the model gives them.
+        label_ids: likewise, None where the data has no labels.
+        metrics: loss, metrics and speed.
+    """
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+class EvalLoopOutput(NamedTuple):
+    """What `evaluation_loop` returns.
+
+    Attributes:
+        predictions: arrays of shape `(samples, ...)`; None with `prediction_loss_only`.
+        label_ids: likewise.
+        metrics: loss and metrics, prefixed.
+        num_samples: samples evaluated, over all ranks.
+    """
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+    num_samples: int
+
+
+class EvalPrediction:
+    """What `compute_metrics` is given; unpacks as `(predictions, label_ids[, inputs][, losses])`.
+
+    Attributes:
+        predictions: arrays of shape `(samples, ...)`, sequences padded with -100.
+        label_ids: likewise.
+        inputs: the main input, where `include_for_metrics` asks for it.
+        losses: loss of each sample's batch, shape `(samples,)`, likewise.
+    """
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions, self.label_ids, self.inputs, self.losses = predictions, label_ids, inputs, losses
+        self._items = (predictions, label_ids, *(extra for extra in (inputs, losses) if extra is not None))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the `index`-th of what it unpacks to."""
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)

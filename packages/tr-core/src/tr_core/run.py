@@ -1,0 +1,104 @@
+"""Hold what belongs to one call of `train`: its plan, its data, its place in them, and the window since the last log."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tr_core.batches import Batches
+from tr_core.protocols import Collectives
+from tr_core.steps import Plan
+
+
+@dataclass
+class DataPosition:
+    """Which sample comes next: a pure count, so that batch size and world size may change at resume.
+
+    Attributes:
+        epoch: the pass over the data, from 0.
+        samples: samples of that pass consumed by all ranks together.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+
+
+@dataclass
+class Run:
+    """One call of `train`.
+
+    Attributes:
+        plan: how long the run is.
+        data: passes over the training data.
+        collectives: how ranks exchange what they hold.
+        loss_sum: sum of the losses of this rank's steps since the last log, a scalar tensor on the device.
+        position: where in the data the run is.
+        count_items: what counts the targets of a step, None where nothing needs the count.
+        grad_norm: norm of the last step's gradients before clipping, on the device.
+        learning_rate: learning rate of the first parameter group in the last step.
+        flops: floating-point operations since they were last added to the state.
+        first_step: completed steps of the run when this call began.
+        last_logged_step: step of the last log.
+        logged_loss: sum over the steps of this call of the losses already logged.
+        start_s: `time.perf_counter()` at the beginning.
+        ignore_keys: outputs of the model that evaluations leave out.
+        window: loss sum and operations of every rank since the last log, as they are to be saved.
+    """
+
+    plan: Plan
+    data: Batches
+    collectives: Collectives
+    loss_sum: torch.Tensor
+    position: DataPosition = field(default_factory=DataPosition)
+    count_items: Any = None
+    grad_norm: torch.Tensor | None = None
+    learning_rate: float = 0.0
+    flops: float = 0.0
+    first_step: int = 0
+    last_logged_step: int = 0
+    logged_loss: float = 0.0
+    start_s: float = field(default_factory=time.perf_counter)
+    ignore_keys: list[str] | None = None
+    window: list[tuple[float, float]] = field(default_factory=list)
+
+    def is_pass_complete(self) -> bool:
+        """Whether the pass that `position` is in has no batch left; False where that cannot be known."""
+        return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
+
+    def epoch_fraction(self, epoch: int) -> float:
+        """Return how many passes are done, counting whole micro-batches of this run's size.
+
+        Args:
+            epoch: the pass that `position.samples` belongs to.
+        """
+        done = -(-self.position.samples // self.data.per_micro_batch)
+        return epoch + done / self.plan.batches_per_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data and the open log window, that of every rank; see `collect_window`."""
+        return {
+            "epoch": self.position.epoch,
+            "samples": self.position.samples,
+            "last_logged_step": self.last_logged_step,
+            "window": self.window,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Take over the place in the data and the log window; another number of ranks shares the window evenly."""
+        self.position = DataPosition(state_dict["epoch"], state_dict["samples"])
+        self.last_logged_step = state_dict["last_logged_step"]
+        window = state_dict["window"]
+        rank, world_size = self.collectives.rank, self.collectives.world_size
+        if len(window) == world_size:
+            loss, self.flops = window[rank]
+        else:
+            loss = sum(entry[0] for entry in window) / len(window)
+            self.flops = sum(entry[1] for entry in window) / world_size
+        self.loss_sum = torch.full_like(self.loss_sum, loss)
+
+    def collect_window(self) -> None:
+        """Read the log window of all ranks, to be saved: a log after a resume is then what it would have been."""
+        self.window = self.collectives.gather_objects((self.loss_sum.item(), self.flops))  # sync: once a save

@@ -1,0 +1,155 @@
+"""Write models, checkpoints, metrics and the trainer's state to the output folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from tr_core import plugins
+from tr_core.protocols import Checkpointer, Stateful
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer import Trainer
+
+WEIGHTS_NAME = "model.safetensors"
+
+
+def build_checkpointer(trainer: Trainer) -> Checkpointer:
+    """Return the checkpointer that the arguments name.
+
+    Raises:
+        ValueError: none of that name is installed; the message says what to install, or how to do without.
+    """
+    args = trainer.args
+    try:
+        factory = plugins.load("tr.checkpointers", str(args.checkpointer))
+    except plugins.PluginError as error:
+        raise ValueError(
+            f"{error}. Checkpoints are asked for by save_strategy={str(args.save_strategy)!r}; to train without them "
+            "set save_strategy='no'"
+        ) from error
+    return factory(args, trainer.strategy)
+
+
+def save_model(trainer: Trainer, folder: Path) -> None:
+    """Write weights in safetensors, configuration and tokenizer; rank 0 writes, all ranks call."""
+    strategy = trainer.strategy
+    parts = strategy.stateful(trainer.model_wrapped, None)
+    state = parts["model"].state_dict()
+    if strategy.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        model = trainer.model
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(str(folder), state_dict=state)
+        else:
+            save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
+        save_companions(trainer, folder)
+    strategy.barrier()
+
+
+def save_companions(trainer: Trainer, folder: Path) -> None:
+    """Write what belongs to a model beside its weights: configuration, tokenizer, and the arguments as JSON."""
+    for owner in (trainer.model, getattr(trainer.model, "base_model", None)):
+        config = getattr(owner, "config", None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(str(folder))
+            break
+    generation = getattr(trainer.model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(str(folder))
+    if hasattr(trainer.processing_class, "save_pretrained"):
+        trainer.processing_class.save_pretrained(str(folder))
+    (folder / "training_args.json").write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
+
+
+def save_checkpoint(trainer: Trainer, run: Run) -> None:
+    """Save everything that the run needs to go on from here, through the checkpointer."""
+    state = trainer.state
+    checkpointer = trainer.checkpointer()
+    run.collect_window()
+    state.total_flos += sum(entry[1] for entry in run.window)
+    run.window = [(loss, 0.0) for loss, _ in run.window]
+    run.flops = 0.0
+    best = state.best_global_step
+    if best is not None and (best == state.global_step or best in checkpointer.steps()):
+        state.best_model_checkpoint = str(checkpointer.path(best))
+    parts = checkpoint_parts(trainer, run)
+    folder = checkpointer.save(
+        state.global_step,
+        parts,
+        write_extra=lambda path: save_companions(trainer, path),
+        protected=() if best is None else (best,),
+    )
+    if trainer.strategy.rank == 0:
+        trainer.logger.info("saved checkpoint %s", folder)
+
+
+def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
+    """Name everything stateful of a run: this dict is what a checkpoint holds, and nothing else is."""
+    model = trainer.strategy.stateful(trainer.model_wrapped, None)
+    if trainer.args.save_only_model:
+        return {**model, "trainer_state": trainer.state}
+    return {
+        **trainer.strategy.stateful(trainer.model_wrapped, trainer.optimizer),
+        "scheduler": trainer.lr_scheduler,
+        "rng": trainer.random_state,
+        "run": run,
+        "callbacks": trainer.callback_handler,
+        "trainer_state": trainer.state,
+    }
+
+
+def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:
+    """Write `<split>_results.json`, and merge the metrics into `all_results.json` if `combined`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / f"{split}_results.json", metrics)
+    if combined:
+        merged = folder / "all_results.json"
+        earlier = json.loads(merged.read_text(encoding="utf-8")) if merged.exists() else {}
+        _write_json(merged, {**earlier, **metrics})
+
+
+def format_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics as people read them: run times as h:m:s, operations in GF, numbers to four places."""
+    readable: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if name.endswith("_runtime"):
+            minutes, seconds = divmod(value, 60)
+            hours, minutes = divmod(int(minutes), 60)
+            readable[name] = f"{hours}:{minutes:02d}:{seconds:05.2f}"
+        elif name == "total_flos":
+            readable[name] = f"{value / 2**30:.0f}GF"
+        else:
+            readable[name] = round(value, 4) if isinstance(value, float) else value
+    return readable
+
+
+def metric_lines(metrics: dict[str, Any]) -> list[str]:
+    """Return one aligned line for each metric, sorted by name."""
+    readable = {name: str(value) for name, value in format_metrics(metrics).items()}
+    names, values = max(map(len, readable), default=0), max(map(len, readable.values()), default=0)
+    return [f"  {name:<{names}} = {readable[name]:>{values}}" for name in sorted(readable)]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _without_aliases(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Keep one name of each tensor that several names share: tied weights are tied again by the module."""
+    seen: set[tuple[Any, ...]] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        kept[name] = tensor.detach().contiguous()
+    return kept

@@ -1,0 +1,189 @@
+"""Begin a run, resumed or fresh, and end it, whichever way it ends."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tr_core.batches import batches_of
+from tr_core.loop import read_loss, run_epochs, store_flops
+from tr_core.randomness import enable_full_determinism, set_seed
+from tr_core.results import TrainOutput
+from tr_core.run import Run
+from tr_core.saving import checkpoint_parts
+from tr_core.speed import speed_metrics
+from tr_core.state import TrainerState
+from tr_core.steps import make_plan, steps_left
+
+if TYPE_CHECKING:
+    from tr_core.trainer import Trainer
+
+Resume = str | Path | bool | None
+
+
+def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
+    """Run training from its beginning or from a checkpoint to its end; the closing event fires in any case."""
+    run = _begin(trainer, resume, ignore_keys)
+    if run.first_step >= run.plan.max_steps:
+        trainer.logger.info(
+            "nothing to do: the checkpoint is at step %d of %d, and the run is complete",
+            run.first_step,
+            run.plan.max_steps,
+        )
+        return TrainOutput(trainer.state.global_step, _last_train_loss(trainer), {})
+    trainer.is_in_train = True
+    error: BaseException | None = None
+    try:
+        trainer.fire("on_train_begin")
+        trainer.random_state.reapply()
+        if trainer.args.eval_on_start and run.first_step == 0:
+            trainer.evaluate(ignore_keys=ignore_keys)
+        trainer.model_wrapped.train()
+        run_epochs(trainer, run)
+        return _finish(trainer, run)
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        trainer.is_in_train = False
+        trainer.fire("on_train_end", error=error)
+
+
+def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Run:
+    """Seed, prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
+    args, strategy = trainer.args, trainer.strategy
+    # Ranks differ, so that dropout does; weights do not depend on it: a strategy makes them the same.
+    seed = args.seed + strategy.rank
+    enable_full_determinism(seed) if args.full_determinism else set_seed(seed)
+    trainer.renew_model()
+    trainer.prepare()
+    loader = trainer.get_train_dataloader()
+    data = batches_of(loader, args.train_batch_size, strategy.world_size)
+    plan = make_plan(args, data)
+    trainer.renew_optimizer(plan.max_steps)
+    trainer.state = _fresh_state(trainer, plan.max_steps, plan.num_epochs)
+    trainer.loaders["train_dataloader"] = loader
+    run = Run(plan, data, strategy, torch.zeros((), device=strategy.device), ignore_keys=ignore_keys)
+    run.count_items = trainer.loss_rule.count if trainer.loss_rule.counts else None
+    if resume not in (None, False) and _restore(trainer, run, resume):
+        run = _continue(trainer, run)
+    _announce(trainer, run)
+    return run
+
+
+def _fresh_state(trainer: Trainer, max_steps: int, num_epochs: int) -> TrainerState:
+    args, strategy = trainer.args, trainer.strategy
+
+    def steps(value: float | None) -> int:
+        if value is None:
+            return max_steps
+        return max(math.ceil(value * max_steps) if value < 1 else int(value), 1)  # below 1: a share of the run
+
+    return TrainerState(
+        epoch=0.0,
+        max_steps=max_steps,
+        num_train_epochs=num_epochs,
+        logging_steps=steps(args.logging_steps),
+        eval_steps=steps(args.eval_steps),
+        save_steps=steps(args.save_steps),
+        train_batch_size=args.train_batch_size,
+        is_local_process_zero=strategy.local_rank == 0,
+        is_world_process_zero=strategy.rank == 0,
+    )
+
+
+def _restore(trainer: Trainer, run: Run, resume: Resume) -> bool:
+    """Load a checkpoint into everything; False if there is none and none is demanded.
+
+    Raises:
+        ValueError: there is none and `resume` is True, or the one named is damaged.
+    """
+    automatic = resume is True or str(resume) in ("auto", "True", "true")
+    source = None if automatic else str(resume)
+    step = trainer.checkpointer().restore(checkpoint_parts(trainer, run), source=source)
+    if step is None and resume != "auto":
+        raise ValueError(
+            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {trainer.args.output_dir!r}; give "
+            "the folder of one, or resume_from_checkpoint='auto' to begin anew where there is none"
+        )
+    return step is not None
+
+
+def _continue(trainer: Trainer, run: Run) -> Run:
+    """Fit plan and state to a restored place: the arguments of now, the position of then."""
+    args, state = trainer.args, trainer.state
+    run.first_step = state.global_step
+    if args.ignore_data_skip:
+        run.position.samples = 0
+    fresh = _fresh_state(trainer, run.plan.max_steps, run.plan.num_epochs)
+    for name in ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps"):
+        setattr(state, name, getattr(fresh, name))
+    left = steps_left(args, run.data, run.position.epoch, run.position.samples)
+    if args.max_steps <= 0 and left is not None and not args.ignore_data_skip:
+        state.max_steps = state.global_step + left
+        run.plan = run.plan.with_max_steps(state.max_steps)
+    trainer.logger.info(
+        "resuming at step %d of %d: epoch %d, sample %d",
+        state.global_step,
+        state.max_steps,
+        run.position.epoch,
+        run.position.samples,
+    )
+    return run
+
+
+def _announce(trainer: Trainer, run: Run) -> None:
+    args, logger = trainer.args, trainer.logger
+    samples = "unknown" if run.data.num_samples is None else f"{run.data.num_samples:,}"
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    logger.info(
+        "training %s: %s trainable parameters on %s x %d, %s samples an epoch, %d a device and micro-batch, "
+        "%d micro-batches a step, %d samples a step, %d steps",
+        type(trainer.model).__name__,
+        f"{trainable:,}",
+        trainer.strategy.device,
+        trainer.strategy.world_size,
+        samples,
+        args.train_batch_size,
+        args.gradient_accumulation_steps,
+        run.plan.per_step,
+        run.plan.max_steps,
+    )
+
+
+def _finish(trainer: Trainer, run: Run) -> TrainOutput:
+    """Log the run's own figures and load the best weights, if that was asked for."""
+    state = trainer.state
+    steps = state.global_step - run.first_step
+    read_loss(trainer, run)
+    store_flops(trainer, run)
+    share = steps / max(run.plan.max_steps, 1)
+    metrics = speed_metrics("train", run.start_s, num_samples=run.plan.num_samples * share, num_steps=steps)
+    metrics["total_flos"] = state.total_flos
+    metrics["train_loss"] = run.logged_loss / max(steps, 1)
+    trainer.log(dict(metrics))
+    if trainer.args.load_best_model_at_end:
+        _load_best(trainer)
+    metrics["epoch"] = state.epoch or 0.0
+    return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+
+
+def _load_best(trainer: Trainer) -> None:
+    state, checkpointer = trainer.state, trainer.checkpointer()
+    if state.best_global_step is None:
+        raise ValueError(
+            "load_best_model_at_end=True, but no evaluation was made in this run; lower eval_steps or eval_delay"
+        )
+    folder = checkpointer.path(state.best_global_step)
+    weights = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
+    checkpointer.restore({"model": weights}, source=folder)
+    trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
+
+
+def _last_train_loss(trainer: Trainer) -> float:
+    entries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
+    return entries[-1] if entries else math.nan
+

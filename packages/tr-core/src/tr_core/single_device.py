@@ -1,0 +1,136 @@
+"""Train on one device: the CPU, a CUDA or XPU device, or a Mac's MPS."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_core.protocols import Stateful
+
+
+def choose_device(use_cpu: bool = False) -> torch.device:
+    """Return the device to compute on: torch's current accelerator, or the CPU if there is none or it is asked for."""
+    if use_cpu:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    if accelerator.type == "mps":
+        return torch.device("mps")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+class SingleDevice:
+    """The strategy of one process and one device, with automatic mixed precision.
+
+    Args:
+        device: where to compute; None chooses (see `choose_device`).
+        precision: `no`, `bf16`, or `fp16` with loss scaling.
+        use_cpu: choose the CPU even where there is an accelerator.
+
+    Raises:
+        ValueError: the device cannot compute in the precision.
+    """
+
+    rank = 0
+    local_rank = 0
+    world_size = 1
+
+    def __init__(
+        self, device: torch.device | str | None = None, *, precision: str = "no", use_cpu: bool = False
+    ) -> None:
+        self.device = torch.device(device) if device is not None else choose_device(use_cpu)
+        if precision not in ("no", "bf16", "fp16"):
+            raise ValueError(f"precision={precision!r} is not known; choose no, bf16 or fp16")
+        if precision == "fp16" and self.device.type == "cpu":
+            raise ValueError(
+                "fp16=True cannot train on a CPU: its kernels have no float16 accumulation; use bf16=True or float32"
+            )
+        if precision == "bf16" and self.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise ValueError(
+                f"bf16=True needs a device with bfloat16; {torch.cuda.get_device_name(self.device)} has none: use fp16=True"
+            )
+        self._dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
+        self._nothing = nullcontext()
+        self._parameters: list[torch.Tensor] = []
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> SingleDevice:
+        """Build from training arguments: `use_cpu`, `bf16`, `fp16`."""
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        return cls(precision=precision, use_cpu=args.use_cpu)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device."""
+        model = model.to(self.device)
+        self._parameters = list(model.parameters())  # once: walking the modules every step costs more than the norm
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model as it is."""
+        return model
+
+    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+        """Do nothing: one process has nobody to synchronise with."""
+        return self._nothing
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Compute in the lower precision where that is safe, if one was asked for."""
+        if self._dtype is None:
+            return self._nothing
+        return torch.autocast(self.device.type, dtype=self._dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients, of a scaled loss under fp16."""
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Measure the gradients' norm on the device, and scale them down to `max_norm` unless that is None."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        if max_norm is not None:
+            return nn.utils.clip_grad_norm_(self._parameters, max_norm)
+        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the gradients; under fp16 a step that overflowed is skipped."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()  # sync: fp16 alone must know whether it stepped, for the schedule's sake
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before  # sync
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: one process is all."""
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value as the list of all."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
+        """Return the model, the optimizer, and under fp16 the scaler."""
+        parts: dict[str, Stateful] = {"model": model}
+        if optimizer is not None:
+            parts["optimizer"] = optimizer
+        if self._scaler is not None:
+            parts["scaler"] = self._scaler
+        return parts
+
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing: no process group was joined."""

@@ -1,0 +1,27 @@
+"""Reckon run time and throughput."""
+
+from __future__ import annotations
+
+import time
+
+
+def speed_metrics(
+    split: str, start_s: float, num_samples: float | None = None, num_steps: int | None = None
+) -> dict[str, float]:
+    """Return `<split>_runtime` in seconds and, where counts are given, samples and steps per second.
+
+    Args:
+        split: prefix of the keys.
+        start_s: `time.perf_counter()` at the start.
+        num_samples: samples used since.
+        num_steps: steps made since.
+    """
+    runtime = time.perf_counter() - start_s
+    metrics = {f"{split}_runtime": round(runtime, 4)}
+    if runtime == 0:
+        return metrics
+    if num_samples is not None:
+        metrics[f"{split}_samples_per_second"] = round(num_samples / runtime, 3)
+    if num_steps is not None:
+        metrics[f"{split}_steps_per_second"] = round(num_steps / runtime, 3)
+    return metrics
