@@ -1,7 +1,6 @@
 """A complete training and evaluation loop for PyTorch models."""
 
 from tr_args import Seq2SeqTrainingArguments, TrainingArguments
-
 from tr_core.callback import TrainerCallback
 from tr_core.callbacks.early_stopping import EarlyStoppingCallback
 from tr_core.callbacks.flow import DefaultFlowCallback

@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from tr_args import TrainingArguments
-from tr_log import configure, get_logger
+from torch.optim.lr_scheduler import LRScheduler
 
+from tr_args import TrainingArguments
 from tr_core import saving
-from tr_core.best import watched_metric
 from tr_core.callback import CallbackList
 from tr_core.checks import check_model, check_setup, refuse_unsupported
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.default_callbacks import default_callbacks
 from tr_core.floating_point import FlopCounter
 from tr_core.loss import LossRule, takes_argument
-from tr_core.model_inputs import base_model, can_return_loss, find_label_names
+from tr_core.model_io import base_model, can_return_loss, find_label_names
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.randomness import RandomState, separate_randomness
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.strategies import choose_strategy
+from tr_log import configure, get_logger
 
 if TYPE_CHECKING:
     from tr_core.run import Run
@@ -31,30 +30,9 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """What a run is made of; see `tr_core.trainer.Trainer`, which adds what is done with it.
+    """What a run is made of.
 
-    Args:
-        model: any module; its forward takes a batch (by keywords if batches are mappings) and returns its loss.
-        args: the training arguments; default ones write to `trainer_output`.
-        data_collator: makes a batch of a list of samples; by default pads with `processing_class` if that can pad,
-            else stacks.
-        train_dataset: map-style or iterable data.
-        eval_dataset: likewise, or a dict of several.
-        processing_class: a tokenizer or processor, saved with the model; `tokenizer` is the same.
-        model_init: makes a new model for every call of `train`, in place of `model`.
-        compute_loss_func: `(outputs, labels, num_items_in_batch=)` → loss, in place of the model's own.
-        compute_metrics: `(EvalPrediction)` → dict of metrics.
-        callbacks: callbacks or their classes; `callback` is the same.
-        optimizers: an optimizer and a schedule to use; None has the arguments decide.
-        preprocess_logits_for_metrics: `(logits, labels)` → what is kept of each evaluation batch.
-        strategy: where and how to compute; by default what the arguments and the launcher say.
-        checkpointer: where checkpoints go; by default what the arguments name.
-
-    Building one changes no random number generator and moves no model: that happens in `train` and `evaluate`.
-
-    Raises:
-        ValueError: arguments ask for what is not there.
-        NotImplementedError: arguments ask for what this version does not do.
+    The constructor's arguments are described at `tr_core.trainer.Trainer`, which adds what is done with the parts.
     """
 
     logger = get_logger("tr_core.trainer")
@@ -92,7 +70,7 @@ class Assembly:
         self.model_init, self._model_is_fresh = model_init, True
         self._take_model(model if model is not None else self.call_model_init())
         self._given_optimizers = optimizers
-        self.optimizer, self.lr_scheduler = cast("tuple[torch.optim.Optimizer, LRScheduler]", optimizers)
+        self.optimizer, self.lr_scheduler = optimizers
         self._checkpointer = checkpointer
         self.random_state = RandomState(self.strategy.device)
         self.control = TrainerControl()
@@ -101,7 +79,7 @@ class Assembly:
         )
         self.is_in_train, self.micro_batches_in_step, self.micro_batch_weight = False, 1, 1.0
         given = _same("callbacks", callbacks, "callback", callback) or ()
-        self.callback_handler = CallbackList([*default_callbacks(self.args), *given])
+        self.callback_handler = CallbackList(self, [*default_callbacks(self.args), *given])
         self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
         check_setup(cast("Trainer", self))
         self.fire("on_init_end")
@@ -146,16 +124,15 @@ class Assembly:
             average_tokens_across_devices=self.args.average_tokens_across_devices,
         )
         # Overrides written before `num_items_in_batch` existed keep working.
-        self._loss_takes_count = takes_argument(getattr(self, "compute_loss"), "num_items_in_batch")
-        self._step_takes_count = takes_argument(getattr(self, "training_step"), "num_items_in_batch")
+        methods = cast("Trainer", self)
+        self._loss_takes_count = takes_argument(methods.compute_loss, "num_items_in_batch")
+        self.step_function = _with_count(methods.training_step)
 
     # Who listens
 
     def fire(self, event: str, **extra: Any) -> None:
         """Send an event to the callbacks that define it; what they return ends up in `control`."""
-        handler = self.callback_handler
-        context = {**self._context(), **extra} if handler.listens(event) else extra
-        handler.fire(event, self.args, self.state, self.control, context)
+        self.callback_handler.fire(event, **extra)
 
     def add_callback(self, callback: Any) -> None:
         """Append a callback, or an instance of a callback class."""
@@ -168,16 +145,6 @@ class Assembly:
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback: this object, or the first of this class."""
         self.callback_handler.pop(callback)
-
-    def _context(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "processing_class": self.processing_class,
-            "tokenizer": self.processing_class,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            **self.loaders,
-        }
 
     # Who this process is, and where its checkpoints go
 
@@ -203,20 +170,6 @@ class Assembly:
         """Save everything that the run needs to go on from here."""
         saving.save_checkpoint(cast("Trainer", self), run)
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Norm that gradients are clipped to; None for no clipping."""
-        return self.args.max_grad_norm or None
-
-    @property
-    def schedule_follows_metric(self) -> bool:
-        """Whether the schedule is stepped with an evaluation's result instead of after every step."""
-        return isinstance(self.lr_scheduler, ReduceLROnPlateau)
-
-    def step_schedule_on(self, metrics: dict[str, float]) -> None:
-        """Step a schedule that follows `metric_for_best_model`."""
-        cast(ReduceLROnPlateau, self.lr_scheduler).step(watched_metric(cast("Trainer", self), metrics))
-
     def _bind_process(self) -> None:
         strategy = self.strategy
         place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
@@ -227,6 +180,12 @@ class Assembly:
         if hasattr(self.processing_class, "pad"):
             return DataCollatorWithPadding(self.processing_class)
         return default_data_collator
+
+
+def _with_count(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    if takes_argument(step, "num_items_in_batch"):
+        return step
+    return lambda model, inputs, num_items: step(model, inputs)
 
 
 def _same(name: str, value: Any, other_name: str, other: Any) -> Any:

@@ -1,31 +1,15 @@
-"""Iterate one pass over data from a position, whatever kind of loader it comes from."""
+"""Iterate a pass over data from a position, whatever kind of loader it comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
-from tr_log import progress
 
 from tr_core.fetch import StreamFetch
-from tr_core.order import EpochSampler, num_micro_batches, take_slice
-
-
-class MicroBatch(NamedTuple):
-    """One rank's collated samples, still where the loader left them.
-
-    Attributes:
-        inputs: what the collator made, with host tensors.
-        weight: what a mean loss over it is multiplied by (see `tr_core.order.Slice`).
-        end: position in the pass, in samples of all ranks, once it is consumed.
-        count: samples it holds for all ranks; None where only the ranks themselves know.
-    """
-
-    inputs: Any
-    weight: float
-    end: int
-    count: int | None
+from tr_core.order import EpochSampler, MicroBatch, SampledBatches, take_slice
+from tr_log import progress
 
 
 class Batches(Protocol):
@@ -59,32 +43,10 @@ def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
         world_size: number of ranks.
     """
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):
-        return _Sampled(loader, loader.batch_sampler)
+        return SampledBatches(loader, loader.batch_sampler)
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, StreamFetch):
         return _Stream(loader, loader.dataset)
     return _Foreign(loader, batch_size * world_size)
-
-
-class _Sampled:
-    """A map-style data set in the Trainer's own order: any position costs the same."""
-
-    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler) -> None:
-        self._loader, self._sampler = loader, sampler
-        sampler.seek(0)
-        self.num_batches: int | None = len(sampler)
-        self.per_micro_batch = sampler.batch_size * sampler.world_size
-        self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.per_micro_batch)
-
-    def remaining(self, position: int) -> int:
-        sampler = self._sampler
-        return num_micro_batches(max(sampler.num_samples - position, 0), self.per_micro_batch, sampler.drop_last)
-
-    def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        self._sampler.seek(epoch, position)
-        for index, inputs in enumerate(self._loader):
-            share = self._sampler.slice(index)
-            yield MicroBatch(inputs, share.weight, share.end, share.end - position)
-            position = share.end
 
 
 class _Stream:
@@ -104,10 +66,10 @@ class _Stream:
         skipped = self._stream.seek(epoch, position)
         batches = _skip(iter(self._loader), skipped)
         stream = self._stream
-        for inputs, count in batches:
-            share = take_slice(0, 0, count, stream.batch_size, stream.rank, stream.world_size)
-            position += count
-            yield MicroBatch(inputs, share.weight, position, count)
+        for inputs, total in batches:
+            share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
+            position += total
+            yield MicroBatch(inputs, share.weight, position, total)
 
 
 class _Foreign:

@@ -102,11 +102,16 @@ class TrainerCallback:
 class CallbackList:
     """The callbacks of a run in order, and for each event the methods that define it.
 
+    Args:
+        owner: the Trainer, whose arguments, state, control and parts the events are given.
+        callbacks: callbacks or their classes.
+
     Attributes:
         callbacks: the callbacks, in the order they are called.
     """
 
-    def __init__(self, callbacks: Iterable[Any] = ()) -> None:
+    def __init__(self, owner: Any, callbacks: Iterable[Any] = ()) -> None:
+        self._owner = owner
         self.callbacks: list[Any] = []
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         for callback in callbacks:
@@ -130,16 +135,26 @@ class CallbackList:
                 return candidate
         return None
 
-    def listens(self, event: str) -> bool:
-        """Whether any callback defines `event`."""
-        return bool(self._listeners[event])
-
-    def fire(self, event: str, args: Any, state: TrainerState, control: TrainerControl, context: dict[str, Any]) -> None:
+    def fire(self, event: str, **extra: Any) -> None:
         """Clear the flags that `event` clears, call every method that defines it, and take in what each returns."""
+        owner = self._owner
+        control = owner.control
         for flag in _CLEARED.get(event, ()):
             setattr(control, flag, False)
-        for method in self._listeners[event]:
-            answer = method(args, state, control, **context)
+        listeners = self._listeners[event]
+        if not listeners:
+            return
+        context = {
+            "model": owner.model,
+            "processing_class": owner.processing_class,
+            "tokenizer": owner.processing_class,
+            "optimizer": owner.optimizer,
+            "lr_scheduler": owner.lr_scheduler,
+            **owner.loaders,
+            **extra,
+        }
+        for method in listeners:
+            answer = method(owner.args, owner.state, control, **context)
             if answer is not None and answer is not control:
                 _apply(answer, control, method)
 

@@ -18,7 +18,10 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "accelerator_config": (None, "leave it out: data is divided evenly, seeded and not dispatched"),
     "activation_checkpointing": (False, "call model.gradient_checkpointing_enable() before training"),
     "activation_checkpointing_kwargs": (None, "call model.gradient_checkpointing_enable() before training"),
-    "auto_find_batch_size": (False, "lower per_device_train_batch_size and raise gradient_accumulation_steps"),
+    "auto_find_batch_size": (
+        False,
+        "lower per_device_train_batch_size and raise gradient_accumulation_steps",
+    ),
     "bf16_full_eval": (False, "use bf16=True, which evaluates under autocast"),
     "dataloader_in_order": (True, "leave it at True"),
     "debug": ([], "use torch.autograd.set_detect_anomaly"),
@@ -32,7 +35,10 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "label_smoothing_factor": (0.0, "pass compute_loss_func with torch's cross_entropy(label_smoothing=...)"),
     "liger_kernel_config": (None, "patch the model before it is passed"),
     "parallelism_config": (None, "train with strategy='ddp'"),
-    "restore_callback_states_from_checkpoint": (False, "leave it out: states of callbacks are always restored"),
+    "restore_callback_states_from_checkpoint": (
+        False,
+        "leave it out: states of callbacks are always restored",
+    ),
     "save_on_each_node": (False, "save to a file system that every machine sees"),
     "skip_memory_metrics": (True, "use torch.profiler"),
     "tf32": (None, "call torch.set_float32_matmul_precision('high')"),
@@ -87,12 +93,12 @@ def check_setup(trainer: Trainer) -> None:
             f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
             "eval_dataset or set eval_strategy='no'"
         )
-    if args.batch_eval_metrics and trainer.compute_metrics is not None:
-        if not takes_argument(trainer.compute_metrics, "compute_result"):
-            raise ValueError(
-                "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=bool) after every batch, but "
-                "compute_metrics takes no compute_result"
-            )
+    compute = trainer.compute_metrics
+    if args.batch_eval_metrics and compute is not None and not takes_argument(compute, "compute_result"):
+        raise ValueError(
+            "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=bool) after every batch, but "
+            "compute_metrics takes no compute_result"
+        )
     train = trainer.train_dataset
     if train is not None and not has_length(train) and args.max_steps <= 0:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ def default_data_collator(features: list[Any]) -> Any:
         features = [vars(feature) for feature in features]
         first = features[0]
     batch: dict[str, torch.Tensor] = {}
-    label_key = next((key for key in ("label", "label_ids") if first.get(key) is not None), None)
-    if label_key is not None:
-        batch["labels"] = _labels([feature[label_key] for feature in features])
     for key, value in first.items():
-        if key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
-            batch[key] = _stack([feature[key] for feature in features])
+        if value is None or isinstance(value, str):
+            continue
+        values = list(map(itemgetter(key), features))
+        if key == "label" or (key == "label_ids" and first.get("label") is None):
+            batch["labels"] = _labels(values)
+        elif key != "label_ids":
+            batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(values)
     return batch
 
 
@@ -82,8 +85,6 @@ def _labels(values: list[Any]) -> torch.Tensor:
 
 
 def _stack(values: list[Any]) -> torch.Tensor:
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values)
     if isinstance(values[0], np.ndarray):
         return torch.from_numpy(np.stack(values))
     return torch.tensor(values)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tr_log import MetricsFile, PrinterCallback, ProgressCallback
-
 from tr_core import plugins
 from tr_core.callbacks.flow import DefaultFlowCallback
+from tr_log import MetricsFile, PrinterCallback, ProgressCallback
 
 
 def default_callbacks(args: Any) -> list[Any]:

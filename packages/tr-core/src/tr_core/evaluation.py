@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tr_core.batches import MicroBatch, batches_of
-from tr_core.model_inputs import batch_size_of, to_device
+from tr_core.batches import batches_of
+from tr_core.model_io import batch_size_of, to_device
+from tr_core.order import MicroBatch
 from tr_core.outputs import Collected, gather_rows, map_tensors
 from tr_core.results import EvalLoopOutput, EvalPrediction
 
@@ -33,7 +34,7 @@ class EvaluationLoop:
         self._trainer, self._strategy, self._args = trainer, trainer.strategy, trainer.args
         self._loss_only, self._ignore_keys, self._prefix = prediction_loss_only, ignore_keys, prefix
         wanted = set(self._args.include_for_metrics)
-        self._by_batch = self._args.batch_eval_metrics and trainer.compute_metrics is not None
+        self._by_batch = trainer.compute_metrics if self._args.batch_eval_metrics else None
         self._wants_inputs, self._wants_losses = "inputs" in wanted, "loss" in wanted
         self._predictions, self._labels = Collected(), Collected()
         self._inputs, self._losses = Collected(), Collected()
@@ -59,11 +60,9 @@ class EvaluationLoop:
     def _one_batch(self, model: torch.nn.Module, batch: MicroBatch, number: int, is_last: bool) -> None:
         trainer = self._trainer
         inputs = to_device(batch.inputs, self._strategy.device)
-        loss, logits, labels = trainer.prediction_step(
-            model, inputs, self._loss_only, ignore_keys=self._ignore_keys
-        )
+        loss, logits, labels = trainer.prediction_step(model, inputs, self._loss_only, ignore_keys=self._ignore_keys)
         rows = batch_size_of(inputs) or 0
-        self._num_samples += batch.count if batch.count is not None else rows * self._strategy.world_size
+        self._num_samples += batch.total if batch.total is not None else rows * self._strategy.world_size
         if loss is not None:
             self._loss_parts.append((loss.detach().float(), rows if batch.weight else 0))
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
@@ -71,14 +70,14 @@ class EvaluationLoop:
         every = self._args.eval_accumulation_steps
         flush = every is not None and number % every == 0
         kept = {
-            "predictions": self._gather(logits, batch.count),
-            "label_ids": self._gather(labels, batch.count),
-            "inputs": self._gather(self._main_input(inputs), batch.count) if self._wants_inputs else None,
-            "losses": self._repeat(loss, rows, batch.count) if self._wants_losses else None,
+            "predictions": self._gather(logits, batch.total),
+            "label_ids": self._gather(labels, batch.total),
+            "inputs": self._gather(self._main_input(inputs), batch.total) if self._wants_inputs else None,
+            "losses": self._repeat(loss, rows, batch.total) if self._wants_losses else None,
         }
-        if self._by_batch:
+        if self._by_batch is not None:
             if kept["predictions"] is not None and kept["label_ids"] is not None:
-                self._batch_metrics = trainer.compute_metrics(EvalPrediction(**kept), compute_result=is_last)
+                self._batch_metrics = self._by_batch(EvalPrediction(**kept), compute_result=is_last)
             return
         stores = (self._predictions, self._labels, self._inputs, self._losses)
         for store, tree in zip(stores, kept.values(), strict=True):
@@ -90,7 +89,7 @@ class EvaluationLoop:
         predictions, labels = self._predictions.arrays(joined), self._labels.arrays(joined)
         metrics: dict[str, Any] = {}
         compute = self._trainer.compute_metrics
-        if self._by_batch:
+        if self._by_batch is not None:
             metrics = dict(self._batch_metrics or {})
         elif compute is not None and predictions is not None and labels is not None:
             inputs, losses = self._inputs.arrays(joined), self._losses.arrays(joined)
@@ -126,7 +125,11 @@ class EvaluationLoop:
 
 
 def prediction_step(
-    trainer: Trainer, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None
+    trainer: Trainer,
+    model: torch.nn.Module,
+    inputs: Any,
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None,
 ) -> tuple[torch.Tensor | None, Any, Any]:
     """Run the model on one batch without gradients.
 
@@ -134,14 +137,15 @@ def prediction_step(
         Loss (None without labels), logits (None if only the loss is wanted), labels (None without).
     """
     names = trainer.label_names
-    has_labels = bool(names) and hasattr(inputs, "get") and all(inputs.get(name) is not None for name in names)
+    named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
+    has_labels = bool(names) and all(named.get(name) is not None for name in names)
     is_positional = isinstance(inputs, list | tuple) and trainer.compute_loss_func is not None
     gives_loss = has_labels or is_positional or (not names and trainer.can_return_loss)
     if ignore_keys is None:
         config = getattr(trainer.model, "config", None)
-        ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"] if config else [])
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", None) or (["past_key_values"] if config else [])
     # Taken before the forward: computing the loss may take them out of the inputs.
-    labels = map_tensors(torch.Tensor.detach, tuple(inputs[name] for name in names)) if has_labels else None
+    labels = map_tensors(torch.Tensor.detach, tuple(named[name] for name in names)) if has_labels else None
     labels = inputs[-1] if is_positional else labels
     loss = None
     with torch.no_grad(), trainer.strategy.autocast():

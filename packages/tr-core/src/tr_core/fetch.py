@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tr_core.order import Batch, take_slice
-from tr_core.randomness import mix, seed_host_generators, separate_randomness
+from tr_core.randomness import mix, put_back, seed_host_generators, separate_randomness, set_aside
 
 Collate = Callable[[list[Any]], Any]
 
@@ -18,6 +18,46 @@ Collate = Callable[[list[Any]], Any]
 def identity(batch: Any) -> Any:
     """Return what it is given: batches leave the data set already collated."""
     return batch
+
+
+class KeepColumns:
+    """A collator that first drops what the model does not take from samples that are mappings.
+
+    Args:
+        collate: the collator that gets what is left.
+        columns: keys to keep.
+        model_name: class name of the model, for messages.
+
+    Raises:
+        ValueError: when called, if nothing is left, or if the collator misses a dropped key; the message names it.
+    """
+
+    def __init__(self, collate: Collate, columns: list[str], model_name: str) -> None:
+        self._collate, self._columns, self._model_name = collate, frozenset(columns), model_name
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Collate the samples without the keys that the model does not take."""
+        if not isinstance(samples[0], Mapping):
+            return self._collate(samples)
+        columns = self._columns
+        if samples[0].keys() <= columns:
+            return self._collate(samples)
+        kept = [{key: value for key, value in sample.items() if key in columns} for sample in samples]
+        if not kept[0]:
+            raise ValueError(self._explain(samples[0], "no column is left"))
+        try:
+            return self._collate(kept)
+        except KeyError as error:
+            if error.args and error.args[0] in set(samples[0]) - columns:
+                raise ValueError(self._explain(samples[0], f"the data collator asks for {error.args[0]!r}")) from error
+            raise
+
+    def _explain(self, sample: Mapping[str, Any], problem: str) -> str:
+        dropped = sorted(set(sample) - self._columns)
+        return (
+            f"{problem} after dropping {dropped}, which the forward of {self._model_name} does not take (it takes "
+            f"{sorted(self._columns)}); pass remove_unused_columns=False to keep all columns"
+        )
 
 
 class MapFetch(Dataset[Any]):
@@ -30,7 +70,7 @@ class MapFetch(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
-        self._get_many = getattr(dataset, "__getitems__", None)
+        self._get_many = getattr(dataset, "__getitems__", self._get_each)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -41,11 +81,17 @@ class MapFetch(Dataset[Any]):
 
     def __getitems__(self, indices: Batch) -> Any:
         """Return the collated batch of `indices`."""
-        with _randomness(indices.seed):
-            if self._get_many is not None:
-                return self.collate(self._get_many(list(indices)))
-            dataset = self.dataset
-            return self.collate([dataset[index] for index in indices])
+        if get_worker_info() is not None:
+            seed_host_generators(indices.seed)  # a worker's generators serve nothing else
+            return self.collate(self._get_many(indices))
+        aside = set_aside(indices.seed)
+        try:
+            return self.collate(self._get_many(indices))
+        finally:
+            put_back(aside)
+
+    def _get_each(self, indices: list[int]) -> list[Any]:
+        return list(map(self.dataset.__getitem__, indices))
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel to worker processes without the bound method."""
@@ -61,11 +107,11 @@ class Round(NamedTuple):
 
     Attributes:
         inputs: this rank's collated batch; None for a round passed over.
-        count: samples that the round holds for all ranks.
+        total: samples that the round holds for all ranks.
     """
 
     inputs: Any
-    count: int
+    total: int
 
 
 class StreamFetch(IterableDataset[Any]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +25,13 @@ class FlopCounter:
         self._input_name: str | None = getattr(model, "main_input_name", None)
         count = getattr(model, "num_parameters", None)
         # Counted once: walking the parameters in every micro-batch costs milliseconds.
-        self._per_element = 6 * count(exclude_embeddings=True) if self._input_name and callable(count) else 0
+        tells = self._input_name is not None and callable(count)
+        self._per_element: int = 6 * cast("Callable[..., int]", count)(exclude_embeddings=True) if tells else 0
+
+    @property
+    def knows(self) -> bool:
+        """Whether the model tells what is needed to count."""
+        return self._per_element > 0
 
     def count(self, inputs: Any) -> int:
         """Return the operations for forward and backward of one batch, from shapes alone."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tr_core.fetch import Collate, MapFetch, StreamFetch, identity
-from tr_core.model_inputs import KeepColumns, base_model, kept_columns
+from tr_core.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
+from tr_core.model_io import base_model, kept_columns
 from tr_core.order import EpochSampler
 from tr_core.protocols import Collectives
 

@@ -7,13 +7,17 @@ the device: losses and norms stay there until a log is due.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tr_core.best import note_best
+from tr_core.batches import Batches
+from tr_core.best import note_best, watched_metric
+from tr_core.order import MicroBatch
 from tr_core.run import Run
-from tr_core.steps import StepData, iterate_steps
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -29,7 +33,7 @@ def run_epochs(trainer: Trainer, run: Run) -> None:
             for step in iterate_steps(run.data, epoch, first_sample, accumulation, run.count_items):
                 train_step(trainer, run, step, epoch)
                 log_evaluate_save(trainer, run)
-                if control.should_stop:
+                if control.should_epoch_stop or control.should_training_stop:
                     break
             if trainer.state.global_step == first_step and first_sample == 0:
                 raise ValueError(_no_batch(epoch, trainer))
@@ -41,29 +45,33 @@ def run_epochs(trainer: Trainer, run: Run) -> None:
 
 def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
     """Make one optimizer step; its loss and gradient norm stay on the device."""
-    strategy, model, optimizer, state = trainer.strategy, trainer.model_wrapped, trainer.optimizer, trainer.state
+    strategy, model, optimizer, state = trainer.strategy, trainer.model_wrapped, run.optimizer, trainer.state
+    fire, number = trainer.callback_handler.fire, 0
     trainer.micro_batches_in_step = step.size
-    trainer.fire("on_step_begin")
+    fire("on_step_begin")
     for number, batch in enumerate(step.micro_batches, start=1):
-        is_last = number == step.size
         trainer.micro_batch_weight = batch.weight
-        with strategy.accumulate(model, sync=is_last):
-            run.loss_sum += trainer.call_training_step(model, batch.inputs, step.num_items)
+        with strategy.accumulate(model, sync=number == step.size):
+            run.loss_sum += trainer.step_function(model, batch.inputs, step.num_items)
         run.position.samples = batch.end
-        run.flops += trainer.floating_point_ops(batch.inputs)
-        if not is_last:
-            trainer.fire("on_substep_end")
-    run.grad_norm = strategy.clip_grad_norm(model, optimizer, trainer.max_grad_norm)
-    trainer.fire("on_pre_optimizer_step")
+        if run.counts_flops:
+            run.flops += trainer.floating_point_ops(batch.inputs)
+        if number < step.size:
+            fire("on_substep_end")
+    if number < step.size:
+        raise ValueError(_too_few_batches(step.size - number))
+    run.grad_norm = strategy.clip_grad_norm(model, optimizer, run.max_grad_norm)
+    fire("on_pre_optimizer_step")
     applied = strategy.step(optimizer)
-    trainer.fire("on_optimizer_step")
+    fire("on_optimizer_step")
     run.learning_rate = optimizer.param_groups[0]["lr"]
-    if applied and not trainer.schedule_follows_metric:
-        trainer.lr_scheduler.step()
+    if applied and not run.schedule_follows_metric:
+        run.schedule.step()
     optimizer.zero_grad(set_to_none=True)
     state.global_step += 1
-    state.epoch = run.epoch_fraction(epoch)
-    trainer.fire("on_step_end")
+    micro_batches_done = -(-run.position.samples // run.data.per_micro_batch)
+    state.epoch = epoch + micro_batches_done / run.plan.batches_per_epoch
+    fire("on_step_end")
 
 
 def log_evaluate_save(trainer: Trainer, run: Run) -> None:
@@ -74,8 +82,8 @@ def log_evaluate_save(trainer: Trainer, run: Run) -> None:
     if control.should_evaluate:
         metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
         is_best = note_best(trainer, metrics)
-        if trainer.schedule_follows_metric:
-            trainer.step_schedule_on(metrics)
+        if run.schedule_follows_metric:
+            run.schedule.step(watched_metric(trainer, metrics))
         if trainer.args.save_strategy == "best":
             control.should_save = is_best
     if control.should_save:
@@ -111,9 +119,60 @@ def store_flops(trainer: Trainer, run: Run) -> None:
     run.flops = 0.0
 
 
+CountItems = Callable[[Sequence[MicroBatch]], "torch.Tensor | None"]
+
+
+@dataclass(slots=True)
+class StepData:
+    """The micro-batches of one optimizer step.
+
+    Attributes:
+        micro_batches: they, to be iterated once; loaded one at a time where nothing must be known of all beforehand.
+        size: how many they are.
+        num_items: targets in all of them over all ranks, a scalar tensor on the device; None if not counted.
+    """
+
+    micro_batches: Iterator[MicroBatch]
+    size: int
+    num_items: torch.Tensor | None
+
+
+def iterate_steps(
+    data: Batches, epoch: int, position: int, accumulation: int, count_items: CountItems | None
+) -> Iterator[StepData]:
+    """Yield the steps of a pass after `position` samples; the last one takes what is left.
+
+    Micro-batches are loaded as they are used. Only where targets are counted, or where the length of the pass is
+    unknown, are all of a step loaded first, and then to the host only.
+    """
+    batches = data.iterate(epoch, position)
+    remaining = data.remaining(position)
+    while remaining is None or remaining > 0:
+        size = accumulation if remaining is None else min(accumulation, remaining)
+        batches_of_step: Iterator[MicroBatch] = islice(batches, size)
+        num_items = None
+        if remaining is None or count_items is not None:
+            loaded = list(batches_of_step)
+            if not loaded and remaining is None:
+                return
+            batches_of_step = iter(loaded)
+            size = len(loaded) if remaining is None else size
+            num_items = count_items(loaded) if count_items else None
+        yield StepData(batches_of_step, size, num_items)
+        if remaining is not None:
+            remaining -= size
+
+
 def _no_batch(epoch: int, trainer: Trainer) -> str:
     return (
         f"pass {epoch} over the training data gave no batch, at step {trainer.state.global_step} of "
         f"{trainer.state.max_steps}; data that is gone through again must begin again, which a generator cannot: give "
         "an object with __iter__, and one that is not empty"
+    )
+
+
+def _too_few_batches(missing: int) -> str:
+    return (
+        f"the training data loader ended {missing} batches before its length; a loader's __len__ must be the number "
+        "of batches it gives, or raise TypeError where that is unknown"
     )

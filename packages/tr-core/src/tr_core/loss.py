@@ -15,14 +15,14 @@ takes part in any arithmetic.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from tr_core.order import MicroBatch
 from tr_core.protocols import Strategy
-from tr_core.batches import MicroBatch
 
 IGNORED_TARGET = -100
 
@@ -41,7 +41,11 @@ class ItemCount(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run every operation on plain tensors, and note those that calculate."""
         counts = [value for value in args if isinstance(value, ItemCount)]
@@ -124,23 +128,23 @@ class LossRule:
         targets = self._targets(inputs)
         return None if targets is None else targets.ne(IGNORED_TARGET).sum()
 
-    def hand_over(self, num_items: torch.Tensor | None) -> torch.Tensor | None:
+    def hand_over(self, num_items: torch.Tensor) -> torch.Tensor:
         """Return the count to give to the loss: the first one notices its use."""
-        if num_items is None or self._is_counted is not None:
+        if self._is_counted is not None:
             return num_items
         self._probe = ItemCount.of(num_items)
         return self._probe
 
-    def normalise(self, loss: torch.Tensor, num_items: torch.Tensor | None, size: int, weight: float) -> torch.Tensor:
+    def normalise(self, loss: torch.Tensor, was_told: bool, size: int, weight: float) -> torch.Tensor:
         """Turn one micro-batch's loss into its share of the step's loss.
 
         Args:
             loss: scalar, as the model or loss function gave it.
-            num_items: what was handed over for it, None if nothing was.
+            was_told: whether the count was handed over for it.
             size: micro-batches of the step.
             weight: weight of this rank's share of the micro-batch.
         """
-        if num_items is not None and self._uses_count():
+        if was_told and self._uses_count():
             return loss * self._strategy.world_size if self._over_ranks else loss
         if weight != 1.0:
             loss = loss * weight
@@ -157,11 +161,11 @@ class LossRule:
         return None if targets is None else int(targets.ne(IGNORED_TARGET).sum())
 
     def _targets(self, inputs: Any) -> torch.Tensor | None:
-        if not isinstance(inputs, dict) and not hasattr(inputs, "keys"):
+        if not isinstance(inputs, Mapping):
             return None
         if "shift_labels" in inputs:
             return inputs["shift_labels"]
-        labels = inputs["labels"] if "labels" in inputs else None
+        labels = inputs.get("labels")
         if not isinstance(labels, torch.Tensor):
             return None
         # The first position of a sequence is nobody's target where the model predicts the next one.
@@ -197,28 +201,3 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
     """Whether a function can be called with the keyword argument `name`."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
-def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
-    """Return the loss that a model's outputs hold: `loss` of a dict or object, else the first of a tuple.
-
-    Raises:
-        ValueError: there is none; the message names what the model gave and got.
-    """
-    if isinstance(outputs, dict):
-        loss = outputs.get("loss")
-        given = list(outputs)
-    elif isinstance(outputs, tuple | list):
-        loss = outputs[0] if outputs else None
-        given = [type(item).__name__ for item in outputs]
-    elif isinstance(outputs, torch.Tensor):
-        loss, given = (outputs if outputs.dim() == 0 else None), [f"a tensor of shape {tuple(outputs.shape)}"]
-    else:
-        loss, given = getattr(outputs, "loss", None), sorted(vars(outputs)) if hasattr(outputs, "__dict__") else []
-    if not isinstance(loss, torch.Tensor):
-        received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
-        raise ValueError(
-            f"{type(outputs).__name__} returned by the model holds no loss, only {given}; the model was given "
-            f"{received}. Give it labels (see label_names), pass compute_loss_func, or override compute_loss"
-        )
-    return loss

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from tr_args import parse_optim_args
 
+from tr_args import parse_optim_args
 from tr_core import plugins
 
 Groups = list[dict[str, Any]]
@@ -27,9 +27,7 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
         for name, _ in module.named_parameters()
     }
     return [
-        name
-        for name, _ in model.named_parameters()
-        if name not in inside_norms and not _NO_DECAY_NAME.search(name)
+        name for name, _ in model.named_parameters() if name not in inside_norms and not _NO_DECAY_NAME.search(name)
     ]
 
 
@@ -47,7 +45,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, decayed: list[str] |
     if not trainable:
         total = sum(1 for _ in model.parameters())
         raise ValueError(
-            f"none of the {total} parameters of {type(model).__name__} is trainable; set requires_grad on those to train"
+            f"none of the {total} parameters of {type(model).__name__} is trainable; set requires_grad where "
+            "training is to change something"
         )
     return [
         {"params": [p for name, p in trainable if name in decay_names], "weight_decay": weight_decay},
@@ -91,9 +90,7 @@ def _adagrad(groups: Groups, args: Any) -> torch.optim.Optimizer:
 
 
 def _rmsprop(groups: Groups, args: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(
-        groups, lr=args.learning_rate, **_extra(args, {"alpha", "eps", "momentum", "centered"})
-    )
+    return torch.optim.RMSprop(groups, lr=args.learning_rate, **_extra(args, {"alpha", "eps", "momentum", "centered"}))
 
 
 _TORCH: dict[str, Callable[[Groups, Any], torch.optim.Optimizer]] = {

@@ -6,11 +6,11 @@ takes its slice of it. The position counts samples, so another batch size or wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from tr_core.randomness import mix
 
@@ -60,15 +60,23 @@ def take_slice(index: int, start: int, num_samples: int, batch_size: int, rank: 
 
 
 class Batch(list[int]):
-    """Indices of one micro-batch, with the seed for whatever is drawn while they are loaded."""
+    """Indices of one micro-batch.
 
-    def __init__(self, indices: Sequence[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
+    Attributes:
+        seed: seed for whatever is drawn while they are loaded.
+    """
+
+    seed: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to worker processes with the seed."""
-        return Batch, (list(self), self.seed)
+        return _batch, (list(self), self.seed)
+
+
+def _batch(indices: list[int], seed: int) -> Batch:
+    batch = Batch(indices)
+    batch.seed = seed
+    return batch
 
 
 class EpochSampler(Sampler[list[int]]):
@@ -108,13 +116,59 @@ class EpochSampler(Sampler[list[int]]):
         per_step = self.batch_size * self.world_size
         return num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)
 
-    def slice(self, index: int) -> Slice:
-        """Return this rank's share of the `index`-th micro-batch of the coming iteration."""
-        return take_slice(index, self.start, self.num_samples, self.batch_size, self.rank, self.world_size)
-
     def __iter__(self) -> Iterator[list[int]]:
         order = permutation(self.num_samples, self.seed, self.epoch) if self.shuffle else range(self.num_samples)
+        first_seed = mix(self.seed, self.epoch)
+        size, total, rank, world_size = self.batch_size, self.num_samples, self.rank, self.world_size
         for index in range(len(self)):
-            share = self.slice(index)
-            seed = mix(self.seed, self.epoch, share.start)
-            yield Batch(order[share.start : share.stop], seed)
+            lower = self.start + index * size * world_size + rank * size
+            upper = lower + size
+            if upper + (world_size - rank - 1) * size > total:
+                lower, upper, *_ = take_slice(index, self.start, total, size, rank, world_size)
+            batch = Batch(order[lower:upper])
+            batch.seed = first_seed + lower
+            yield batch
+
+
+class MicroBatch(NamedTuple):
+    """One rank's collated samples, still where the loader left them.
+
+    Attributes:
+        inputs: what the collator made, with host tensors.
+        weight: what a mean loss over it is multiplied by (see `Slice`).
+        end: position in the pass, in samples of all ranks, once it is consumed.
+        total: samples it holds for all ranks; None where only the ranks themselves know.
+    """
+
+    inputs: Any
+    weight: float
+    end: int
+    total: int | None
+
+
+class SampledBatches:
+    """A map-style data set in the Trainer's own order: any position costs the same."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler) -> None:
+        self._loader, self._sampler = loader, sampler
+        sampler.seek(0)
+        self.num_batches: int | None = len(sampler)
+        self.per_micro_batch = sampler.batch_size * sampler.world_size
+        self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.per_micro_batch)
+
+    def remaining(self, position: int) -> int:
+        """Count the micro-batches of a pass after `position` samples."""
+        sampler = self._sampler
+        return num_micro_batches(max(sampler.num_samples - position, 0), self.per_micro_batch, sampler.drop_last)
+
+    def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a pass after `position` samples."""
+        self._sampler.seek(epoch, position)
+        sampler, full = self._sampler, self.per_micro_batch
+        for index, inputs in enumerate(self._loader):
+            begin = position + index * full
+            if begin + full <= sampler.num_samples:
+                yield MicroBatch(inputs, 1.0, begin + full, full)
+            else:
+                share = take_slice(0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size)
+                yield MicroBatch(inputs, share.weight, share.end, share.end - begin)

@@ -159,6 +159,7 @@ class Checkpointer(Protocol):
         """Load a checkpoint into `parts`, which may be fewer than were saved.
 
         Args:
+            parts: what to load into, by name.
             source: a checkpoint's folder; None takes the newest valid one, passing over damaged ones with a warning
                 that names the damage.
 

@@ -44,7 +44,7 @@ def enable_full_determinism(seed: int) -> None:
 
 
 def mix(*numbers: int) -> int:
-    """Derive a 63-bit seed from integers, so that neighbouring inputs give unrelated seeds (SplitMix64 rounds).
+    """Derive a 62-bit seed from integers, so that neighbouring inputs give unrelated seeds (SplitMix64 rounds).
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", the mixing function.
     """
@@ -54,7 +54,7 @@ def mix(*numbers: int) -> int:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
         state ^= state >> 31
-    return state >> 1
+    return state >> 2
 
 
 def seed_host_generators(seed: int) -> None:
@@ -65,26 +65,40 @@ def seed_host_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-@contextmanager
-def separate_randomness(seed: int) -> Iterator[None]:
-    """Run a block with the host generators seeded by `seed`, and put them back afterwards as they were.
+def set_aside(seed: int) -> tuple[Any, ...]:
+    """Seed the host generators and return what `put_back` needs to make them as they were.
 
-    Cost: about 20 microseconds. NumPy's generator is exchanged for another one instead of copied, which is twenty
-    times cheaper; its one loss is the spare number that an odd count of legacy `np.random.randn` calls leaves behind.
+    Cost: about 15 microseconds for both. NumPy's generator is exchanged for another one instead of copied, which is
+    twenty times cheaper; the one loss is the spare number that an odd count of legacy `np.random.randn` leaves behind.
     """
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
     numpy = sys.modules.get("numpy")
     outer = numpy.random.get_bit_generator() if numpy else None
+    aside = (random.getstate(), torch.default_generator.get_state(), numpy, outer)
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     if numpy:
         numpy.random.set_bit_generator(_inner_bit_generator())
-    seed_host_generators(seed)
+        numpy.random.seed(seed % 2**32)
+    return aside
+
+
+def put_back(aside: tuple[Any, ...]) -> None:
+    """Put the host generators back into the state that `set_aside` found."""
+    python_state, torch_state, numpy, outer = aside
+    random.setstate(python_state)
+    torch.default_generator.set_state(torch_state)
+    if numpy:
+        numpy.random.set_bit_generator(outer)
+
+
+@contextmanager
+def separate_randomness(seed: int) -> Iterator[None]:
+    """Run a block with the host generators seeded by `seed`, and put them back afterwards as they were."""
+    aside = set_aside(seed)
     try:
         yield
     finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-        if numpy:
-            numpy.random.set_bit_generator(outer)
+        put_back(aside)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Hold what belongs to one call of `train`: its plan, its data, its place in them, and the window since the last log."""
+"""Hold what belongs to one call of `train`: plan, data, place in them, and the window since the last log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from tr_core.batches import Batches
 from tr_core.protocols import Collectives
@@ -34,9 +35,14 @@ class Run:
         plan: how long the run is.
         data: passes over the training data.
         collectives: how ranks exchange what they hold.
+        optimizer: what applies the gradients.
+        schedule: what sets the learning rate.
         loss_sum: sum of the losses of this rank's steps since the last log, a scalar tensor on the device.
         position: where in the data the run is.
         count_items: what counts the targets of a step, None where nothing needs the count.
+        max_grad_norm: norm that gradients are clipped to; None for no clipping.
+        schedule_follows_metric: whether the schedule is stepped with an evaluation's result, not after every step.
+        counts_flops: whether floating-point operations can be told.
         grad_norm: norm of the last step's gradients before clipping, on the device.
         learning_rate: learning rate of the first parameter group in the last step.
         flops: floating-point operations since they were last added to the state.
@@ -51,9 +57,14 @@ class Run:
     plan: Plan
     data: Batches
     collectives: Collectives
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
     loss_sum: torch.Tensor
     position: DataPosition = field(default_factory=DataPosition)
     count_items: Any = None
+    max_grad_norm: float | None = None
+    schedule_follows_metric: bool = False
+    counts_flops: bool = False
     grad_norm: torch.Tensor | None = None
     learning_rate: float = 0.0
     flops: float = 0.0
@@ -67,15 +78,6 @@ class Run:
     def is_pass_complete(self) -> bool:
         """Whether the pass that `position` is in has no batch left; False where that cannot be known."""
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
-
-    def epoch_fraction(self, epoch: int) -> float:
-        """Return how many passes are done, counting whole micro-batches of this run's size.
-
-        Args:
-            epoch: the pass that `position.samples` belongs to.
-        """
-        done = -(-self.position.samples // self.data.per_micro_batch)
-        return epoch + done / self.plan.batches_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the open log window, that of every rank; see `collect_window`."""

@@ -54,16 +54,15 @@ def save_model(trainer: Trainer, folder: Path) -> None:
 
 def save_companions(trainer: Trainer, folder: Path) -> None:
     """Write what belongs to a model beside its weights: configuration, tokenizer, and the arguments as JSON."""
-    for owner in (trainer.model, getattr(trainer.model, "base_model", None)):
-        config = getattr(owner, "config", None)
-        if hasattr(config, "save_pretrained"):
-            config.save_pretrained(str(folder))
-            break
-    generation = getattr(trainer.model, "generation_config", None)
-    if hasattr(generation, "save_pretrained"):
-        generation.save_pretrained(str(folder))
-    if hasattr(trainer.processing_class, "save_pretrained"):
-        trainer.processing_class.save_pretrained(str(folder))
+    model = trainer.model
+    for companion in (
+        getattr(model, "config", None),
+        getattr(model, "generation_config", None),
+        trainer.processing_class,
+    ):
+        save = getattr(companion, "save_pretrained", None)
+        if callable(save):
+            save(str(folder))
     (folder / "training_args.json").write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
 
 
@@ -95,8 +94,8 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
     if trainer.args.save_only_model:
         return {**model, "trainer_state": trainer.state}
     return {
-        **trainer.strategy.stateful(trainer.model_wrapped, trainer.optimizer),
-        "scheduler": trainer.lr_scheduler,
+        **trainer.strategy.stateful(trainer.model_wrapped, run.optimizer),
+        "scheduler": run.schedule,
         "rng": trainer.random_state,
         "run": run,
         "callbacks": trainer.callback_handler,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tr_core.batches import batches_of
 from tr_core.loop import read_loss, run_epochs, store_flops
@@ -63,11 +64,15 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     loader = trainer.get_train_dataloader()
     data = batches_of(loader, args.train_batch_size, strategy.world_size)
     plan = make_plan(args, data)
-    trainer.renew_optimizer(plan.max_steps)
+    optimizer, schedule = trainer.renew_optimizer(plan.max_steps)
     trainer.state = _fresh_state(trainer, plan.max_steps, plan.num_epochs)
     trainer.loaders["train_dataloader"] = loader
-    run = Run(plan, data, strategy, torch.zeros((), device=strategy.device), ignore_keys=ignore_keys)
+    loss_sum = torch.zeros((), device=strategy.device)
+    run = Run(plan, data, strategy, optimizer, schedule, loss_sum, ignore_keys=ignore_keys)
     run.count_items = trainer.loss_rule.count if trainer.loss_rule.counts else None
+    run.max_grad_norm = args.max_grad_norm or None
+    run.schedule_follows_metric = isinstance(schedule, ReduceLROnPlateau)
+    run.counts_flops = trainer.counts_floating_point_ops()
     if resume not in (None, False) and _restore(trainer, run, resume):
         run = _continue(trainer, run)
     _announce(trainer, run)
@@ -119,7 +124,14 @@ def _continue(trainer: Trainer, run: Run) -> Run:
     if args.ignore_data_skip:
         run.position.samples = 0
     fresh = _fresh_state(trainer, run.plan.max_steps, run.plan.num_epochs)
-    for name in ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps"):
+    for name in (
+        "max_steps",
+        "num_train_epochs",
+        "train_batch_size",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+    ):
         setattr(state, name, getattr(fresh, name))
     left = steps_left(args, run.data, run.position.epoch, run.position.samples)
     if args.max_steps <= 0 and left is not None and not args.ignore_data_skip:
@@ -167,7 +179,7 @@ def _finish(trainer: Trainer, run: Run) -> TrainOutput:
     trainer.log(dict(metrics))
     if trainer.args.load_best_model_at_end:
         _load_best(trainer)
-    metrics["epoch"] = state.epoch or 0.0
+    metrics["epoch"] = state.epoch
     return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
 
@@ -186,4 +198,3 @@ def _load_best(trainer: Trainer) -> None:
 def _last_train_loss(trainer: Trainer) -> float:
     entries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
     return entries[-1] if entries else math.nan
-

@@ -51,7 +51,8 @@ class SingleDevice:
             )
         if precision == "bf16" and self.device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ValueError(
-                f"bf16=True needs a device with bfloat16; {torch.cuda.get_device_name(self.device)} has none: use fp16=True"
+                f"bf16=True needs a device with bfloat16, which {torch.cuda.get_device_name(self.device)} has not; "
+                "use fp16=True"
             )
         self._dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None

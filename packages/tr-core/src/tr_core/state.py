@@ -18,7 +18,7 @@ class TrainerState:
     """What a run has reached; saved with every checkpoint as `trainer_state.json`.
 
     Attributes:
-        epoch: passes over the data, as a fraction; None before training.
+        epoch: passes over the data, as a fraction; 0 before training.
         global_step: completed optimizer steps.
         max_steps: optimizer steps of the whole run.
         logging_steps: steps between logs, as resolved from a ratio if one was given.
@@ -39,7 +39,7 @@ class TrainerState:
         trial_params: its parameters.
     """
 
-    epoch: float | None = None
+    epoch: float = 0.0
     global_step: int = 0
     max_steps: int = 0
     logging_steps: int = 500
@@ -112,11 +112,6 @@ class TrainerControl:
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the pass over the data ends here, for either reason."""
-        return self.should_training_stop or self.should_epoch_stop
 
     def update(self, flags: dict[str, bool], source: str) -> None:
         """Set flags by name.

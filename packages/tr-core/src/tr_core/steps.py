@@ -1,71 +1,13 @@
-"""Cut a pass over the data into optimizer steps, and reckon how many there are."""
+"""Reckon how many optimizer steps a run has."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
-import torch
-
-from tr_core.batches import Batches, MicroBatch
-
-CountItems = Callable[[Sequence[MicroBatch]], "torch.Tensor | None"]
-
-
-@dataclass(slots=True)
-class StepData:
-    """The micro-batches of one optimizer step.
-
-    Attributes:
-        micro_batches: they, to be iterated once; loaded one at a time where nothing must be known of all beforehand.
-        size: how many they are.
-        num_items: targets in all of them over all ranks, a scalar tensor on the device; None if not counted.
-    """
-
-    micro_batches: Iterator[MicroBatch]
-    size: int
-    num_items: torch.Tensor | None
-
-
-def iterate_steps(
-    data: Batches, epoch: int, position: int, accumulation: int, count_items: CountItems | None
-) -> Iterator[StepData]:
-    """Yield the steps of a pass after `position` samples; the last one takes what is left.
-
-    Micro-batches are loaded as they are used. Only where targets are counted, or where the length of the pass is
-    unknown, are all of a step loaded first, and then to the host only.
-
-    Raises:
-        ValueError: the loader gives fewer batches than its length says.
-    """
-    batches = data.iterate(epoch, position)
-    remaining = data.remaining(position)
-    while remaining is None or remaining > 0:
-        size = accumulation if remaining is None else min(accumulation, remaining)
-        if remaining is not None and count_items is None:
-            yield StepData(_exactly(batches, size), size, None)
-        else:
-            loaded = list(islice(batches, size) if remaining is None else _exactly(batches, size))
-            if not loaded:
-                return
-            yield StepData(iter(loaded), len(loaded), count_items(loaded) if count_items else None)
-        if remaining is not None:
-            remaining -= size
-
-
-def _exactly(batches: Iterator[MicroBatch], size: int) -> Iterator[MicroBatch]:
-    for number in range(size):
-        batch = next(batches, None)
-        if batch is None:
-            raise ValueError(
-                f"the training data loader ended {size - number} batches before its length; a loader's __len__ must "
-                "be the number of batches it gives, or raise TypeError if that is unknown"
-            )
-        yield batch
+from tr_core.batches import Batches
 
 
 @dataclass(frozen=True)

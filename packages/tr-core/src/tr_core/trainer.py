@@ -14,8 +14,7 @@ from tr_core import saving
 from tr_core.assembly import Assembly
 from tr_core.evaluation import EvaluationLoop, prediction_step
 from tr_core.loaders import eval_loader, keeping_columns, train_loader
-from tr_core.loss import loss_of
-from tr_core.model_inputs import to_device
+from tr_core.model_io import loss_of, to_device
 from tr_core.optimizers import build_optimizer, decay_parameter_names, parameter_groups
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput
 from tr_core.schedules import get_scheduler
@@ -25,10 +24,31 @@ from tr_core.speed import speed_metrics
 
 
 class Trainer(Assembly):
-    __doc__ = (Assembly.__doc__ or "").replace(
-        "What a run is made of; see `tr_core.trainer.Trainer`, which adds what is done with it.",
-        "A complete training and evaluation loop for a PyTorch model.",
-    )
+    """A complete training and evaluation loop for a PyTorch model.
+
+    Args:
+        model: any module; its forward takes a batch (by keywords if batches are mappings) and returns its loss.
+        args: the training arguments; default ones write to `trainer_output`.
+        data_collator: makes a batch of a list of samples; by default pads with `processing_class` if that can pad,
+            else stacks.
+        train_dataset: map-style or iterable data.
+        eval_dataset: likewise, or a dict of several.
+        processing_class: a tokenizer or processor, saved with the model; `tokenizer` is the same.
+        model_init: makes a new model for every call of `train`, in place of `model`.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=)` → loss, in place of the model's own.
+        compute_metrics: `(EvalPrediction)` → dict of metrics.
+        callbacks: callbacks or their classes; `callback` is the same.
+        optimizers: an optimizer and a schedule to use; None has the arguments decide.
+        preprocess_logits_for_metrics: `(logits, labels)` → what is kept of each evaluation batch.
+        strategy: where and how to compute; by default what the arguments and the launcher say.
+        checkpointer: where checkpoints go; by default what the arguments name.
+
+    Building one changes no random number generator and moves no model: that happens in `train` and `evaluate`.
+
+    Raises:
+        ValueError: arguments ask for what is not there.
+        NotImplementedError: arguments ask for what this version does not do.
+    """
 
     # Running
 
@@ -74,6 +94,7 @@ class Trainer(Assembly):
         loader = self.get_eval_dataloader(eval_dataset)
         output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
         self.log(dict(output.metrics))
+        output.metrics["epoch"] = self.state.epoch
         self.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
 
@@ -143,9 +164,7 @@ class Trainer(Assembly):
             self.optimizer = build_optimizer(groups, self.args)
         return self.optimizer
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> LRScheduler:
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """Build the schedule that the arguments name and keep it as `self.lr_scheduler`, unless there is one."""
         if self.lr_scheduler is None:
             self.lr_scheduler = get_scheduler(
@@ -157,10 +176,15 @@ class Trainer(Assembly):
             )
         return self.lr_scheduler
 
-    def renew_optimizer(self, num_training_steps: int) -> None:
+    def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
         """Build optimizer and schedule for a new run; those that were given are used as they are."""
-        self.optimizer, self.lr_scheduler = self._given_optimizers  # type: ignore[assignment]
+        self.optimizer, self.lr_scheduler = self._given_optimizers
         self.create_optimizer_and_scheduler(num_training_steps)
+        if self.optimizer is None or self.lr_scheduler is None:
+            raise ValueError(
+                "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; an override must set both"
+            )
+        return self.optimizer, self.lr_scheduler
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters that weight decay applies to: no biases, no scales of norms."""
@@ -197,11 +221,13 @@ class Trainer(Assembly):
             This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
         """
         inputs = to_device(inputs, self.strategy.device)
-        handed = self.loss_rule.hand_over(num_items_in_batch) if self._loss_takes_count else None
-        count = {"num_items_in_batch": handed} if self._loss_takes_count else {}
+        count = {}
+        if num_items_in_batch is not None and self._loss_takes_count:
+            count = {"num_items_in_batch": self.loss_rule.hand_over(num_items_in_batch)}
         with self.strategy.autocast():
             loss = self.compute_loss(model, inputs, **count)
-        loss = self.loss_rule.normalise(loss, handed, self.micro_batches_in_step, self.micro_batch_weight)
+        if count or self.micro_batches_in_step > 1 or self.micro_batch_weight != 1.0:
+            loss = self.loss_rule.normalise(loss, bool(count), self.micro_batches_in_step, self.micro_batch_weight)
         self.strategy.backward(loss)
         return loss.detach()
 
@@ -244,12 +270,6 @@ class Trainer(Assembly):
             return model(**inputs)
         return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
-    def call_training_step(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
-        """Call `training_step`, one written before `num_items_in_batch` existed included."""
-        if self._step_takes_count:
-            return self.training_step(model, inputs, num_items)
-        return self.training_step(model, inputs)
-
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
         if not self._loss_takes_count:
@@ -260,6 +280,10 @@ class Trainer(Assembly):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of forward and backward of one batch; 0 where not known."""
         return self.flop_counter.count(inputs)
+
+    def counts_floating_point_ops(self) -> bool:
+        """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
+        return self.flop_counter.knows or type(self).floating_point_ops is not Trainer.floating_point_ops
 
     def prediction_step(
         self,
@@ -307,8 +331,7 @@ class Trainer(Assembly):
             logs: names and values; `epoch` is added.
             start_time: accepted for overrides that pass it on.
         """
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
+        logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
 
@@ -341,9 +364,7 @@ class Trainer(Assembly):
             return self.data_collator
         return keeping_columns(self.data_collator, self.model, self.label_names)
 
-    def _timed_loop(
-        self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str
-    ) -> EvalLoopOutput:
+    def _timed_loop(self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         start_s = time.perf_counter()
         # Without metrics nobody looks at the predictions of an evaluation.
         loss_only = True if description == "Evaluation" and self.compute_metrics is None else None

