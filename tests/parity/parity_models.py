@@ -81,8 +81,8 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert_classifier(dropout: float = 0.0) -> nn.Module:
-    """Return a sequence classifier of one layer."""
+def bert_classifier(dropout: float = 0.0, **settings: Any) -> nn.Module:
+    """Return a sequence classifier of one layer; `settings` go to its configuration."""
     config = transformers.BertConfig(
         vocab_size=17,
         hidden_size=16,
@@ -93,5 +93,11 @@ def bert_classifier(dropout: float = 0.0) -> nn.Module:
         num_labels=2,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
+        **settings,
     )
     return transformers.BertForSequenceClassification(config)
+
+
+def bert_with_hidden_states() -> nn.Module:
+    """Return the same with more outputs: a tuple of hidden states."""
+    return bert_classifier(output_hidden_states=True)

@@ -138,10 +138,17 @@ def test_predictions_of_different_lengths_are_padded_the_same(tmp_path):
     assert (ours.predictions == -100).any()
 
 
-def test_a_prefix_and_ignored_outputs_are_the_same(tmp_path):
-    outcomes = both(tmp_path, Scenario(models.bert_classifier, options=WITH_METRICS))
-    for how in ({"metric_key_prefix": "held_out"}, {"ignore_keys": ["logits"]}):
-        assert_same_prediction(*predictions_of(outcomes, data.sentences(5), **how))
+def test_a_prefix_of_the_metrics_is_the_same(tmp_path):
+    outcomes = both(tmp_path, Scenario(models.Mlp, options=WITH_METRICS))
+    reference, ours = predictions_of(outcomes, EVALUATION, metric_key_prefix="held_out")
+    assert_same_prediction(reference, ours)
+    assert "held_out_accuracy" in ours.metrics
+
+
+@pytest.mark.parametrize("ignored", [None, [], ["hidden_states"], ["logits"], ["logits", "hidden_states"]])
+def test_ignored_outputs_are_left_out_the_same(tmp_path, ignored):
+    outcomes = both(tmp_path, Scenario(models.bert_with_hidden_states, arguments={"per_device_eval_batch_size": 2}))
+    assert_same_prediction(*predictions_of(outcomes, data.sentences(5), ignore_keys=ignored))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,3 @@ def test_a_stream_that_begins_again_is_the_same(parity, max_steps):
 def test_a_stream_with_accumulation_is_the_same(parity):
     # 16 samples are 4 micro-batches: no update is left open at the end of a pass (see test_reference_fails_loop.py).
     parity(models.Mlp, data.Stream(data.classes(16)), max_steps=5, gradient_accumulation_steps=2)
-
-
-def test_a_stream_without_its_short_batch_is_the_same(parity):
-    parity(models.Mlp, data.Stream(data.classes()), max_steps=6, dataloader_drop_last=True)

@@ -1,30 +1,15 @@
-"""Small models and data that every test of this package shares."""
+"""Build Trainers of small models for every test of this package."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from tr_core import Trainer, TrainingArguments
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-class Classifier(nn.Module):
-    """Three classes from eight numbers; returns a dict with the loss, as models of transformers do."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
-
-    def forward(self, x, labels=None):
-        logits = self.layers(x)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def samples(number: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(number, 8, generator=generator)
-    return [{"x": row, "labels": (row.sum() > 0).long() + (row[0] > 1).long()} for row in features]
+from small_models import Classifier, samples  # noqa: E402
+from tr_core import Trainer, TrainingArguments  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +47,7 @@ def make_trainer(make_args, model):
         parts = {
             name: changes.pop(name)
             for name in list(changes)
-            if name in Trainer.__init__.__annotations__ or name in ("tokenizer", "callback")
+            if name in Trainer.__init__.__annotations__ and name != "strategy"
         }
         parts.setdefault("model", model) if "model_init" not in parts else None
         parts.setdefault("train_dataset", samples(number))

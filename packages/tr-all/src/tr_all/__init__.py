@@ -1,1 +1,101 @@
-"""The whole training stack: Trainer, arguments, logging, checkpoints, optimizers and distribution."""
+"""The whole training stack: Trainer, arguments, logging, checkpoints, optimizers and distribution.
+
+Names are imported from their packages when they are first used: `import tr_all` itself loads neither torch nor any of
+them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tr_args import (
+        ArgumentParser,
+        HfArgumentParser,
+        IntervalStrategy,
+        Seq2SeqTrainingArguments,
+        TrainingArguments,
+    )
+    from tr_ckpt import Checkpointer
+    from tr_core import (
+        DataCollatorWithPadding,
+        DefaultFlowCallback,
+        EarlyStoppingCallback,
+        EvalPrediction,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        default_data_collator,
+        enable_full_determinism,
+        get_scheduler,
+        set_seed,
+    )
+    from tr_dist import DDP
+    from tr_log import PrinterCallback, ProgressCallback
+    from tr_optim import Adafactor
+
+# The package that each name comes from; `if TYPE_CHECKING` above says the same to editors and type checkers.
+_ORIGINS = {
+    "Adafactor": "tr_optim",
+    "ArgumentParser": "tr_args",
+    "Checkpointer": "tr_ckpt",
+    "DDP": "tr_dist",
+    "DataCollatorWithPadding": "tr_core",
+    "DefaultFlowCallback": "tr_core",
+    "EarlyStoppingCallback": "tr_core",
+    "EvalPrediction": "tr_core",
+    "HfArgumentParser": "tr_args",
+    "IntervalStrategy": "tr_args",
+    "PrinterCallback": "tr_log",
+    "ProgressCallback": "tr_log",
+    "Seq2SeqTrainingArguments": "tr_args",
+    "Trainer": "tr_core",
+    "TrainerCallback": "tr_core",
+    "TrainerControl": "tr_core",
+    "TrainerState": "tr_core",
+    "TrainingArguments": "tr_args",
+    "default_data_collator": "tr_core",
+    "enable_full_determinism": "tr_core",
+    "get_scheduler": "tr_core",
+    "set_seed": "tr_core",
+}
+
+__all__ = [
+    "Adafactor",
+    "ArgumentParser",
+    "Checkpointer",
+    "DDP",
+    "DataCollatorWithPadding",
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
+    "EvalPrediction",
+    "HfArgumentParser",
+    "IntervalStrategy",
+    "PrinterCallback",
+    "ProgressCallback",
+    "Seq2SeqTrainingArguments",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "default_data_collator",
+    "enable_full_determinism",
+    "get_scheduler",
+    "set_seed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    origin = _ORIGINS.get(name)
+    if origin is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(origin), name)
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

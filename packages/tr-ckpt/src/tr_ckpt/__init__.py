@@ -1,1 +1,18 @@
 """Atomic, verified checkpoints for any PyTorch training loop."""
+
+from tr_ckpt.checkpointer import Checkpointer
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError, SaveError
+from tr_ckpt.hub_callback import HubCallback
+from tr_ckpt.hub_repository import HubRepository
+from tr_ckpt.rng_state import RNGState
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "HubCallback",
+    "HubRepository",
+    "PushError",
+    "RNGState",
+    "SaveError",
+]

@@ -104,5 +104,6 @@ def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     for owner in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        if hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
+        set_epoch = getattr(owner, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,8 @@ def note_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
         return False
     value = watched_metric(trainer, metrics)
     better = operator.gt if args.greater_is_better else operator.lt
-    if state.best_metric is not None and not better(value, state.best_metric):
+    # A NaN is never the best: every later comparison with it would be false.
+    if math.isnan(value) or (state.best_metric is not None and not better(value, state.best_metric)):
         return False
     state.best_metric, state.best_global_step = value, state.global_step
     return True

@@ -162,14 +162,14 @@ def prediction_step(
 
 
 def _logits(outputs: Any, ignored: list[str], skip_first: bool) -> Any:
-    if hasattr(outputs, "items"):
+    if isinstance(outputs, Mapping):
         kept = tuple(value for key, value in outputs.items() if key not in ignored)
     elif isinstance(outputs, list | tuple):
         kept = tuple(outputs[1:] if skip_first else outputs)
     else:
         fields = vars(outputs) if hasattr(outputs, "__dict__") and not isinstance(outputs, torch.Tensor) else None
         kept = (outputs,) if fields is None else tuple(v for k, v in fields.items() if k not in ignored)
-    logits = map_tensors(torch.Tensor.detach, kept)
+    logits = tuple(map_tensors(torch.Tensor.detach, value) for value in kept)
     return logits[0] if len(logits) == 1 else logits
 
 

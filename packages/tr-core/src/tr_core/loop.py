@@ -52,7 +52,8 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
     for number, batch in enumerate(step.micro_batches, start=1):
         trainer.micro_batch_weight = batch.weight
         with strategy.accumulate(model, sync=number == step.size):
-            run.loss_sum += trainer.step_function(model, batch.inputs, step.num_items)
+            loss = trainer.step_function(model, batch.inputs, step.num_items)
+        run.loss_sum += run.finite(loss, state.global_step) if run.hides_nan else loss
         run.position.samples = batch.end
         if run.counts_flops:
             run.flops += trainer.floating_point_ops(batch.inputs)
@@ -86,6 +87,8 @@ def log_evaluate_save(trainer: Trainer, run: Run) -> None:
             run.schedule.step(watched_metric(trainer, metrics))
         if trainer.args.save_strategy == "best":
             control.should_save = is_best
+        elif is_best and trainer.args.load_best_model_at_end:
+            control.should_save = True  # between two checkpoints there would be nothing to load
     if control.should_save:
         trainer.save_checkpoint(run)
         trainer.fire("on_save")

@@ -163,10 +163,9 @@ class LossRule:
     def _targets(self, inputs: Any) -> torch.Tensor | None:
         if not isinstance(inputs, Mapping):
             return None
-        if "shift_labels" in inputs:
-            return inputs["shift_labels"]
-        labels = inputs.get("labels")
-        if not isinstance(labels, torch.Tensor):
+        if isinstance(shifted := inputs.get("shift_labels"), torch.Tensor):
+            return shifted
+        if not isinstance(labels := inputs.get("labels"), torch.Tensor):
             return None
         # The first position of a sequence is nobody's target where the model predicts the next one.
         return labels[..., 1:] if self._shifts else labels

@@ -12,17 +12,25 @@ from typing import Any
 # Which of our packages brings a name, so that the error for a missing one can say what to install.
 _BROUGHT_BY = {
     "tr.checkpointers": {"local": "tr-ckpt"},
-    "tr.strategies": {"ddp": "tr-dist", "fsdp": "tr-dist", "deepspeed": "tr-dist", "xla": "tr-dist"},
+    "tr.optimizers": {"adafactor": "tr-optim"},
+    "tr.strategies": {"ddp": "tr-dist"},
     "tr.callbacks": {
         "hub": "tr-ckpt[hub]",
         "tensorboard": "tr-log[tensorboard]",
         "wandb": "tr-log[wandb]",
         "mlflow": "tr-log[mlflow]",
         "csv": "tr-log",
+        "neftune": "tr-optim",
         "jsonl": "tr-log",
     },
 }
-_PREFIX_BROUGHT_BY = {"tr.optimizers": (("galore_", "adafactor", "lomo", "adalomo", "apollo"), "tr-optim")}
+_KINDS = {
+    "tr.callbacks": "callback",
+    "tr.checkpointers": "checkpointer",
+    "tr.commands": "command",
+    "tr.optimizers": "optimizer",
+    "tr.strategies": "strategy",
+}
 
 
 class PluginError(ValueError):
@@ -63,7 +71,7 @@ def _origin(entry: EntryPoint) -> str:
 
 
 def _kind(group: str) -> str:
-    return group.removeprefix("tr.").removesuffix("s")
+    return _KINDS[group]
 
 
 def _missing(group: str, name: str) -> str:
@@ -74,7 +82,4 @@ def _missing(group: str, name: str) -> str:
 
 
 def _brings(group: str, name: str) -> str | None:
-    prefixes, package = _PREFIX_BROUGHT_BY.get(group, ((), None))
-    if package and name.startswith(prefixes):
-        return package
     return _BROUGHT_BY.get(group, {}).get(name)

@@ -43,6 +43,7 @@ class Run:
         max_grad_norm: norm that gradients are clipped to; None for no clipping.
         schedule_follows_metric: whether the schedule is stepped with an evaluation's result, not after every step.
         counts_flops: whether floating-point operations can be told.
+        hides_nan: whether losses that are not finite are left out of the log.
         grad_norm: norm of the last step's gradients before clipping, on the device.
         learning_rate: learning rate of the first parameter group in the last step.
         flops: floating-point operations since they were last added to the state.
@@ -65,6 +66,7 @@ class Run:
     max_grad_norm: float | None = None
     schedule_follows_metric: bool = False
     counts_flops: bool = False
+    hides_nan: bool = False
     grad_norm: torch.Tensor | None = None
     learning_rate: float = 0.0
     flops: float = 0.0
@@ -78,6 +80,17 @@ class Run:
     def is_pass_complete(self) -> bool:
         """Whether the pass that `position` is in has no batch left; False where that cannot be known."""
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
+
+    def finite(self, loss: torch.Tensor, step: int) -> torch.Tensor:
+        """Return a loss for the log: in place of one that is not finite, the mean of the window so far.
+
+        Nothing is read from the device.
+
+        Args:
+            loss: scalar, a micro-batch's share of its step's loss.
+            step: completed steps.
+        """
+        return torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + step - self.last_logged_step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the open log window, that of every rank; see `collect_window`."""
@@ -100,6 +113,8 @@ class Run:
             loss = sum(entry[0] for entry in window) / len(window)
             self.flops = sum(entry[1] for entry in window) / world_size
         self.loss_sum = torch.full_like(self.loss_sum, loss)
+        # What an earlier call trained belongs to the next log, but not to the mean loss of this call.
+        self.logged_loss = -sum(entry[0] for entry in window) / len(window)
 
     def collect_window(self) -> None:
         """Read the log window of all ranks, to be saved: a log after a resume is then what it would have been."""

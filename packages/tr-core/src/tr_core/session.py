@@ -73,6 +73,7 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     run.max_grad_norm = args.max_grad_norm or None
     run.schedule_follows_metric = isinstance(schedule, ReduceLROnPlateau)
     run.counts_flops = trainer.counts_floating_point_ops()
+    run.hides_nan = args.logging_nan_inf_filter
     if resume not in (None, False) and _restore(trainer, run, resume):
         run = _continue(trainer, run)
     _announce(trainer, run)

@@ -182,7 +182,7 @@ class Trainer(Assembly):
         self.create_optimizer_and_scheduler(num_training_steps)
         if self.optimizer is None or self.lr_scheduler is None:
             raise ValueError(
-                "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; an override must set both"
+                "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; it must set both"
             )
         return self.optimizer, self.lr_scheduler
 

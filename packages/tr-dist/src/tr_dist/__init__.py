@@ -1,1 +1,8 @@
 """Distributed strategies for any PyTorch training loop."""
+
+from tr_dist.ddp import DDP
+from tr_dist.device import rank_device
+from tr_dist.environment import LaunchEnvironment, read_environment
+from tr_dist.process_group import ProcessGroup
+
+__all__ = ["DDP", "LaunchEnvironment", "ProcessGroup", "rank_device", "read_environment"]

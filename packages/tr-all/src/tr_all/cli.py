@@ -1,0 +1,83 @@
+"""Run `trainer`: one command whose subcommands come from the installed packages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+
+from tr_all.summary import summary
+
+GROUP = "tr.commands"
+USAGE_ERROR = 2
+
+_USAGE = "usage: trainer COMMAND [ARGUMENT ...]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the first word names, with the words after it.
+
+    A subcommand is an entry point of the group `tr.commands`: a function that takes the list of words and returns the
+    exit code.
+
+    Args:
+        argv: the words after `trainer`; None takes this program's.
+
+    Returns:
+        The exit code: the subcommand's, or 2 if there is no such subcommand, or 1 if it cannot be loaded.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in (["-h"], ["--help"], ["help"]):
+        print(_help())
+        return 0
+    if words[:1] == ["--version"]:
+        words[0] = "version"
+    if not words:
+        return _refuse(f"a command is missing\n\n{_help()}")
+    name, *rest = words
+    offers = commands().get(name, [])
+    if not offers:
+        return _refuse(_unknown(name))
+    if len({offer.value for offer in offers}) > 1:
+        claims = " and ".join(f"{_origin(offer)} ({offer.value})" for offer in offers)
+        return _refuse(f"command {name!r} is offered by {claims}; uninstall one of them")
+    try:
+        command = offers[0].load()
+    except (ImportError, AttributeError) as error:
+        print(f"trainer: command {name!r} of {_origin(offers[0])} cannot be loaded: {error}", file=sys.stderr)
+        return 1
+    return command(rest) or 0
+
+
+def commands() -> dict[str, list[EntryPoint]]:
+    """Return the installed subcommands by name, sorted, each with all who offer it. Nothing is imported."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
+def _help() -> str:
+    known = commands()
+    width = max(map(len, known), default=0)
+    lines = [f"  {name:<{width}}  {summary(offers[0].module)}".rstrip() for name, offers in known.items()]
+    return "\n".join(
+        [_USAGE, "", "commands:", *lines, "", "'trainer COMMAND --help' explains a command's own arguments."]
+    )
+
+
+def _unknown(name: str) -> str:
+    known = list(commands())
+    close = get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? There are" if close else "there are"
+    return f"unknown command {name!r}; {hint}: {', '.join(known)}"
+
+
+def _refuse(message: str) -> int:
+    print(f"trainer: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value

@@ -1,0 +1,37 @@
+"""Read what a module says of itself, without importing it."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def summary(module: str) -> str:
+    """Return the first line of a module's docstring, read from its source; empty if there is none.
+
+    Neither the module nor a package above it is imported: that may cost seconds.
+
+    Args:
+        module: dotted name.
+    """
+    path = _source(module)
+    if path is None:
+        return ""
+    docstring = ast.get_docstring(ast.parse(path.read_bytes())) or ""
+    return docstring.partition("\n")[0].rstrip(".")
+
+
+def _source(module: str) -> Path | None:
+    top, *inner = module.split(".")
+    spec = find_spec(top)  # for a top-level name only: for a dotted one it imports what is above
+    if spec is None:
+        return None
+    if not inner:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder).joinpath(*inner)
+        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None

@@ -1,0 +1,151 @@
+"""Narrow a field's type: `Annotated[int, AtLeast(1)]` is a whole number from 1.
+
+A constraint may rewrite a value before it is converted to the type (`before`) and check or rewrite it
+afterwards (`after`). None is not handed to `after`: whether None is allowed is the type's affair.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from tr_args.errors import NOTHING, RefusedError
+
+
+class Constraint:
+    """What a value must be beyond its type.
+
+    Attributes:
+        bare: what a command-line flag without a value stands for; `NOTHING` if it needs one.
+        separator: what joins several words of a command line into text that `before` reads; None leaves them a list.
+        secret: whether the value must never be shown.
+    """
+
+    bare: Any = NOTHING
+    separator: str | None = None
+    secret = False
+
+    def before(self, value: Any) -> Any:
+        """Return what is to be converted to the type instead of `value`."""
+        return value
+
+    def after(self, value: Any) -> Any:
+        """Return the checked value; raises `RefusedError` with what is needed."""
+        return value
+
+
+@dataclass(frozen=True)
+class AtLeast(Constraint):
+    """A finite number from `low` on; `or_else` names what to give instead of smaller ones."""
+
+    low: float
+    or_else: str = ""
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it is finite and large enough."""
+        if value == math.inf:
+            raise RefusedError("needs a finite number")
+        if value < self.low:
+            raise RefusedError(f"needs at least {self.low}{self.or_else}")
+        return value
+
+
+@dataclass(frozen=True)
+class Above(Constraint):
+    """A finite number larger than `low`."""
+
+    low: float
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it is finite and larger."""
+        if value == math.inf:
+            raise RefusedError("needs a finite number")
+        if value <= self.low:
+            raise RefusedError(f"needs a number above {self.low}")
+        return value
+
+
+@dataclass(frozen=True)
+class Between(Constraint):
+    """A number from `low` to `high`, or below `high` where `open_end`."""
+
+    low: float
+    high: float
+    open_end: bool = False
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it lies inside."""
+        if not (self.low <= value <= self.high) or (self.open_end and value == self.high):
+            end = "below" if self.open_end else "to"
+            raise RefusedError(f"needs a number from {self.low} {end} {self.high}")
+        return value
+
+
+@dataclass(frozen=True)
+class StepsOrRatio(Constraint):
+    """A whole number of steps, or a share of all steps below 1; whole numbers are returned as int."""
+
+    def after(self, value: Any) -> Any:
+        """Return the steps as int, or the share as float."""
+        if not 0 <= value < math.inf or (value > 1 and value != int(value)):
+            raise RefusedError("needs a whole number of steps, or a ratio below 1 of all steps")
+        return value if 0 < value < 1 else int(value)
+
+
+@dataclass(frozen=True)
+class MaxSteps(Constraint):
+    """-1, or a whole number of steps from 1."""
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it is -1 or positive."""
+        if value != -1 and value < 1:
+            raise RefusedError("needs at least 1, or -1 to train for num_train_epochs")
+        return value
+
+
+@dataclass(frozen=True)
+class CommaSeparated(Constraint):
+    """A list that may be given as text with commas.
+
+    Attributes:
+        nothing: a word that stands for the empty list.
+        unset: what None stands for; by default the empty list.
+    """
+
+    nothing: str = ""
+    unset: list[str] | None = field(default_factory=list)
+    separator = ","
+
+    def before(self, value: Any) -> Any:
+        """Return the list of words; text that is a JSON list is left to the conversion."""
+        if value is None:
+            return self.unset if self.unset is None else list(self.unset)
+        if isinstance(value, str):
+            if value.lstrip().startswith("["):
+                return value
+            value = [word.strip() for word in value.split(",") if word.strip()]
+        if isinstance(value, (list, tuple, set)) and self.nothing and self.nothing in value:
+            if len(value) > 1:
+                raise RefusedError(f"needs either {self.nothing!r} or names, not both")
+            return []
+        return value
+
+
+@dataclass(frozen=True)
+class UserPath(Constraint):
+    """A path in which `~` is the user's home; values that are no text pass."""
+
+    def after(self, value: Any) -> Any:
+        """Return the path with `~` expanded."""
+        if value == "":
+            raise RefusedError("needs a path")
+        return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Secret(Constraint):
+    """A value that appears in no message, file or log."""
+
+    secret = True

@@ -1,0 +1,1 @@
+"""Declare the training arguments, one topic a file; the text under a field is its help."""

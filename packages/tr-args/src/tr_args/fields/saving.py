@@ -1,0 +1,58 @@
+"""What is saved, when, and what a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tr_args.constraints import AtLeast, UserPath
+from tr_args.hints import Steps
+from tr_args.strategies import SaveStrategy
+
+
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
+class SavingFields:
+    """Checkpoints, the best model and resuming."""
+
+    _title = "Saving, best model and resuming"
+
+    save_strategy: SaveStrategy = SaveStrategy.STEPS
+    """When to write a checkpoint: no, steps (every save_steps), epoch, or best (when the metric improves)."""
+
+    save_steps: Steps = 500
+    """Steps between checkpoints; below 1 it is a ratio of all steps."""
+
+    save_total_limit: Annotated[int | None, AtLeast(1, ", or none to keep all")] = None
+    """Checkpoints to keep; older ones are deleted, never the best one. Unset keeps all."""
+
+    save_on_each_node: bool = False
+    """Let every machine write checkpoints, for machines that share no file system."""
+
+    save_only_model: bool = False
+    """Save the model alone: smaller, but training cannot be resumed from it."""
+
+    checkpointer: str = "local"
+    """Name of what writes and reads checkpoints."""
+
+    enable_jit_checkpoint: bool = False
+    """On SIGTERM, write a checkpoint at the next step and stop."""
+
+    load_best_model_at_end: bool = False
+    """After training, load the best checkpoint's weights."""
+
+    metric_for_best_model: str | None = None
+    """Metric that tells which model is best, with or without eval_ before it. Unset is the loss, where one is
+    needed."""
+
+    greater_is_better: bool | None = None
+    """Whether a larger metric is better. Unset: yes, unless its name ends with loss."""
+
+    resume_from_checkpoint: Annotated[str | bool | None, UserPath()] = None
+    """Checkpoint folder to go on from; true for the newest one in output_dir (an error without one), auto for
+    the newest one if there is any."""
+
+    ignore_data_skip: bool = False
+    """When resuming, start the epoch's data again instead of going on after the last sample."""
+
+    restore_callback_states_from_checkpoint: bool = False
+    """When resuming, rebuild the callbacks that a checkpoint describes."""

@@ -1,0 +1,76 @@
+"""Lay out the flags of a parser, by topic."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+from tr_args.aliases import aliases
+from tr_args.field_help import field_help
+from tr_args.flags import FlagTable, Option
+from tr_args.schema import schema
+
+
+def add_sections(formatter: argparse.HelpFormatter, table: FlagTable) -> None:
+    """Add a section for every topic of every dataclass in `table`."""
+    for cls in table.classes:
+        topics: dict[str, list[Option]] = {}
+        for name in schema(cls):
+            option = table.options[name]
+            topics.setdefault(_topic(option.spec.owner), []).append(option)
+        for topic, options in topics.items():
+            formatter.start_section(topic)
+            formatter.add_arguments([as_action(option, table) for option in options])
+            formatter.end_section()
+        if former := sorted(aliases(cls)):
+            names = ", ".join(f"--{name}" for name in former)
+            formatter.add_text(_escaped(f"Former names still accepted: {names}."))
+
+
+def as_action(option: Option, table: FlagTable) -> argparse.Action:
+    """Return an argparse action that looks like the option in a help page; it parses nothing."""
+    metavar = option.metavar
+    return argparse.Action(
+        option_strings=list(flag_names(option, table)),
+        dest=option.name,
+        nargs=0 if metavar is None else None,
+        default=argparse.SUPPRESS,
+        metavar=metavar,
+        help=_escaped(f"{field_help(option.spec)}{_default(option)}"),
+    )
+
+
+def flag_names(option: Option, table: FlagTable) -> Iterator[str]:
+    """Yield the flags of an option: its own, those of its metadata, and the negated one of a switch."""
+    for name, other in table.options.items():
+        if other is option:
+            yield name if name.startswith("-") else f"--{name}"
+    if option.metavar is None:
+        yield f"--no_{option.name}"
+
+
+def default_text(option: Option) -> str:
+    """Return an option's default as one would write it on a command line; empty if it says nothing."""
+    default: Any = None if option.spec.required else option.spec.make_default()
+    if isinstance(default, Enum):
+        default = default.value
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(default) if isinstance(default, (str, int, float)) and default != "" else ""
+
+
+def _default(option: Option) -> str:
+    if option.spec.required:
+        return " (required)"
+    text = default_text(option)
+    return f" (default: {text})" if text and text != "false" else ""
+
+
+def _topic(owner: type) -> str:
+    return owner.__dict__.get("_title", owner.__name__)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%%", "%").replace("%", "%%")

@@ -1,0 +1,170 @@
+"""Let one process do something before the others do, without a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL_S = 0.02
+# How long a failing main process waits for the others to come and hear about it.
+GRACE_S = 5.0
+
+_calls = itertools.count()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where processes meet: a folder that all of them reach.
+
+    Every waiting process writes a request with a number nobody else has drawn, and goes on only when it gets
+    the answer to exactly that number; so files that an earlier, broken run left behind are never mistaken for
+    an answer.
+
+    Attributes:
+        folder: holds the requests (`want-RANK`), answers (`done-RANK-NUMBER`) and receipts
+            (`seen-RANK-NUMBER`).
+        size: number of processes that meet, the main one included.
+        timeout_s: seconds after which a process gives up.
+        desc: what the main process does, for messages.
+    """
+
+    folder: Path
+    size: int
+    timeout_s: float
+    desc: str
+
+    def wait(self, rank: int) -> None:
+        """Return once the main process is done.
+
+        Raises:
+            RuntimeError: the main process failed, with its error's text.
+            TimeoutError: it did not answer in time.
+        """
+        number = uuid.uuid4().hex
+        want, done = self.folder / f"want-{rank}", self.folder / f"done-{rank}-{number}"
+        _write(want, number)
+        deadline = time.monotonic() + self.timeout_s
+        while not done.exists():
+            if time.monotonic() > deadline:
+                want.unlink(missing_ok=True)
+                raise TimeoutError(
+                    f"process {rank} waited {self.timeout_s:g} s for the main process to do {self.desc!r}; "
+                    f"raise ddp_timeout if that takes longer, or find out why the main process never came "
+                    f"(meeting at {self.folder})"
+                )
+            time.sleep(POLL_S)
+        failure = json.loads(done.read_text())["failure"]
+        _write(self.folder / f"seen-{rank}-{number}", number)
+        if failure:
+            raise RuntimeError(f"the main process failed in {self.desc!r}: {failure}")
+
+    def answer(self, *, failure: str = "") -> None:
+        """Let every waiting process go on; returns once all have come, and removes the folder.
+
+        Args:
+            failure: text of the error that the main process met; empty if it was done well.
+
+        Raises:
+            TimeoutError: some never came; not raised after a failure.
+        """
+        patience = min(self.timeout_s, GRACE_S) if failure else self.timeout_s
+        deadline = time.monotonic() + patience
+        absent = set(range(1, self.size))
+        while absent:
+            absent -= {rank for rank in absent if self._answer_one(rank, failure)}
+            if absent and time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S if absent else 0)
+        if absent and not failure:
+            raise TimeoutError(
+                f"processes {sorted(absent)} did not come within {patience:g} s after the main process had "
+                f"done {self.desc!r}; every process must reach the same main_process_first "
+                f"(meeting at {self.folder})"
+            )
+        if not absent:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _answer_one(self, rank: int, failure: str) -> bool:
+        """Answer the request of `rank`, if there is one; returns whether it has read the answer."""
+        try:
+            number = (self.folder / f"want-{rank}").read_text()
+        except FileNotFoundError:
+            return False
+        done = self.folder / f"done-{rank}-{number}"
+        if not done.exists():
+            _write(done, json.dumps({"failure": failure}))
+        return (self.folder / f"seen-{rank}-{number}").exists()
+
+
+@contextlib.contextmanager
+def first(rank: int, size: int, *, timeout_s: float, desc: str, shared: Path | None = None) -> Iterator[None]:
+    """Run the body on rank 0, then on the others.
+
+    Every process must enter it equally often. Costs nothing with one process.
+
+    Args:
+        rank: number of this process among those that meet; 0 is the main one.
+        size: how many meet.
+        timeout_s: seconds after which a process gives up.
+        desc: what is done, for messages.
+        shared: folder to meet in that all machines reach; None for processes of one machine.
+
+    Raises:
+        RuntimeError: (not on rank 0) the body failed on rank 0.
+        TimeoutError: the others did not come in time.
+    """
+    call = next(_calls)  # counted by lone processes too: on another machine the same call may be a meeting of several
+    if size == 1:
+        yield
+        return
+    meeting = Meeting(_place(call, shared), size, timeout_s, desc)
+    if rank != 0:
+        meeting.wait(rank)
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        meeting.answer(failure=f"{type(error).__name__}: {error}")
+        raise
+    meeting.answer()
+
+
+def _place(call: int, shared: Path | None) -> Path:
+    """Return the folder for this process's `call`-th meeting, the same in all processes of one launch."""
+    names = (
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_JOB_ID",
+    )
+    launch = [os.environ.get(name, "") for name in names]
+    if not any(launch):
+        # Processes that no launcher describes are children of one parent.
+        launch.append(str(os.getppid()))
+    if shared is None:
+        launch.append(socket.gethostname())
+    key = hashlib.sha256("\0".join(launch).encode()).hexdigest()[:16]
+    user = getattr(os, "getuid", lambda: 0)()  # elsewhere the folder for temporary files is a user's own
+    folder = (shared or Path(tempfile.gettempdir())) / f".tr-first-{user}-{key}-{call}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is either absent or complete to whoever looks."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,94 @@
+"""Read the options of an optimizer from `name=value` text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tr_args.constraints import Constraint
+from tr_args.errors import RefusedError
+
+_OPENING = {"[": "]", "(": ")", "{": "}"}
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+class OptimizerOptions(Constraint):
+    """Options that `parse_optim_args` can read; they are kept as they were given."""
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it can be read."""
+        parse_optim_args(value)
+        return value
+
+
+def parse_optim_args(value: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return an optimizer's options by name.
+
+    Text is JSON, or `name=value` parts separated by commas. A value may hold commas within quotes or
+    brackets. Numbers, `true`, `false`, `none` and bracketed lists become what they say; quoted text stays
+    text.
+
+    Raises:
+        RefusedError: (a ValueError) the text cannot be read; says which part.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if value.lstrip().startswith("{"):
+        return _from_json(value)
+    options: dict[str, Any] = {}
+    for part in _split(value):
+        name, equals, text = part.partition("=")
+        name = name.strip()
+        if not equals or not name.isidentifier():
+            raise RefusedError(f"needs name=value parts separated by commas, not {part.strip()!r}")
+        if name in options:
+            raise RefusedError(f"needs each name once; {name} is there twice")
+        options[name] = _literal(text.strip())
+    return options
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise RefusedError(
+            f"needs name=value parts or JSON; as JSON it breaks off at character {error.pos + 1}"
+        ) from None
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that lie outside quotes and brackets."""
+    parts, start, closers, quote = [], 0, [], ""
+    for position, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in _OPENING:
+            closers.append(_OPENING[character])
+        elif closers and character == closers[-1]:
+            closers.pop()
+        elif character == "," and not closers:
+            parts.append(text[start:position])
+            start = position + 1
+    if quote or closers:
+        raise RefusedError(f"needs the closing {quote or closers[-1]} of a value")
+    return [part for part in (*parts, text[start:]) if part.strip()]
+
+
+def _literal(text: str) -> Any:
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
+        return [_literal(part.strip()) for part in _split(text[1:-1])]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,303 @@
+"""Parse command lines, files and environment variables into dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tr_args.checked import Checked, build
+from tr_args.construction import Given, generated_init, settle
+from tr_args.errors import NOTHING, ArgumentsError, Problem
+from tr_args.files import read_mapping
+from tr_args.flags import FlagTable
+from tr_args.help_page import add_sections
+from tr_args.scanner import Scanner
+from tr_args.sources import Sources, read_words
+
+COMMAND_LINE = "command line"
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose flags are the fields of dataclasses.
+
+    Values come from the dataclasses' defaults, then configuration files (`--config`), environment variables
+    where asked for, `.args` files, and the command line; later ones win. Flags may be written with `_` or
+    `-`, must be written in full, and take `--name value` or `--name=value`. Lists take several words,
+    mappings JSON, switches `--flag`, `--flag false` and `--no-flag`.
+
+    Further arguments can be added with `add_argument`; they are returned as a namespace.
+
+    Attributes:
+        origins: after parsing, where each given field's value came from.
+    """
+
+    def __init__(
+        self,
+        dataclass_types: type | Iterable[type] | None = None,
+        *,
+        config_flag: str = "--config",
+        env_prefix: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make the flags.
+
+        Args:
+            dataclass_types: one dataclass or several.
+            config_flag: flag that names a configuration file; not used if a dataclass has a field of that
+                name.
+            env_prefix: read environment variables of this prefix and a field's name in capitals; None reads
+                none.
+            **kwargs: passed on to `argparse.ArgumentParser`.
+
+        Raises:
+            ValueError: two dataclasses have a field of the same name.
+        """
+        types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
+        self._table = FlagTable(types)
+        self._config_flag = None if self._table.flag(config_flag) else config_flag
+        self._env_prefix = env_prefix
+        self.origins: dict[str, str] = {}
+        kwargs.setdefault("formatter_class", _formatter)
+        super().__init__(**kwargs, allow_abbrev=False)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument by hand, as `argparse` does.
+
+        Raises:
+            ValueError: a dataclass has a field of that name.
+        """
+        for flag in args:
+            if isinstance(flag, str) and (match := self._table.flag(flag)):
+                raise ValueError(f"{flag} is a field of {match[0].cls.__name__}; choose another name")
+        return super().add_argument(*args, **kwargs)
+
+    def parse_args_into_dataclasses(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | os.PathLike[str] | None = None,
+        args_file_flag: str | None = None,
+    ) -> tuple[Any, ...]:
+        """Parse a command line.
+
+        Args:
+            args: its words; None takes this program's.
+            return_remaining_strings: return words that no flag takes, instead of refusing them.
+            look_for_args_file: without `args`, also read the file beside the script that is called like it
+                but ends in `.args`, if there is one.
+            args_filename: file of further arguments, which those of the command line override.
+            args_file_flag: flag that names such a file; it can be repeated.
+
+        Returns:
+            One object for each dataclass, in order; then a namespace, if arguments were added by hand; then
+            the list of remaining words, if it was asked for.
+
+        Raises:
+            ArgumentsError: with everything that is wrong. For this program's own command line (`args` is
+                None) it is written to stderr and the program ends with code 2.
+        """
+        try:
+            files = self._args_files(args, look_for_args_file, args_filename)
+            objects, extra, rest = self._parse(args, files, args_file_flag, refuse_rest=not return_remaining_strings)
+        except ArgumentsError as error:
+            if args is not None:
+                raise
+            self.exit(2, f"{self.prog}: error: {error}\nTry {self.prog} --help\n")
+        outputs = (*objects, extra) if vars(extra) else tuple(objects)
+        return (*outputs, rest) if return_remaining_strings else outputs
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - one for all overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Return one namespace with the values of all fields and arguments, and the words that nothing takes.
+
+        `parse_args` uses it too. Ends the program with code 2 if a value cannot be used, as argparse does.
+        """
+        try:
+            objects, extra, rest = self._parse(args, [], None, refuse_rest=False)
+        except ArgumentsError as error:
+            self.error(str(error))
+        namespace = namespace or argparse.Namespace()
+        for source in (*objects, extra):
+            for name, value in vars(source).items():
+                if not name.startswith("_"):
+                    setattr(namespace, name, value)
+        return namespace, rest
+
+    def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Return one object for each dataclass from values by name.
+
+        Args:
+            args: the values.
+            allow_extra_keys: leave out unknown names instead of refusing them.
+
+        Raises:
+            ArgumentsError: with everything that is wrong.
+        """
+        return self._from_mapping(args, "call", allow_extra_keys)
+
+    def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Return one object for each dataclass from a JSON file; see `parse_dict`."""
+        return self._from_mapping(read_mapping(json_file, "json"), f"file {json_file}", allow_extra_keys)
+
+    def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Return one object for each dataclass from a YAML file; see `parse_dict`."""
+        return self._from_mapping(read_mapping(yaml_file, "yaml"), f"file {yaml_file}", allow_extra_keys)
+
+    def parse_toml_file(self, toml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Return one object for each dataclass from a TOML file; see `parse_dict`."""
+        return self._from_mapping(read_mapping(toml_file, "toml"), f"file {toml_file}", allow_extra_keys)
+
+    def format_help(self) -> str:
+        """Return the help page: usage, then the flags by topic, then arguments added by hand."""
+        formatter = self._get_formatter()
+        config = f"[{self._config_flag} FILE] " if self._config_flag else ""
+        own = argparse.ArgumentParser.format_usage(self).removeprefix("usage: ").strip()
+        formatter.add_usage(f"{own} {config}[--NAME VALUE ...]".replace("%", "%%"), [], [])
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            if group is self._optionals and self._config_flag:
+                help_text = "YAML, TOML or JSON file with values by name; flags go before it. Can be repeated."
+                formatter.add_arguments(
+                    [
+                        argparse.Action(
+                            [self._config_flag],
+                            "config",
+                            None,
+                            default=argparse.SUPPRESS,
+                            metavar="FILE",
+                            help=help_text,
+                        )
+                    ]
+                )
+            formatter.end_section()
+        add_sections(formatter, self._table)
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _from_mapping(self, values: Mapping[str, Any], origin: str, allow_extra: bool) -> tuple[Any, ...]:
+        sources = Sources(self._table)
+        sources.add(values, origin, allow_extra=allow_extra)
+        return tuple(self._build(sources))
+
+    def _parse(
+        self,
+        args: Sequence[str] | None,
+        args_files: list[Path],
+        args_file_flag: str | None,
+        *,
+        refuse_rest: bool,
+    ) -> tuple[list[Any], argparse.Namespace, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        if args_file_flag:
+            named, words = _take_named_files(words, args_file_flag)
+            args_files = [*args_files, *named]
+        lines = [(read_words(path), f"file {path}") for path in args_files] + [(words, COMMAND_LINE)]
+        scans = [(self._scan(line, origin), origin) for line, origin in lines]
+        extra, rest = self._parse_by_hand([word for scan, _ in scans for word in scan.rest])
+        sources = Sources(self._table)
+        for scan, _ in scans:
+            for path in scan.config_files:
+                try:
+                    sources.add(read_mapping(path), f"file {path}")
+                except ArgumentsError as error:
+                    sources.problems += error.problems
+        if self._env_prefix is not None:
+            sources.add_environment(self._env_prefix)
+        for scan, origin in scans:
+            sources.add(scan.values, origin)
+            sources.problems += scan.problems
+        if refuse_rest:
+            sources.problems += self._refused(rest, {word: origin for scan, origin in scans for word in scan.rest})
+        return self._build(sources), extra, rest
+
+    def _scan(self, words: list[str], origin: str) -> Any:
+        foreign = self._option_string_actions.keys()
+        return Scanner(self._table, config_flag=self._config_flag, foreign=foreign, origin=origin).scan(words)
+
+    def _parse_by_hand(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parse what belongs to arguments that were added by hand, and the request for help."""
+        return super().parse_known_args(words)
+
+    def _refused(self, rest: list[str], origins: dict[str, str]) -> Iterable[Problem]:
+        after_flag = False
+        for word in rest:
+            origin = origins.get(word, COMMAND_LINE)
+            if word.startswith("-") and word != "--":
+                after_flag = True
+                flag = word.partition("=")[0]
+                yield Problem(flag, NOTHING, self._table.unknown(flag), origin)
+            elif not after_flag:
+                message = f"unexpected {word!r}; values follow a flag, as in --name {word}"
+                yield Problem("", NOTHING, message, origin)
+
+    def _build(self, sources: Sources) -> list[Any]:
+        problems, objects = sources.problems, []
+        layers = sources.given.values()
+        self.origins = {name: item.origin for given in layers for name, item in given.items()}
+        for cls, given in sources.given.items():
+            try:
+                objects.append(_construct(cls, given))
+            except ArgumentsError as error:
+                problems += error.problems
+        if problems:
+            raise ArgumentsError(problems)
+        return objects
+
+    @staticmethod
+    def _args_files(args: Sequence[str] | None, beside_script: bool, name: str | os.PathLike[str] | None) -> list[Path]:
+        if name is not None:
+            return [Path(name)]
+        if args is None and beside_script and sys.argv and sys.argv[0]:
+            path = Path(sys.argv[0]).with_suffix(".args")
+            return [path] if path.is_file() else []
+        return []
+
+
+def _construct(cls: type, given: dict[str, Given]) -> Any:
+    if issubclass(cls, Checked) and generated_init(cls):
+        return build(cls, given)
+    problems: list[Problem] = []
+    settled = settle(cls, given, problems)
+    if problems:
+        raise ArgumentsError(problems)
+    try:
+        return cls(**settled.values)
+    except ValueError as error:
+        if isinstance(error, ArgumentsError):
+            raise
+        raise ArgumentsError([Problem("", NOTHING, f"{cls.__name__}: {error}")]) from error
+
+
+def _take_named_files(words: list[str], flag: str) -> tuple[list[Path], list[str]]:
+    """Take `FLAG FILE` and `FLAG=FILE` out of the words."""
+    files, rest, position = [], [], 0
+    while position < len(words):
+        word = words[position]
+        if word.startswith(f"{flag}="):
+            files.append(Path(word.removeprefix(f"{flag}=")))
+        elif word == flag:
+            position += 1
+            if position == len(words):
+                raise ArgumentsError([Problem(flag, NOTHING, f"{flag} needs the path of a file", COMMAND_LINE)])
+            files.append(Path(words[position]))
+        else:
+            rest.append(word)
+        position += 1
+    return files, rest
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=32)
+
+
+HfArgumentParser = ArgumentParser
+"""The name that scripts written for other trainers import."""

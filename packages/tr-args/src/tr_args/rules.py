@@ -1,0 +1,107 @@
+"""Know which training arguments do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from tr_args.checked import Rule
+from tr_args.derivations import METRIC_SCHEDULES
+
+if TYPE_CHECKING:
+    from tr_args.training_arguments import TrainingArguments
+
+_EVALUATE = "needs evaluations; set eval_strategy to 'steps' or 'epoch'"
+
+
+def conflicts(args: TrainingArguments) -> Iterator[Rule]:
+    """Yield the names of arguments that contradict each other, and what to change."""
+    for rule in _RULES:
+        yield from rule(args)
+
+
+def _precision(args: TrainingArguments) -> Iterator[Rule]:
+    if args.bf16 and args.fp16:
+        yield ("bf16", "fp16"), "only one can be on; turn the other off"
+    if args.bf16_full_eval and args.fp16_full_eval:
+        yield ("bf16_full_eval", "fp16_full_eval"), "only one can be on; turn the other off"
+
+
+def _intervals(args: TrainingArguments) -> Iterator[Rule]:
+    for topic in ("logging", "eval", "save"):
+        strategy, steps = f"{topic}_strategy", f"{topic}_steps"
+        if getattr(args, strategy) == "steps" and not getattr(args, steps):
+            yield (steps, strategy), f"needs at least 1 step, or a ratio below 1; or set {strategy}='no'"
+
+
+def _loading(args: TrainingArguments) -> Iterator[Rule]:
+    if args.dataloader_num_workers > 0:
+        return
+    for name in (
+        "dataloader_prefetch_factor",
+        "dataloader_persistent_workers",
+        "dataloader_multiprocessing_context",
+    ):
+        if getattr(args, name):
+            yield (
+                (name, "dataloader_num_workers"),
+                "needs loading processes; set dataloader_num_workers to 1 or more",
+            )
+
+
+def _evaluation(args: TrainingArguments) -> Iterator[Rule]:
+    if args.eval_strategy != "no":
+        return
+    if args.lr_scheduler_type in METRIC_SCHEDULES:
+        yield ("lr_scheduler_type", "eval_strategy"), _EVALUATE
+    if args.save_strategy == "best":
+        yield ("save_strategy", "eval_strategy"), _EVALUATE
+    elif args.load_best_model_at_end:
+        yield ("load_best_model_at_end", "eval_strategy"), _EVALUATE
+
+
+def _best_model(args: TrainingArguments) -> Iterator[Rule]:
+    if not args.load_best_model_at_end or args.save_strategy == "best" or args.eval_strategy == "no":
+        return
+    if args.save_strategy != args.eval_strategy:
+        names = ("load_best_model_at_end", "save_strategy", "eval_strategy")
+        needed = f"set save_strategy='{args.eval_strategy}' or 'best'"
+        yield names, f"needs a checkpoint of every model it may load; {needed}"
+    elif args.eval_strategy == "steps" and not _is_multiple(args.save_steps, args.eval_steps):
+        names = ("load_best_model_at_end", "save_steps", "eval_steps")
+        needed = "change one, or set save_strategy='best'"
+        yield names, f"needs save_steps to be a multiple of eval_steps; {needed}"
+
+
+def _is_multiple(save_steps: float, eval_steps: float | None) -> bool:
+    if not eval_steps or not save_steps:
+        return True  # reported as an interval
+    if (save_steps < 1) != (eval_steps < 1):
+        return False
+    # Through text: 0.3 is three tenths here, not the nearest binary fraction.
+    return (Fraction(str(save_steps)) / Fraction(str(eval_steps))).denominator == 1
+
+
+def _sharding(args: TrainingArguments) -> Iterator[Rule]:
+    if args.fsdp and args.deepspeed:
+        yield ("fsdp", "deepspeed"), "only one can shard the model; leave the other out"
+    # Strategies of other names may well take these options.
+    if args.fsdp and args.strategy in ("single", "ddp", "deepspeed"):
+        yield ("fsdp", "strategy"), "needs strategy='fsdp' or 'auto'"
+    if args.deepspeed and args.strategy in ("single", "ddp", "fsdp"):
+        yield ("deepspeed", "strategy"), "needs strategy='deepspeed' or 'auto'"
+    if args.fsdp_config and not args.fsdp and args.strategy in ("auto", "single", "ddp"):
+        yield ("fsdp_config", "fsdp"), "has no effect alone; set fsdp, such as fsdp='full_shard auto_wrap'"
+    if args.fsdp_config.get("min_num_params") and args.fsdp_config.get("transformer_layer_cls_to_wrap"):
+        yield ("fsdp_config",), "needs either min_num_params or transformer_layer_cls_to_wrap, not both"
+
+
+_RULES: tuple[Callable[[TrainingArguments], Iterator[Rule]], ...] = (
+    _precision,
+    _intervals,
+    _loading,
+    _evaluation,
+    _best_model,
+    _sharding,
+)

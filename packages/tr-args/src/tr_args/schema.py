@@ -1,0 +1,118 @@
+"""Know the fields of a dataclass: type, default, constraints and the topic they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any, get_args, get_origin
+
+from tr_args.constraints import Constraint
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One field of a dataclass.
+
+    Attributes:
+        name: the field's name.
+        hint: its type, with constraints as `Annotated`; optional if its default is None.
+        default: its default, or `MISSING`.
+        default_factory: makes its default, or `MISSING`.
+        metadata: what the class attached to the field (`help`, `aliases`, `choices` are understood).
+        owner: the class of the hierarchy that declares it.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    default_factory: Any
+    metadata: Mapping[str, Any]
+    owner: type
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is MISSING and self.default_factory is MISSING
+
+    @property
+    def constraints(self) -> tuple[Constraint, ...]:
+        """What narrows the type."""
+        return _constraints(self.hint)
+
+    @property
+    def secret(self) -> bool:
+        """Whether the value must not be shown."""
+        return any(constraint.secret for constraint in self.constraints)
+
+    def make_default(self) -> Any:
+        """Return the default. Only for fields that have one."""
+        return self.default if self.default_factory is MISSING else self.default_factory()
+
+
+@functools.cache
+def schema(cls: type) -> dict[str, FieldSpec]:
+    """Return the fields of the dataclass `cls` that its constructor takes, by name, in order."""
+    hints = _resolve(cls)
+    return {
+        field.name: FieldSpec(
+            name=field.name,
+            hint=_optional_if_none(hints[field.name], field.default),
+            default=field.default,
+            default_factory=field.default_factory,
+            metadata=field.metadata,
+            owner=_owner(cls, field.name),
+        )
+        for field in dataclasses.fields(cls)
+        if field.init
+    }
+
+
+def _owner(cls: type, name: str) -> type:
+    return next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
+
+
+def _resolve(cls: type) -> dict[str, Any]:
+    """Return each field's type; `Any` where it cannot be evaluated (names under TYPE_CHECKING)."""
+    hints: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        for base in cls.__mro__:
+            if field.name not in inspect.get_annotations(base):
+                continue
+            hint = _evaluate(base, field.name)
+            if field.name in hints:
+                # A subclass that declares a field again keeps the constraints it does not replace.
+                if _constraints(hint):
+                    hints[field.name] = Annotated[hints[field.name], *_constraints(hint)]
+            else:
+                hints[field.name] = hint
+            if _constraints(hints[field.name]):
+                break
+    return hints
+
+
+def _evaluate(base: type, name: str) -> Any:
+    alone = type(base.__name__, (), {"__annotations__": {name: inspect.get_annotations(base)[name]}})
+    alone.__module__ = base.__module__
+    try:
+        return typing.get_type_hints(alone, include_extras=True)[name]
+    except NameError:
+        return Any
+
+
+def _constraints(hint: Any) -> tuple[Constraint, ...]:
+    if get_origin(hint) is not Annotated:
+        return ()
+    return tuple(extra for extra in get_args(hint)[1:] if isinstance(extra, Constraint))
+
+
+def _optional_if_none(hint: Any, default: Any) -> Any:
+    if default is not None or hint is Any:
+        return hint
+    if get_origin(hint) is Annotated:
+        base, *extras = get_args(hint)
+        return Annotated[typing.Optional[base], *extras]  # noqa: UP045 - see below
+    return typing.Optional[hint]  # noqa: UP045 - not every annotation has a `|`

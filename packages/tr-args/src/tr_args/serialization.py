@@ -1,0 +1,79 @@
+"""Turn arguments into plain values and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Self
+
+from tr_args.checked import Checked
+from tr_args.schema import FieldSpec, schema
+
+
+class Serializable(Checked):
+    """Arguments that can be written to JSON and read again; secret values are masked."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by field name, made of what JSON knows; secret ones as `<NAME>`.
+
+        `from_dict` makes equal arguments of it, secret values aside.
+        """
+        return {
+            name: mask(spec) if spec.secret and getattr(self, name) is not None else plain(getattr(self, name))
+            for name, spec in schema(type(self)).items()
+        }
+
+    def to_json_string(self) -> str:
+        """Return `to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Return the values as trackers take them: booleans, numbers and text; everything else as text."""
+        values = {**self.to_dict(), **self._derived()}
+        return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return arguments with the given values; masked secrets are left at their defaults.
+
+        Raises:
+            ArgumentsError: names are unknown or values do not fit.
+        """
+        masks = {name: mask(spec) for name, spec in schema(cls).items() if spec.secret}
+        return cls(**{name: value for name, value in values.items() if name not in masks or value != masks[name]})
+
+    def _derived(self) -> dict[str, Any]:
+        """Return the values that `to_sanitized_dict` adds."""
+        return {}
+
+    def __repr__(self) -> str:
+        lines = (f"    {name}={value!r},\n" for name, value in self.to_dict().items())
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    __str__ = __repr__
+
+
+def mask(spec: FieldSpec) -> str:
+    """Return what stands for a secret value."""
+    return f"<{spec.name.upper()}>"
+
+
+def plain(value: Any) -> Any:
+    """Return `value` made of what JSON knows; objects that describe themselves do, others become text."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(element) for key, element in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(element) for element in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    describe = getattr(value, "to_dict", None)
+    return plain(describe()) if callable(describe) and not isinstance(value, type) else str(value)

@@ -1,0 +1,72 @@
+"""Load YAML with the plain scalars of YAML 1.2, refusing duplicate keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import yaml
+
+from tr_args.errors import RefusedError
+
+# The core schema of YAML 1.2: PyYAML's own rules are those of 1.1, where `5e-5` is text, `no` is false,
+# `1:30` is 90.
+_CORE: tuple[tuple[str, str, Sequence[str]], ...] = (
+    ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+0123456789."),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+    ("merge", r"<<", "<"),
+)
+
+
+class _CoreLoader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else id(key_node)
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise RefusedError(f"has the key {key_node.value} twice (again on line {line}); keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        text = str(self.construct_scalar(node))
+        if text.startswith(("0o", "0x")):
+            return int(text, 0)
+        return (
+            int(text)
+            if node.tag.endswith(":int")
+            else float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        )
+
+
+for _name, _pattern, _first in _CORE:
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))
+for _name in ("int", "float"):
+    _CoreLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _CoreLoader.construct_number)
+
+
+def load(text: str) -> Any:
+    """Return what the YAML document in `text` holds; None for an empty one.
+
+    Raises:
+        RefusedError: (a ValueError) it is not valid, holds several documents, or has a key twice; says where.
+    """
+    try:
+        return yaml.load(text, Loader=_CoreLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise RefusedError(f"is not valid YAML: {where}{error.problem or error}") from None
+    except yaml.YAMLError as error:
+        raise RefusedError(f"is not valid YAML: {error}") from None
+    except ValueError as error:
+        if isinstance(error, RefusedError):
+            raise
+        raise RefusedError(f"is not valid YAML: {error}") from None

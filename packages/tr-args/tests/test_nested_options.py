@@ -1,0 +1,111 @@
+"""Options within an argument: of optimizers, of sharding, of the sharing of data."""
+
+import json
+
+import pytest
+
+from tr_args import AcceleratorConfig, TrainingArguments, parse_optim_args
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        ("", {}),
+        ("rank=64, update_proj_gap=100, scale=0.10", {"rank": 64, "update_proj_gap": 100, "scale": 0.1}),
+        ("a=1e-3,b=False,c=none,d=text", {"a": 1e-3, "b": False, "c": None, "d": "text"}),
+        ("betas=(0.9, 0.99), eps=1", {"betas": [0.9, 0.99], "eps": 1}),
+        ("a='x, y=1', b=\"2\"", {"a": "x, y=1", "b": "2"}),
+        ("a=b=c", {"a": "b=c"}),
+        ("a=[[1, 2], [3]]", {"a": [[1, 2], [3]]}),
+        ('{"rank": 64, "names": ["a"]}', {"rank": 64, "names": ["a"]}),
+        ({"rank": 64}, {"rank": 64}),
+    ],
+)
+def test_options_of_an_optimizer_are_read(given, expected):
+    assert parse_optim_args(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("rank", "needs name=value parts"),
+        ("1a=2", "needs name=value parts separated by commas, not '1a=2'"),
+        ("a='x", "needs the closing ' of a value"),
+        ("a=[1", r"needs the closing \] of a value"),
+        ("{", "as JSON it breaks off at character 2"),
+    ],
+)
+def test_options_of_an_optimizer_that_cannot_be_read_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        parse_optim_args(given)
+
+
+def test_sharding_options_lose_their_prefix_and_get_their_types(tmp_path):
+    config = {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
+        "fsdp_forward_prefetch": "true",
+        "fsdp_offload_params": False,
+        "fsdp_sharding_strategy": 1,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_sync_module_states": True,
+        "fsdp_transformer_layer_cls_to_wrap": "BertLayer",
+        "fsdp_use_orig_params": True,
+        "limit_all_gathers": "True",
+        "xla": True,
+        "xla_fsdp_settings": {"compute_dtype": "bfloat16"},
+        "xla_fsdp_grad_ckpt": True,
+    }
+    plain = {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "backward_prefetch": "backward_pre",
+        "forward_prefetch": True,
+        "cpu_offload": False,
+        "sharding_strategy": "full_shard",
+        "state_dict_type": "FULL_STATE_DICT",
+        "sync_module_states": True,
+        "transformer_layer_cls_to_wrap": ["BertLayer"],
+        "use_orig_params": True,
+        "limit_all_gathers": True,
+        "xla": True,
+        "xla_fsdp_settings": {"compute_dtype": "bfloat16"},
+        "xla_fsdp_grad_ckpt": True,
+    }
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps(config))
+    for given in (config, json.dumps(config), str(path), plain):
+        assert TrainingArguments(fsdp="full_shard auto_wrap", fsdp_config=given).fsdp_config == plain
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"version": 3}, "at version=3: needs one of 1, 2"),
+        ({"min_num_params": -1}, "at min_num_params=-1: needs at least 0"),
+        ({"fsdp_xla": 1, "xla": 1}, "has the key xla twice"),
+        ({"backward_prefetch": "sideways"}, "needs one of backward_pre, backward_post, no_prefetch"),
+    ],
+)
+def test_sharding_options_of_the_wrong_kind_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments(fsdp="full_shard", fsdp_config=config)
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml", "toml"])
+def test_how_data_is_shared_can_come_from_a_file(tmp_path, ending):
+    texts = {"json": '{"split_batches": true}', "yaml": "split_batches: true", "toml": "split_batches = true"}
+    path = tmp_path / f"sharing.{ending}"
+    path.write_text(texts[ending])
+    assert TrainingArguments(accelerator_config=path).accelerator_config.split_batches
+    args = TrainingArguments(accelerator_config=str(path))
+    assert args.accelerator_config == AcceleratorConfig(split_batches=True)
+    assert TrainingArguments(accelerator_config=args.accelerator_config).accelerator_config.split_batches
+
+
+def test_arguments_do_not_share_their_defaults():
+    one, other = TrainingArguments(), TrainingArguments()
+    one.accelerator_config.split_batches = True
+    one.report_to.append("wandb")
+    one.fsdp_config["xla"] = True
+    assert (other.accelerator_config.split_batches, other.report_to, other.fsdp_config) == (False, [], {})

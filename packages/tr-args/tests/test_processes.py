@@ -1,0 +1,209 @@
+"""Arguments in one of several processes."""
+
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from tr_args import ArgumentsError, ParallelMode, TrainingArguments
+from tr_args.main_process_first import first
+
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def place(monkeypatch, rank, local_rank, world_size=4, local_world_size=2):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name, value in zip(names, (rank, local_rank, world_size, local_world_size), strict=True):
+        monkeypatch.setenv(name, str(value))
+
+
+# Two machines with two processes each: what every process's level is.
+PLACES = [(0, 0), (1, 1), (2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("values", "levels"),
+    [
+        ({}, ["info", "warning", "info", "warning"]),
+        ({"log_level": "warning", "log_level_replica": "error"}, ["warning", "error", "warning", "error"]),
+        (
+            {"log_level": "warning", "log_level_replica": "error", "log_on_each_node": False},
+            ["warning", "error", "error", "error"],
+        ),
+        ({"log_level": "error", "log_level_replica": "error", "log_on_each_node": False}, ["error"] * 4),
+        ({"log_level_replica": "passive"}, ["info", "warning", "info", "warning"]),
+    ],
+)
+def test_every_process_of_two_machines_has_the_documented_level(monkeypatch, values, levels):
+    seen = []
+    for rank, local_rank in PLACES:
+        place(monkeypatch, rank, local_rank)
+        seen.append(TrainingArguments(**values).get_process_log_level())
+    assert seen == [LEVELS[level] for level in levels]
+
+
+def test_who_saves_depends_on_whether_machines_share_their_files(monkeypatch):
+    saves = {False: [], True: []}
+    for rank, local_rank in PLACES:
+        place(monkeypatch, rank, local_rank)
+        for each in saves:
+            saves[each].append(TrainingArguments(save_on_each_node=each).should_save)
+    assert saves == {False: [True, False, False, False], True: [True, False, True, False]}
+
+
+def test_a_process_without_a_launcher_is_alone():
+    args = TrainingArguments(ddp_timeout=60)
+    assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
+    assert (args.should_log, args.should_save, args.place_model_on_device) == (True, True, True)
+    assert args.parallel_mode is ParallelMode.NOT_PARALLEL
+    assert args.ddp_timeout_delta == timedelta(seconds=60)
+
+
+def test_what_an_old_launcher_passes_as_local_rank_counts_without_the_variable(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert TrainingArguments(local_rank=1).local_process_index == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert TrainingArguments(local_rank=1).local_process_index == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, r"RANK = 'one' \(environment RANK\): needs a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK = '2' \(environment RANK\): needs a number from 0 to 1"),
+        ({"WORLD_SIZE": "0"}, r"WORLD_SIZE = '0' \(environment WORLD_SIZE\): needs a number from 1"),
+    ],
+)
+def test_a_launcher_s_broken_variable_is_named(monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentsError, match=message):
+        _ = TrainingArguments().process_index
+
+
+def test_bound_values_go_before_the_launcher_s(monkeypatch):
+    place(monkeypatch, 3, 1)
+    args = TrainingArguments().bind(rank=1, local_rank=1, world_size=2)
+    assert (args.process_index, args.local_process_index, args.world_size) == (1, 1, 2)
+    assert args.parallel_mode is ParallelMode.DISTRIBUTED
+    assert "device" not in args.to_dict()
+
+
+def test_a_bound_device_is_the_device():
+    class Device:
+        type = "xla"
+
+    args = TrainingArguments().bind(device=Device())
+    assert (args.device.type, args.n_gpu) == ("xla", 1)
+    assert args.parallel_mode is ParallelMode.TPU
+
+
+def test_an_unbound_device_is_looked_for_when_it_is_read():
+    torch = pytest.importorskip("torch")
+    args = TrainingArguments(use_cpu=True)
+    assert (args.device, args.n_gpu) == (torch.device("cpu"), 0)
+    if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        assert TrainingArguments().device == torch.device("cpu")
+
+
+# --- one process first ---------------------------------------------------------------------------------------------
+
+
+def go(rank, path, behaviour, answers):
+    """Write what happens, as one of three processes."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", TMPDIR=str(path))
+    args = TrainingArguments(str(path / "out"), ddp_timeout=1 if behaviour == "absent" else 30)
+    outcome = "done"
+    try:
+        for round_ in range(1 if behaviour == "absent" else 2):
+            if rank == 0 and behaviour == "absent":
+                break
+            with args.main_process_first(desc="cooking"):
+                if rank == 0:
+                    time.sleep(0.3)
+                    if behaviour == "fail":
+                        raise KeyError("no salt")
+                    (path / f"meal-{round_}").write_text("ready")
+                else:
+                    assert (path / f"meal-{round_}").read_text() == "ready"
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    answers.put((rank, outcome))
+
+
+@pytest.fixture
+def together(tmp_path):
+    def run(behaviour):
+        context = multiprocessing.get_context("forkserver")
+        answers = context.Queue()
+        processes = [context.Process(target=go, args=(rank, tmp_path, behaviour, answers)) for rank in range(3)]
+        for process in processes:
+            process.start()
+        try:
+            return [outcome for _, outcome in sorted(answers.get(timeout=60) for _ in processes)]
+        finally:
+            for process in processes:
+                process.join(timeout=10)
+                process.kill()
+
+    return run
+
+
+def test_the_others_begin_when_the_main_process_is_done(together, tmp_path):
+    assert together("cook") == ["done"] * 3
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_others_hear_of_the_main_process_s_failure(together):
+    main, *others = together("fail")
+    assert main == "KeyError: 'no salt'"
+    assert others == ["RuntimeError: the main process failed in 'cooking': KeyError: 'no salt'"] * 2
+
+
+def test_the_others_do_not_wait_for_ever(together):
+    main, *others = together("absent")
+    assert main == "done"
+    assert all(other.startswith("TimeoutError: process ") and "waited 1 s" in other for other in others)
+
+
+def test_the_main_process_does_not_wait_for_ever(tmp_path):
+    waiting = first(0, 2, timeout_s=0.1, desc="cooking", shared=tmp_path)
+    with pytest.raises(TimeoutError, match=r"processes \[1\] did not come within 0.1 s"), waiting:
+        pass
+
+
+def test_one_process_alone_waits_for_nobody(tmp_path):
+    with TrainingArguments(str(tmp_path)).main_process_first():
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_broken_run_left_behind_is_not_mistaken_for_an_answer(tmp_path, monkeypatch):
+    import itertools
+
+    from tr_args import main_process_first as module
+
+    calls = iter([0, 0, 1])
+    monkeypatch.setattr(module, "_calls", itertools.count())
+    folder = module._place(0, tmp_path)
+    for name in ("want-1", "done-1-old", "seen-1-old"):
+        (folder / name).write_text('{"failure": ""}' if name.startswith("done") else "old")
+    monkeypatch.setattr(module, "_calls", calls)
+    happened = []
+
+    def other():
+        with first(1, 2, timeout_s=20, desc="cooking", shared=tmp_path):
+            happened.append("other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    time.sleep(0.2)
+    assert happened == []
+    with first(0, 2, timeout_s=20, desc="cooking", shared=tmp_path):
+        happened.append("main")
+    thread.join(timeout=20)
+    assert happened == ["main", "other"]

@@ -1,0 +1,95 @@
+"""Name the folders of checkpoints, and the temporary ones that stand for an operation under way."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+# Temporary folders that this process is using now: another instance in this process must not clear them away.
+_IN_USE: set[str] = set()
+
+_TEMPORARY = re.compile(
+    r"\.tmp-(?P<kind>writing|replaced|removed|pushing)-(?P<target>.+)@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+"
+)
+
+
+@dataclass(frozen=True)
+class Temporary:
+    """A temporary folder found on the disk.
+
+    Attributes:
+        path: where it is.
+        kind: what was going on: `writing` a new checkpoint, an old one `replaced` by a new one of its step,
+            one being `removed`, a copy for `pushing`.
+        target: the name it stands for, such as `checkpoint-30`.
+        host: the machine that made it.
+        pid: the process that made it.
+    """
+
+    path: Path
+    kind: str
+    target: str
+    host: str
+    pid: int
+
+    def is_abandoned(self) -> bool:
+        """Whether its maker is gone: not a living process of this machine, nor this one at work on it."""
+        if self.host != _host():
+            return True
+        if self.pid == os.getpid():
+            return self.path.name not in _IN_USE
+        return not _is_alive(self.pid)
+
+
+def checkpoint_name(prefix: str, step: int) -> str:
+    """Return the name of the folder of `step`."""
+    return f"{prefix}-{step}"
+
+
+def step_of(name: str, prefix: str) -> int | None:
+    """Return the step in a checkpoint folder's name, None for any other name."""
+    match = re.fullmatch(re.escape(prefix) + r"-(0|[1-9]\d*)", name)
+    return int(match[1]) if match else None
+
+
+def temporary(directory: Path, kind: str, target: str) -> Path:
+    """Return a new name beside `target` and note it as in use; `release` it when the folder is gone."""
+    name = f".tmp-{kind}-{target}@{_host()}@{os.getpid()}@{secrets.token_hex(4)}"
+    _IN_USE.add(name)
+    return directory / name
+
+
+def release(path: Path) -> None:
+    """Note that this process is done with a temporary folder, whether it is still there or not."""
+    _IN_USE.discard(path.name)
+
+
+def temporaries(directory: Path) -> list[Temporary]:
+    """Return the temporary folders in `directory`, by name; an absent directory has none."""
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if match := _TEMPORARY.fullmatch(path.name):
+            found.append(Temporary(path, match["kind"], match["target"], match["host"], int(match["pid"])))
+    return found
+
+
+def _host() -> str:
+    return socket.gethostname().replace("@", "_").replace("/", "_")
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name == "nt":  # signal 0 is Ctrl-C there; a folder left behind does less harm
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

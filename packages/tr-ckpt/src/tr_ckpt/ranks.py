@@ -1,0 +1,61 @@
+"""Let all ranks know when one of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tr_ckpt.errors import SaveError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that save together.
+
+    Attributes:
+        rank: its number, from 0.
+        world_size: how many there are.
+        gather_objects: takes a picklable value, returns those of all ranks in rank order; it also is a
+            barrier.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    gather_objects: Callable[[Any], list[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size} processes does not exist; ranks count from 0")
+        if self.world_size > 1 and self.gather_objects is None:
+            raise ValueError(
+                f"{self.world_size} processes save together, but gather_objects is None; give a function "
+                "that takes a value and returns the list of all ranks' values, as all_gather_object can"
+            )
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's `value`, in rank order; all ranks must call it."""
+        return [value] if self.gather_objects is None else self.gather_objects(value)
+
+    def together(self, what: str, work: Callable[[], T], failure: type[Exception] = SaveError) -> list[T]:
+        """Do `work` on every rank and return all results, in rank order; all ranks must call it.
+
+        Raises:
+            Exception: what `work` raised on this rank.
+            failure: it raised on another one; the message says which, and begins with `what`.
+        """
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        answers = self.gather((result, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None]
+        if failed:
+            raise failure(f"{what}: {'; '.join(failed)}")
+        return [answer for answer, _ in answers]

@@ -1,0 +1,134 @@
+"""Make a folder appear whole or not at all.
+
+A new checkpoint grows in a temporary folder beside its final place. `commit` makes it durable and renames it.
+An older checkpoint of the same step steps aside first: between the two renames it is the one that counts
+(`catalogue.py` finds it under its temporary name, `clear_abandoned` puts it back).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tr_ckpt import files, names
+from tr_ckpt.files import FileRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Staging:
+    """A checkpoint being written, on the one rank that commits it.
+
+    Args:
+        directory: where checkpoints are; made if it is missing.
+        name: the checkpoint's final name.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory = directory
+        self.final = directory / name
+        self.folder = names.temporary(directory, "writing", name)
+
+    def begin(self, write_extra: Callable[[Path], None] | None) -> dict[str, FileRecord]:
+        """Make the temporary folder, let the caller add its files, and return what those hold, by path.
+
+        Raises:
+            OSError: a file cannot be written, or is a link or no plain file.
+        """
+        files.make_folders(self.directory)
+        clear_abandoned(self.directory)
+        files.make_folder(self.folder)
+        if write_extra is None:
+            return {}
+        write_extra(self.folder)
+        return self._seal(self.folder)
+
+    def commit(self) -> Path:
+        """Put the folder, its manifest written, in its final place, durably.
+
+        Raises:
+            OSError: it did not work; what was in that place is there still.
+        """
+        files.sync_folder(self.folder)
+        aside = self._step_aside() if os.path.lexists(self.final) else None
+        try:
+            self._take_place(aside)
+        finally:
+            names.release(self.folder)
+            if aside is not None:  # whatever happened: the next save puts it back or removes it
+                names.release(aside)
+        if aside is not None and aside.name.startswith(".tmp-"):
+            discard(aside)
+        return self.final
+
+    def _take_place(self, aside: Path | None) -> None:
+        try:
+            files.rename(self.folder, self.final)
+        except OSError:
+            if aside is not None:
+                files.rename(aside, self.final)
+            raise
+        files.sync_folder(self.directory)
+
+    def discard(self) -> None:
+        """Remove the temporary folder, if it is there; a failure leaves it to the next save."""
+        if self.folder.exists():
+            discard(self.folder)
+        names.release(self.folder)
+
+    def _step_aside(self) -> Path:
+        if (self.final / names.MANIFEST).exists():
+            aside = names.temporary(self.directory, "replaced", self.final.name)
+        else:
+            # Not a checkpoint of ours: another program's, perhaps the only copy. Never removed.
+            number = 1
+            while os.path.lexists(aside := self.directory / f"{self.final.name}.replaced-{number}"):
+                number += 1
+            logger.warning("%s has no %s, so it is kept as %s", self.final, names.MANIFEST, aside.name)
+        files.rename(self.final, aside)
+        return aside
+
+    def _seal(self, folder: Path) -> dict[str, FileRecord]:
+        sealed = {}
+        for path in sorted(folder.iterdir()):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise OSError(f"{path.relative_to(self.folder)} is a link or no plain file; write_extra must copy it")
+            if path.is_dir():
+                sealed |= self._seal(path)
+            else:
+                sealed[path.relative_to(self.folder).as_posix()] = files.seal_file(path)
+        if folder != self.folder:
+            files.sync_folder(folder)
+        return sealed
+
+
+def discard(folder: Path) -> None:
+    """Remove a temporary folder; a failure is logged and leaves it to the next save."""
+    try:
+        files.remove_tree(folder)
+    except OSError as error:
+        logger.warning("%s could not be removed (%s); the next save tries again", folder, error)
+    names.release(folder)
+
+
+def clear_abandoned(directory: Path) -> None:
+    """Clear away what dead processes left: put back what was about to be replaced, remove the rest.
+
+    Raises:
+        OSError: a checkpoint could not be put back.
+    """
+    synced = False
+    for left in names.temporaries(directory):
+        if not left.is_abandoned():
+            continue
+        if left.kind == "replaced" and not (directory / left.target).exists():
+            logger.warning("putting %s back: the run that was replacing it ended before it had", left.target)
+            files.rename(left.path, directory / left.target)
+            continue
+        if not synced:  # the rename that made this folder superfluous may not have reached the disk
+            files.sync_folder(directory)
+            synced = True
+        logger.info("removing %s, left by a run that ended while it was working on it", left.path.name)
+        discard(left.path)

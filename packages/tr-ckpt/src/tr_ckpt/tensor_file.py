@@ -1,0 +1,100 @@
+"""Write tensors to a safetensors file, one at a time, and read them back.
+
+Written here rather than by the library so that no more than one tensor is copied to the host at a time, the
+digest costs no second pass, and each write can be made to fail in a test. Reading, where the input may be
+anybody's, is the library's.
+
+Source: the safetensors format, 8 bytes of header length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tr_ckpt import files
+from tr_ckpt.errors import CheckpointError
+from tr_ckpt.files import FileRecord
+
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",  # not in torch 2.6
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+
+DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if name in vars(torch)}
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """Write a new safetensors file that any reader of the format loads.
+
+    Raises:
+        OSError: it cannot be written.
+        CheckpointError: this machine stores numbers high byte first.
+    """
+    if sys.byteorder != "little":
+        raise CheckpointError(
+            "safetensors holds little-endian numbers and this machine's are big-endian; not supported"
+        )
+    # Wide numbers first: each tensor then starts at a multiple of its item size, as readers that map the file
+    # need.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    return files.write_file(path, _blocks(ordered))
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, in host memory of their own.
+
+    Raises:
+        CheckpointError: it is no valid safetensors file.
+    """
+    try:
+        with safe_open(path, "pt", device="cpu") as file:
+            # The library maps the file; a copy outlives a file that is removed or cut while the run goes on.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from error
+
+
+def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        # A device-to-host copy of a tensor that is on a device; waits for it.
+        host = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        size = host.numel() * host.element_size()
+        if size:
+            yield memoryview((ctypes.c_char * size).from_address(host.data_ptr()))

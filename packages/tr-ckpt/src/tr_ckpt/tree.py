@@ -1,0 +1,237 @@
+"""Turn a nested state into JSON plus named tensors, and back, without pickle.
+
+JSON values stand for themselves; anything else is an object with one name that begins with `$`:
+
+| value | JSON |
+|---|---|
+| tensor | `{"$tensor": NAME}`, its numbers under NAME in the safetensors file, once if it is shared |
+| dict whose keys are not all plain strings | `{"$dict": [[KEY, VALUE], ...]}` |
+| OrderedDict, as a module's state is | `{"$ordered": [[KEY, VALUE], ...], "$metadata": ...}` |
+| Counter | `{"$counter": [[KEY, COUNT], ...]}` |
+| tuple | `{"$tuple": [...]}` |
+| NumPy array | `{"$array": {"tensor": NAME, "dtype": "<f8", "shape": [...]}}` |
+| NumPy scalar, bytes, dtype, device, Size, NaN, infinities, integers beyond 64 bits | see `leaves.py` |
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from tr_ckpt import leaves
+from tr_ckpt.errors import CheckpointError
+from tr_ckpt.tensor_file import DTYPES as SAFETENSORS_DTYPES
+
+Steps = tuple[Any, ...]
+
+# Reserved in a safetensors header for the metadata.
+_RESERVED_NAMES = ("__metadata__",)
+
+
+class Encoder:
+    """Encode one part's state; `tensors` then holds its tensors by the names that the JSON refers to.
+
+    The tensors are those of the state, not copies: write or copy them before training goes on.
+
+    Args:
+        part: the name that errors begin with.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.plain = True  # nothing but JSON's own values so far
+        self._part = part
+        self._name_of: dict[Hashable, str] = {}
+        self._open: set[int] = set()
+
+    def encode(self, value: Any, steps: Steps = ()) -> Any:
+        """Return the JSON of `value`, found by following `steps` from the root.
+
+        Raises:
+            CheckpointError: something in it cannot be saved; the message says where and what to do.
+        """
+        leaf = leaves.encode(value)
+        if leaf is not NotImplemented:
+            self.plain &= not isinstance(leaf, dict)
+            return leaf
+        if isinstance(value, torch.Tensor):
+            self.plain = False
+            return {"$tensor": self._store(value, steps)}
+        if (encoder := _CONTAINERS.get(type(value))) is not None:
+            return self._inside(value, steps, encoder)
+        return self._encode_array(value, steps)
+
+    def _inside(self, value: Any, steps: Steps, encoder: Callable[[Encoder, Any, Steps], Any]) -> Any:
+        if id(value) in self._open:
+            raise CheckpointError(f"{self._where(steps)} contains itself; a state must be a tree")
+        self._open.add(id(value))
+        try:
+            return encoder(self, value, steps)
+        finally:
+            self._open.discard(id(value))
+
+    def _list(self, value: list[Any], steps: Steps) -> Any:
+        return [self.encode(item, (*steps, index)) for index, item in enumerate(value)]
+
+    def _tuple(self, value: tuple[Any, ...], steps: Steps) -> Any:
+        self.plain = False
+        return {"$tuple": self._list(list(value), steps)}
+
+    def _dict(self, value: dict[Any, Any], steps: Steps) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, (*steps, key)) for key, item in value.items()}
+        self.plain = False
+        return {"$dict": self._pairs(value.items(), steps)}
+
+    def _ordered(self, value: OrderedDict[Any, Any], steps: Steps) -> Any:
+        self.plain = False
+        encoded = {"$ordered": self._pairs(value.items(), steps)}
+        metadata = getattr(value, "_metadata", None)  # a module's versions, which its loading depends on
+        if metadata is not None:
+            encoded["$metadata"] = self.encode(metadata, (*steps, "_metadata"))
+        return encoded
+
+    def _counter(self, value: Counter[Any], steps: Steps) -> Any:
+        self.plain = False
+        return {"$counter": self._pairs(value.items(), steps)}
+
+    def _pairs(self, items: Iterable[tuple[Any, Any]], steps: Steps) -> list[list[Any]]:
+        return [[self._key(key, steps), self.encode(item, (*steps, key))] for key, item in items]
+
+    def _key(self, key: Any, steps: Steps) -> Any:
+        members = key if type(key) is tuple else (key,)
+        if not all(type(member) in (str, int, float, bool, type(None)) for member in members):
+            raise CheckpointError(
+                f"{self._where(steps)} has the key {key!r:.80}, a {type(key).__qualname__}; "
+                "keys may be strings, numbers, booleans, None and flat tuples of these"
+            )
+        return self.encode(key, steps)
+
+    def _encode_array(self, value: Any, steps: Steps) -> Any:
+        data = leaves.array_bytes(value)
+        if data is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            raise CheckpointError(
+                f"{self._where(steps)} is a {kind}; a state may hold dicts, lists, tuples, tensors, NumPy "
+                "arrays and scalars, numbers, strings, booleans, bytes and None — give its content as these, "
+                "or leave it out of state_dict()"
+            )
+        self.plain = False
+        name = self._store(data, steps)
+        return {"$array": {"tensor": name, "dtype": value.dtype.str, "shape": list(value.shape)}}
+
+    def _store(self, tensor: torch.Tensor, steps: Steps) -> str:
+        reason = unsupported(tensor)
+        if reason:
+            raise CheckpointError(f"{self._where(steps)} is {reason}")
+        identity = _identity(tensor)
+        if identity in self._name_of:
+            return self._name_of[identity]
+        name = wanted = ".".join(str(step) for step in steps) or "value"
+        number = 2
+        while name in self.tensors or name in _RESERVED_NAMES:
+            name, number = f"{wanted}#{number}", number + 1
+        self.tensors[name] = tensor
+        self._name_of[identity] = name
+        return name
+
+    def _where(self, steps: Steps) -> str:
+        text = self._part
+        for step in steps:
+            plain = isinstance(step, str) and step.isidentifier()
+            text += f".{step}" if plain else f"[{step!r}]"
+        return text
+
+
+def unsupported(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot be saved, and what to do; empty if it can."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"a {type(tensor).__qualname__}, a kind of tensor that is more than its numbers; "
+            "give a plain tensor in state_dict()"
+        )
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no numbers; materialise it before saving"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        return f"a {kind} tensor; only dense ones are saved — give tensor.to_dense() or tensor.dequantize()"
+    if tensor.dtype not in SAFETENSORS_DTYPES:
+        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES))
+        return f"a tensor of {tensor.dtype}; safetensors holds {known} — convert it in state_dict()"
+    return ""
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    if tensor.numel() == 0 or tensor.device.type == "xla":  # no address to compare
+        return id(tensor)
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Return the state whose JSON is `value`; `tensor` gives the tensor of a name, the same one each time.
+
+    Raises:
+        CheckpointError: the JSON is not one that `Encoder` writes.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((name for name in value if name.startswith("$")), None)
+    if tag is None:
+        return {name: decode(item, tensor) for name, item in value.items()}
+    if leaves.is_tag(tag):
+        return leaves.decode(tag, value[tag])
+    if tag not in _TAGS:
+        raise CheckpointError(f"{tag!r} is not known to this version of tr-ckpt; a newer one wrote it")
+    try:
+        return _TAGS[tag](value, tensor)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"the content of {tag!r} cannot be read: {error}") from error
+
+
+def _decode_pairs(pairs: Any, tensor: Callable[[str], torch.Tensor]) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensor), decode(item, tensor)) for key, item in pairs]
+
+
+def _decode_ordered(value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+    ordered = OrderedDict(_decode_pairs(value["$ordered"], tensor))
+    if "$metadata" in value:
+        ordered._metadata = decode(value["$metadata"], tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return ordered
+
+
+def _decode_array(value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+    array = value["$array"]
+    return leaves.array_from_bytes(tensor(array["tensor"]), array["dtype"], array["shape"])
+
+
+_CONTAINERS: dict[type, Callable[[Encoder, Any, Steps], Any]] = {
+    list: Encoder._list,
+    tuple: Encoder._tuple,
+    dict: Encoder._dict,
+    OrderedDict: Encoder._ordered,
+    Counter: Encoder._counter,
+}
+
+_TAGS: dict[str, Callable[[dict[str, Any], Callable[[str], torch.Tensor]], Any]] = {
+    "$tensor": lambda value, tensor: tensor(value["$tensor"]),
+    "$tuple": lambda value, tensor: tuple(decode(item, tensor) for item in value["$tuple"]),
+    "$dict": lambda value, tensor: dict(_decode_pairs(value["$dict"], tensor)),
+    "$ordered": _decode_ordered,
+    "$counter": lambda value, tensor: Counter(dict(_decode_pairs(value["$counter"], tensor))),
+    "$array": _decode_array,
+}

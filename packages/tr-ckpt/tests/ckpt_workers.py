@@ -1,0 +1,118 @@
+"""What the processes that tests start do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ckpt_faults import Faults
+from ckpt_parts import parts
+
+from tr_ckpt import Checkpointer, RNGState
+
+DIED = 9
+
+
+def save_and_die(directory: str, at: int) -> None:
+    """Save step 2 and leave before operation `at`, as a kill does: without any clearing up."""
+
+    class Dying(Faults):
+        def _fail(self, name: str, arguments: tuple[Any, ...]) -> None:
+            os._exit(DIED)
+
+    with Dying(at):
+        Checkpointer(directory).save(2, parts(20))
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Exchange picklable values; torch's own way of doing it needs NumPy, which these tests do not."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(data)] = data
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [pickle.loads(bytes(one[: int(size)].tolist())) for one, size in zip(gathered, sizes, strict=True)]
+
+
+def join(rank: int, world_size: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+
+
+def checkpointer(directory: str, **options: Any) -> Checkpointer:
+    return Checkpointer(
+        directory,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        gather_objects=gather_objects,
+        **options,
+    )
+
+
+class FailsOn:
+    """A part whose state cannot be taken on one rank."""
+
+    def __init__(self, rank: int, error: Exception) -> None:
+        self.rank = rank
+        self.error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == self.rank:
+            raise self.error
+        return {"fine": True}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if dist.get_rank() == self.rank:
+            raise self.error
+
+
+def caught(work: Any) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def save_and_restore(rank: int, world_size: int, rendezvous: str, directory: str) -> None:
+    """Two ranks: save, draw, restore, draw the same; then a failure on either rank; then damage that one sees."""
+    join(rank, world_size, rendezvous)
+    torch.manual_seed(100 + rank)
+    keeper = checkpointer(directory, keep_last=2)
+    for step in (1, 2, 3):
+        keeper.save(step, {**parts(step), "rng": RNGState()})
+    drawn = torch.rand(5)
+    into = parts()
+    assert keeper.restore({**into, "rng": RNGState()}) == 3
+    assert into["model"].number == 3
+    assert torch.equal(torch.rand(5), drawn)
+    assert keeper.steps() == [2, 3]
+
+    for failing in (0, 1):
+        message = caught(lambda failing=failing: keeper.save(4, {"model": FailsOn(failing, RuntimeError("no state"))}))
+        expected = (
+            "RuntimeError: no state" if rank == failing else f"SaveError: checkpoint-4 was not saved: rank {failing}"
+        )
+        assert message.startswith(expected), message
+        message = caught(lambda failing=failing: keeper.restore({"model": FailsOn(failing, RuntimeError("no load"))}))
+        assert message.startswith("CheckpointError: checkpoint-3"), message
+        assert "no load" in message, message
+    assert keeper.steps() == [2, 3]
+    assert not list(Path(directory).glob(".tmp-*"))
+    dist.barrier()
+
+    # What rank 1 alone reads is damaged: rank 0 must not restore it either.
+    if rank == 0:
+        path = Path(directory) / "checkpoint-3" / "rng-1.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    dist.barrier()
+    assert keeper.restore({**into, "rng": RNGState()}) == 2
+    assert into["extra"].number == 2
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""Set up what all tests here share."""
+
+import multiprocessing
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, where NumPy is not installed
+    import torch  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this file, here and in started processes
+
+import minihub
+
+# Import torch once for all processes that tests start, not in each of them.
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+@pytest.fixture(autouse=True)
+def without_waiting_for_the_disk(monkeypatch):
+    """Let a sync return at once: tests make thousands, and none of them can see what it does."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path_factory):
+    """A Hub on loopback, with the client's settings, which it reads when it is imported, set for tests."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with minihub.MiniHub() as server:
+        for name, value in {
+            "ENDPOINT": server.endpoint,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_TELEMETRY": True,
+            "HF_HUB_DISABLE_PROGRESS_BARS": True,
+            "HF_TOKEN_PATH": str(tmp_path_factory.mktemp("hub") / "no-token"),
+        }.items():
+            assert hasattr(constants, name)
+            monkeypatch.setattr(constants, name, value)
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        yield server

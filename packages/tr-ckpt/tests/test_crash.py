@@ -1,0 +1,132 @@
+"""A process that dies, or a disk that fails, at every single operation of a save."""
+
+import multiprocessing
+from pathlib import Path
+
+import ckpt_workers
+import pytest
+from ckpt_faults import Faults, Killed
+from ckpt_parts import number_of, parts
+
+from tr_ckpt import Checkpointer
+
+# What is there before, the save's step, and the only outcomes (step, number) that are right.
+SCENARIOS = {
+    "first": ([], 2, {(None, 0), (2, 20)}),
+    "next": ([(1, 10)], 2, {(1, 10), (2, 20)}),
+    "same step again": ([(1, 10), (2, 11)], 2, {(2, 11), (2, 20)}),
+}
+
+
+def prepare(directory: Path, before: list[tuple[int, int]], keep_last: int | None) -> Checkpointer:
+    checkpointer = Checkpointer(directory, keep_last=keep_last)
+    for step, number in before:
+        checkpointer.save(step, parts(number))
+    return checkpointer
+
+
+def operations(directory: Path, before: list[tuple[int, int]], step: int, keep_last: int | None) -> int:
+    checkpointer = prepare(directory / "counted", before, keep_last)
+    with Faults() as counted:
+        checkpointer.save(step, parts(20), write_extra=write_extra)
+    return len(counted.log)
+
+
+def write_extra(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def restored(directory: Path) -> tuple[int | None, int]:
+    into = parts()
+    step = Checkpointer(directory).restore(into)
+    return step, number_of(into)
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("mode", ["kill", "tear"])
+def test_a_kill_before_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, mode, scenario, keep_last):
+    before, step, right = SCENARIOS[scenario]
+    total = operations(tmp_path, before, step, keep_last)
+    assert total > 20
+    outcomes = []
+    for at in range(1, total + 1):
+        directory = tmp_path / str(at)
+        checkpointer = prepare(directory, before, keep_last)
+        with Faults(at, mode), pytest.raises(Killed):
+            checkpointer.save(step, parts(20), write_extra=write_extra)
+        outcomes.append(restored(directory))
+        assert outcomes[-1] in right
+        assert list(directory.glob("checkpoint-*/config.json")) or outcomes[-1][0] != 2 or outcomes[-1][1] != 20
+    assert len(set(outcomes)) == len(right)  # the commit is one of the operations, neither the first nor the last
+    assert outcomes == sorted(outcomes, key=lambda outcome: outcome[1])  # and it is one instant
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_run_after_a_kill_saves_and_leaves_nothing_behind(tmp_path, scenario):
+    before, step, _ = SCENARIOS[scenario]
+    for at in range(1, operations(tmp_path, before, step, 1) + 1):
+        directory = tmp_path / str(at)
+        checkpointer = prepare(directory, before, 1)
+        with Faults(at), pytest.raises(Killed):
+            checkpointer.save(step, parts(20), write_extra=write_extra)
+        Checkpointer(directory, keep_last=1).save(step + 1, parts(30))
+        assert [path.name for path in directory.iterdir()] == [f"checkpoint-{step + 1}"]
+        assert restored(directory) == (step + 1, 30)
+
+
+def test_a_kill_in_the_clearing_up_after_a_kill_loses_nothing(tmp_path):
+    before, step, right = SCENARIOS["same step again"]
+    for first in range(1, operations(tmp_path, before, step, None) + 1):
+        for second in (1, 2, 3, 5, 8):
+            directory = tmp_path / f"{first}-{second}"
+            checkpointer = prepare(directory, before, None)
+            with Faults(first), pytest.raises(Killed):
+                checkpointer.save(step, parts(20), write_extra=write_extra)
+            with Faults(second), pytest.raises(Killed):
+                Checkpointer(directory).save(3, parts(30))
+            assert restored(directory) in right
+
+
+@pytest.mark.parametrize("mode", ["error", "full"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, scenario, mode, caplog):
+    before, step, right = SCENARIOS[scenario]
+    for at in range(1, operations(tmp_path, before, step, 1) + 1):
+        directory = tmp_path / str(at)
+        checkpointer = prepare(directory, before, 1)
+        raised = None
+        with Faults(at, mode) as faults:
+            try:
+                checkpointer.save(step, parts(20), write_extra=write_extra)
+            except OSError as error:
+                raised = error
+        outcome = restored(directory)
+        assert outcome in right
+        assert raised is not None or outcome == (step, 20)
+        assert raised is None or "No space left" in str(raised)
+        left = list(directory.glob(".tmp-*"))
+        removing = faults.log[at - 1] in ("remove_file", "remove_folder")
+        assert not left or removing or outcome == (step, 20)
+        checkpointer.save(step + 1, parts(30))
+        assert [path.name for path in directory.iterdir()] == [f"checkpoint-{step + 1}"]
+
+
+def test_a_full_disk_is_reported_and_its_temporary_folder_is_removed(tmp_path):
+    checkpointer = prepare(tmp_path, [(1, 10)], None)
+    with Faults(12, "full"), pytest.raises(OSError, match="No space left on device"):
+        checkpointer.save(2, parts(20))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("at", [1, 12, 23])
+def test_a_process_that_really_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, at):
+    prepare(tmp_path, [(1, 10)], None)
+    context = multiprocessing.get_context("forkserver")
+    child = context.Process(target=ckpt_workers.save_and_die, args=(str(tmp_path), at))
+    child.start()
+    child.join(60)
+    assert child.exitcode == ckpt_workers.DIED
+    assert restored(tmp_path) in {(1, 10), (2, 20)}
+    Checkpointer(tmp_path).save(3, parts(30))
+    assert not list(tmp_path.glob(".tmp-*"))

@@ -1,0 +1,90 @@
+"""Several processes that save and restore together."""
+
+import logging
+
+import ckpt_workers
+import pytest
+import torch
+import torch.multiprocessing
+from ckpt_parts import number_of, parts
+
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, catalogue
+
+
+def test_two_ranks_save_restore_and_fail_together(tmp_path):
+    torch.multiprocessing.start_processes(
+        ckpt_workers.save_and_restore,
+        (2, str(tmp_path / "rendezvous"), str(tmp_path / "run")),
+        nprocs=2,
+        start_method="forkserver",
+    )
+    kept = {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
+    assert {"rng-0.json", "rng-0.safetensors", "rng-1.json", "rng-1.safetensors", "model.json"} <= kept
+
+    # One process goes on from what two saved: its own random state and everything else.
+    into = parts()
+    assert Checkpointer(tmp_path / "run").restore({**into, "rng": RNGState()}) == 2
+    assert number_of(into) == 2
+
+
+def as_rank(rank, world_size, others):
+    """Stand in for the others: `others` are what they answer, exchange by exchange."""
+    answers = iter(others)
+
+    def gather_objects(value):
+        return next(answers)(value)
+
+    return {"rank": rank, "world_size": world_size, "gather_objects": gather_objects}
+
+
+def test_a_rank_without_saved_random_state_keeps_its_own_and_says_so(tmp_path, caplog):
+    Checkpointer(tmp_path).save(1, {**parts(10), "rng": RNGState()})
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    # Rank 1 of 2 restores what one process saved; rank 0 answers what it would.
+    candidates = catalogue.find(tmp_path, "checkpoint")
+    exchanges = [lambda _: [candidates, []], lambda mine: [mine, mine], lambda mine: [mine, mine]]
+    into = parts()
+    with caplog.at_level(logging.WARNING):
+        step = Checkpointer(tmp_path, **as_rank(1, 2, exchanges)).restore({**into, "rng": RNGState()})
+    assert step == 1
+    assert number_of(into) == 10
+    assert "rng of rank 1 was not saved (1 processes saved, 2 restore); it stays as it is" in caplog.text
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_rank_that_does_not_see_the_folder_names_the_remedy(tmp_path):
+    elsewhere = tmp_path / "not-shared"
+    exchanges = [lambda mine: [((elsewhere, {}), None), mine], lambda mine: [(None, None), mine]]
+    with pytest.raises(OSError, match=r"rank 1 does not see .*not-shared.*one shared file system"):
+        Checkpointer(tmp_path, **as_rank(1, 2, exchanges)).save(1, parts(1))
+
+
+def test_a_failure_elsewhere_is_an_error_here(tmp_path):
+    exchanges = [lambda mine: [mine, (None, None)], lambda mine: [mine, (None, "OSError: disk full")]]
+    with pytest.raises(SaveError, match="checkpoint-1 was not saved: rank 1: OSError: disk full"):
+        Checkpointer(tmp_path, **as_rank(0, 2, exchanges)).save(1, parts(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_ranks_need_a_way_to_exchange_values(tmp_path):
+    with pytest.raises(ValueError, match="2 processes save together, but gather_objects is None; give a function"):
+        Checkpointer(tmp_path, rank=0, world_size=2)
+
+
+def test_a_rank_outside_the_world_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="rank 2 of 2 processes does not exist; ranks count from 0"):
+        Checkpointer(tmp_path, rank=2, world_size=2, gather_objects=lambda value: [value, value])
+
+
+def test_what_only_another_rank_finds_damaged_is_refused_here(tmp_path):
+    Checkpointer(tmp_path).save(1, parts(10))
+    exchanges = [
+        lambda mine: [mine, mine],
+        lambda mine: [mine, ((-1, "model.safetensors cannot be read: I/O error"), None)],
+    ]
+    into = parts()
+    with pytest.raises(CheckpointError, match=r"checkpoint-1: model.safetensors cannot be read: I/O error"):
+        Checkpointer(tmp_path, **as_rank(0, 2, exchanges)).restore(into, tmp_path / "checkpoint-1")
+    assert number_of(into) == 0

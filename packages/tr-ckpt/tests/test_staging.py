@@ -1,0 +1,155 @@
+"""Temporary folders: whose they are, and when they go."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from ckpt_faults import Faults, Killed
+from ckpt_parts import number_of, parts
+
+from tr_ckpt import Checkpointer, files, names
+
+
+def leave(directory, kind, *, host=None, pid=None, target="checkpoint-1"):
+    """Make a temporary folder as another process would have left it."""
+    folder = directory / f".tmp-{kind}-{target}@{host or socket.gethostname()}@{pid or os.getpid()}@0a1b2c3d"
+    folder.mkdir(parents=True)
+    (folder / "half").write_bytes(b"x")
+    return folder
+
+
+def dead_pid():
+    child = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(child, 0)
+    return child
+
+
+@pytest.mark.parametrize("kind", ["writing", "removed", "replaced", "pushing"])
+def test_what_a_dead_process_left_is_cleared_at_the_next_save(kind, tmp_path):
+    Checkpointer(tmp_path).save(1, parts(1))
+    folders = [leave(tmp_path, kind, pid=dead_pid()), leave(tmp_path, kind, host="gone"), leave(tmp_path, kind)]
+    Checkpointer(tmp_path).save(2, parts(2))
+    assert not any(folder.exists() for folder in folders)
+    assert Checkpointer(tmp_path).steps() == [1, 2]
+
+
+def test_what_a_living_process_works_on_stays(tmp_path):
+    folder = leave(tmp_path, "writing", pid=os.getppid())
+    ours = names.temporary(tmp_path, "pushing", "checkpoint")
+    ours.mkdir()
+    Checkpointer(tmp_path).save(2, parts(2))
+    assert folder.is_dir()
+    assert ours.is_dir()
+    names.release(ours)
+    Checkpointer(tmp_path).save(3, parts(3))
+    assert not ours.exists()
+
+
+def test_folders_of_other_names_stay(tmp_path):
+    for name in (".tmp-mine", ".tmp-writing-checkpoint-1", "tmp", ".git"):
+        (tmp_path / name).mkdir()
+    Checkpointer(tmp_path).save(2, parts(2))
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+@pytest.fixture
+def half_replaced(tmp_path):
+    """A run that was killed between taking the old checkpoint of a step away and putting the new one there."""
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, parts(10))
+    checkpointer.save(2, parts(20))
+    at = 0
+    while True:
+        at += 1
+        with Faults(at), pytest.raises(Killed):
+            checkpointer.save(2, parts(21))
+        if not (tmp_path / "checkpoint-2").exists():
+            return checkpointer
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found_without_changing_anything(half_replaced):
+    before = sorted(path.name for path in half_replaced.directory.iterdir())
+    into = parts()
+    assert half_replaced.steps() == [1, 2]
+    assert half_replaced.restore(into) == 2
+    assert number_of(into) == 20
+    assert (half_replaced.path(2) / "manifest.json").exists()
+    assert half_replaced.path(3).name == "checkpoint-3"
+    assert sorted(path.name for path in half_replaced.directory.iterdir()) == before
+
+
+def test_a_checkpoint_that_was_being_replaced_is_put_back_at_the_next_save(half_replaced, caplog):
+    Checkpointer(half_replaced.directory).save(3, parts(30))
+    assert "putting checkpoint-2 back: the run that was replacing it ended before it had" in caplog.text
+    assert sorted(path.name for path in half_replaced.directory.iterdir()) == [f"checkpoint-{n}" for n in (1, 2, 3)]
+    into = parts()
+    half_replaced.restore(into, half_replaced.path(2))
+    assert number_of(into) == 20
+
+
+def test_a_restore_works_where_nothing_can_be_written(half_replaced):
+    half_replaced.directory.chmod(0o555)
+    try:
+        with Faults(1, "kill"):
+            assert Checkpointer(half_replaced.directory).restore(parts()) == 2
+    finally:
+        half_replaced.directory.chmod(0o755)
+
+
+def test_removing_a_tree_does_not_follow_links(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "link").symlink_to(outside)
+    (tmp_path / "alias").symlink_to(outside)
+    files.remove_tree(inside)
+    files.remove_tree(tmp_path / "alias")
+    assert (outside / "file").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside"]
+
+
+def test_every_file_is_synced_and_the_manifest_written_last(tmp_path):
+    synced = []
+
+    class Watching(Faults):
+        def _guarded(self, name, original):
+            counted = super()._guarded(name, original)
+
+            def operation(*arguments):
+                if name in ("create", "sync_folder", "rename", "make_folder"):
+                    synced.append((name, *(path.name.split("@")[0] for path in arguments)))
+                return counted(*arguments)
+
+            return operation
+
+    with Watching() as watching:
+        Checkpointer(tmp_path / "new").save(1, parts(1))
+    temporary = ".tmp-writing-checkpoint-1"
+    assert synced[:3] == [("make_folder", "new"), ("sync_folder", tmp_path.name), ("make_folder", temporary)]
+    assert synced[-4:] == [
+        ("create", "manifest.json"),
+        ("sync_folder", temporary),
+        ("rename", temporary, "checkpoint-1"),
+        ("sync_folder", "new"),
+    ]
+    assert watching.log.count("sync") == watching.log.count("create")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_a_sync_reaches_the_system(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    folder = Checkpointer(tmp_path).save(1, parts(1))
+    names_synced = {Path(path).name for path in synced}
+    assert {path.name for path in folder.iterdir()} <= names_synced
+    assert tmp_path.name in names_synced
+
+
+def test_a_file_that_exists_is_never_written_into(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        files.write_file(tmp_path / "file", [b"new"])
+    assert (tmp_path / "file").read_bytes() == b"old"

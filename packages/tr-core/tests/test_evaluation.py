@@ -1,0 +1,198 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from small_models import Classifier, samples
+from tr_core import EvalPrediction, TrainerCallback
+from tr_core.outputs import Collected
+
+
+class Ragged(nn.Module):
+    """Gives sequences whose length depends on the batch, as padded text does."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens, labels=None):
+        logits = tokens.float() * self.scale
+        return {"loss": logits.mean(), "logits": logits, "hidden": (logits + 1, logits[:, :1])}
+
+
+def ragged(number):
+    return [{"tokens": torch.full((1 + i // 4,), i), "labels": torch.full((1 + i // 4,), i)} for i in range(number)]
+
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def test_the_loss_of_nine_samples_in_batches_of_eight_is_the_true_mean(make_trainer, model):
+    data = samples(9)
+    trainer = make_trainer(eval_dataset=data, per_device_eval_batch_size=8)
+    whole = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+    expected = model(**whole)["loss"].item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_metrics_are_prefixed_once_and_numbers_are_plain(make_trainer):
+    def metrics(prediction):
+        return {"accuracy": np.float32(0.5), "eval_done": torch.tensor(3), "nested": {"x": np.int64(2)}}
+
+    trainer = make_trainer(eval_dataset=samples(4), compute_metrics=metrics)
+    result = trainer.evaluate()
+    assert (result["eval_accuracy"], result["eval_done"], result["eval_nested"]) == (0.5, 3, {"x": 2})
+    assert type(result["eval_accuracy"]) is float
+
+
+def test_several_data_sets_are_evaluated_one_by_one_with_their_names(make_trainer):
+    calls = []
+
+    class Count(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            calls.append(sorted(metrics)[0])
+
+    trainer = make_trainer(
+        eval_dataset={"near": samples(4), "far": samples(6, seed=2)}, compute_metrics=accuracy, callbacks=[Count()]
+    )
+    result = trainer.evaluate()
+    assert {"eval_near_accuracy", "eval_far_accuracy", "eval_near_loss", "eval_far_loss"} <= set(result)
+    assert len(calls) == 2
+    assert trainer.evaluate("far")["eval_loss"] == result["eval_far_loss"]
+
+
+def test_predict_gives_rows_in_order_with_the_test_prefix(make_trainer, model):
+    data = samples(11)
+    trainer = make_trainer(compute_metrics=accuracy)
+    output = trainer.predict(data)
+    expected = model(torch.stack([row["x"] for row in data]))["logits"].detach().numpy()
+    np.testing.assert_allclose(output.predictions, expected, rtol=1e-6, atol=1e-7)
+    assert output.label_ids.tolist() == [int(row["labels"]) for row in data]
+    assert {"test_accuracy", "test_loss", "test_runtime", "test_samples_per_second"} <= set(output.metrics)
+
+
+def test_predictions_without_labels_have_no_loss_and_no_metrics(make_trainer):
+    data = [{"x": row["x"]} for row in samples(5)]
+    output = make_trainer(compute_metrics=accuracy).predict(data)
+    assert output.predictions.shape == (5, 3)
+    assert output.label_ids is None
+    assert not any(name.endswith(("loss", "accuracy")) for name in output.metrics)
+
+
+def test_ragged_outputs_are_padded_with_minus_one_hundred_and_tuples_stay_tuples(make_trainer):
+    trainer = make_trainer(model=Ragged(), per_device_eval_batch_size=4)
+    logits, (shifted, first) = trainer.predict(ragged(10)).predictions
+    assert logits.shape == (10, 3)
+    assert logits[0].tolist() == [0, -100, -100]
+    assert logits[9].tolist() == [9, 9, 9]
+    assert shifted[5].tolist() == [6, 6, -100]
+    assert first.shape == (10, 1)
+
+
+def test_batches_can_be_kept_apart(make_trainer):
+    output = make_trainer(eval_do_concat_batches=False, per_device_eval_batch_size=4).predict(samples(10))
+    assert [len(batch) for batch in output.predictions] == [4, 4, 2]
+
+
+def test_moving_outputs_to_the_host_more_often_changes_nothing(make_trainer):
+    results = [make_trainer(eval_accumulation_steps=n, model=Classifier()).predict(samples(9)) for n in (None, 1, 2)]
+    for result in results[1:]:
+        assert result.predictions.shape == results[0].predictions.shape
+
+
+def test_preprocessing_decides_what_is_kept(make_trainer):
+    trainer = make_trainer(
+        eval_dataset=samples(6),
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        compute_metrics=lambda p: {"shape": list(p.predictions.shape)},
+    )
+    assert trainer.evaluate()["eval_shape"] == [6]
+
+
+def test_inputs_and_losses_are_there_when_asked_for(make_trainer):
+    seen = {}
+
+    def metrics(prediction):
+        predictions, labels, inputs, losses = prediction
+        seen.update(inputs=inputs.shape, losses=losses.shape, rows=len(predictions))
+        return {}
+
+    model = Classifier()
+    model.main_input_name = "x"
+    make_trainer(
+        model=model, eval_dataset=samples(6), compute_metrics=metrics, include_for_metrics=["inputs", "loss"]
+    ).evaluate()
+    assert seen == {"inputs": (6, 8), "losses": (6,), "rows": 6}
+
+
+def test_metrics_by_batch_get_the_result_flag_with_the_last_one(make_trainer):
+    flags, rows = [], []
+
+    def metrics(prediction, compute_result):
+        flags.append(compute_result)
+        rows.append(len(prediction.predictions))
+        return {"rows": sum(rows)}
+
+    trainer = make_trainer(
+        eval_dataset=samples(10), per_device_eval_batch_size=4, compute_metrics=metrics, batch_eval_metrics=True
+    )
+    assert trainer.evaluate()["eval_rows"] == 10
+    assert flags == [False, False, True]
+
+
+def test_only_the_loss_is_kept_when_nobody_looks_at_predictions(make_trainer, monkeypatch):
+    kept = []
+    monkeypatch.setattr(Collected, "add", lambda self, tree, flush=False: kept.append(tree))
+    result = make_trainer(eval_dataset=samples(6)).evaluate()
+    assert (kept, "eval_loss" in result) == ([], True)
+
+
+def test_evaluation_leaves_the_model_in_the_mode_it_was_in(make_trainer, model):
+    trainer = make_trainer(eval_dataset=samples(4))
+    model.train()
+    trainer.evaluate()
+    assert model.training
+    model.eval()
+    trainer.evaluate()
+    assert not model.training
+
+
+def test_a_loss_that_is_not_finite_is_shown_unless_filtered(make_trainer):
+    class Broken(Classifier):
+        def forward(self, x, labels=None):
+            outputs = super().forward(x, labels)
+            outputs["loss"] = outputs["loss"] + (float("nan") if x.shape[0] < 4 else 0.0)
+            return outputs
+
+    data = samples(6)
+    shown = make_trainer(model=Broken(), eval_dataset=data, per_device_eval_batch_size=4).evaluate()
+    hidden = make_trainer(
+        model=Broken(), eval_dataset=data, per_device_eval_batch_size=4, logging_nan_inf_filter=True
+    ).evaluate()
+    assert np.isnan(shown["eval_loss"])
+    assert np.isfinite(hidden["eval_loss"])
+
+
+def test_bfloat16_outputs_become_float32_arrays():
+    collected = Collected()
+    collected.add(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert collected.arrays().dtype == np.float32
+
+
+def test_every_batch_is_copied_once_and_joined_once(monkeypatch):
+    """Joining as it goes copies everything again with every batch: the time of n samples then grows like n squared."""
+    joined = []
+    original = np.concatenate
+    monkeypatch.setattr(np, "concatenate", lambda arrays: joined.append(len(arrays)) or original(arrays))
+    collected = Collected()
+    for _ in range(50):
+        collected.add(torch.ones(2, 3), flush=True)
+    assert collected.arrays().shape == (100, 3)
+    assert joined == [50]
+
+
+def test_a_prediction_unpacks_into_what_was_asked_for():
+    assert tuple(EvalPrediction(1, 2)) == (1, 2)
+    assert tuple(EvalPrediction(1, 2, inputs=3, losses=4)) == (1, 2, 3, 4)
+    assert EvalPrediction(1, 2, losses=4)[2] == 4

@@ -1,0 +1,171 @@
+"""What cannot work is refused before anything is trained, in words."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import tr_core
+from small_models import Classifier, samples
+from tr_core import SingleDevice, Trainer, TrainingArguments, get_scheduler, plugins
+from tr_core.checks import NOT_YET
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(samples(4))
+
+
+CASES = {
+    "no model": ({"model": None}, ValueError, "Trainer needs a model or a model_init; both are None"),
+    "two models": ({"model_init": Classifier, "model": Classifier()}, ValueError, "given a model and a model_init"),
+    "model of another kind": ({"model": "bert"}, TypeError, "model is a str; Trainer trains a torch.nn.Module"),
+    "model_init returns none": (
+        {"model": None, "model_init": lambda: None},
+        TypeError,
+        "model_init returned None; it must return a torch.nn.Module",
+    ),
+    "evaluation without data": (
+        {"eval_strategy": "epoch"},
+        ValueError,
+        "eval_strategy='epoch' evaluates during training, but eval_dataset is None",
+    ),
+    "stream without an end": (
+        {"train_dataset": Endless()},
+        ValueError,
+        r"train_dataset \(Endless\) has no length and max_steps=-1; set max_steps",
+    ),
+    "metrics by batch without a flag": (
+        {"batch_eval_metrics": True, "compute_metrics": lambda p: {}},
+        ValueError,
+        "compute_metrics takes no compute_result",
+    ),
+    "two tokenizers": (
+        {"tokenizer": object(), "processing_class": object()},
+        ValueError,
+        "processing_class and tokenizer are two names for one thing",
+    ),
+    "unknown tracker": (
+        {"report_to": ["tensorbord"]},
+        plugins.PluginError,
+        "no callback named 'tensorbord'; installed:",
+    ),
+    "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
+    "option without effect": (
+        {"torch_compile": True},
+        NotImplementedError,
+        r"torch_compile=True: pass torch.compile\(model\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_work_is_refused_at_construction(make_args, case):
+    changes, error, message = CASES[case]
+    parts = {"model": Classifier(), "train_dataset": samples(4)}
+    for name in list(changes):
+        if name in ("model", "model_init", "train_dataset", "compute_metrics", "tokenizer", "processing_class"):
+            parts[name] = changes[name]
+    options = {name: value for name, value in changes.items() if name not in parts}
+    with pytest.raises(error, match=message):
+        Trainer(args=make_args(**options), **parts)
+
+
+LATER = {
+    "unknown optimizer": ({"optim": "adamx"}, "no optimizer named 'adamx'; installed:"),
+    "unknown schedule": ({"lr_scheduler_type": "linea"}, "unknown lr_scheduler_type='linea'; known are"),
+    "unknown schedule argument": (
+        {"lr_scheduler_kwargs": {"cycles": 2}},
+        r"lr_scheduler_kwargs has \['cycles'\], which the schedule 'linear' does not take; it takes none",
+    ),
+    "unknown optimizer argument": (
+        {"optim": "sgd", "optim_args": "momentun=0.9"},
+        r"optim_args has \['momentun'\], which optim='sgd' does not take; it takes",
+    ),
+    "nothing left of the data": (
+        {"dataloader_drop_last": True, "per_device_train_batch_size": 64},
+        "the training data gives no batch: 0 samples used at 64 a micro-batch",
+    ),
+    "nothing to train": ({"freeze": True}, "none of the 4 parameters of Classifier is trainable"),
+    "no training data": ({"train_dataset": None}, "training needs a train_dataset; it is None"),
+    "column the collator needs": (
+        {"train_dataset": [{"text": "a", "labels": 0}] * 4, "data_collator": lambda rows: rows[0]["text"]},
+        r"the data collator asks for 'text' after dropping \['text'\], which the forward of Classifier does not take",
+    ),
+    "no column left": (
+        {"train_dataset": [{"text": "a"}] * 4},
+        r"no column is left after dropping \['text'\].*remove_unused_columns=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_what_cannot_be_trained_is_refused_when_training_begins(make_trainer, case):
+    changes, message = LATER[case]
+    changes = dict(changes)
+    model = Classifier()
+    if changes.pop("freeze", False):
+        model.requires_grad_(False)
+    trainer = make_trainer(changes.pop("number", 8), model=model, **changes)
+    with pytest.raises((ValueError, plugins.PluginError), match=message):
+        trainer.train()
+
+
+def test_saving_without_a_checkpointer_says_what_to_install_or_set(make_trainer, monkeypatch):
+    monkeypatch.setattr(plugins, "_entries", lambda group: ())
+    with pytest.raises(plugins.PluginError, match="no strategy named 'single'; installed: none"):
+        make_trainer(save_strategy="steps")
+    monkeypatch.setattr("tr_core.assembly.choose_strategy", lambda args: SingleDevice("cpu"))
+    with pytest.raises(ValueError, match="pip install 'tr-ckpt' brings 'local'. .* set save_strategy='no'"):
+        make_trainer(save_strategy="steps")
+
+
+def test_an_optimizer_that_is_not_installed_names_the_package_that_brings_it(make_trainer, monkeypatch):
+    trainer = make_trainer(optim="adafactor")
+    monkeypatch.setattr(plugins, "_entries", lambda group: ())
+    with pytest.raises(plugins.PluginError, match="no optimizer named 'adafactor'; .* pip install 'tr-optim' brings"):
+        trainer.train()
+
+
+def test_one_strategy_of_several_processes_is_refused(make_trainer, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="strategy='single' in one of 2 processes .* would train 2 unrelated models"):
+        make_trainer(strategy="single")
+
+
+def test_float16_on_a_cpu_is_refused():
+    with pytest.raises(ValueError, match="fp16=True cannot train on a CPU"):
+        SingleDevice("cpu", precision="fp16")
+    with pytest.raises(ValueError, match="precision='int8' is not known"):
+        SingleDevice("cpu", precision="int8")
+
+
+def test_a_schedule_that_needs_the_length_of_the_run_says_so():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="the schedule 'linear' needs num_training_steps"):
+        get_scheduler("linear", optimizer)
+
+
+# Fields that are not the Trainer's affair: scripts, launchers and other packages read them.
+READ_ELSEWHERE = {
+    "do_train", "do_eval", "do_predict", "local_rank", "overwrite_output_dir",  # scripts and launchers
+    "log_level", "log_level_replica", "log_on_each_node", "per_device_train_batch_size", "per_device_eval_batch_size",
+    "warmup_steps",  # tr-args: derived values
+    "logging_dir", "run_name",  # tr-log: trackers
+    "save_total_limit",  # tr-ckpt
+    "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
+    "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+    "ddp_static_graph",  # tr-dist
+}  # fmt: skip
+
+
+def test_every_option_acts_or_is_refused_or_belongs_to_another_package():
+    source = "\n".join(path.read_text() for path in Path(tr_core.__file__).parent.rglob("*.py"))
+    read = set(re.findall(r"\b_?args\.(\w+)", source))
+    refused = {name for name in NOT_YET if f'"{name}"' in source}
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert names - read - refused - READ_ELSEWHERE == set()

@@ -1,0 +1,457 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from small_models import Classifier, ReturnsDataclass, ReturnsTuple, samples
+from tr_core import EarlyStoppingCallback, Trainer, TrainerCallback
+from tr_core.callback import EVENTS
+
+
+class Recorder:
+    """Writes down every event; no subclass of anything."""
+
+    def __init__(self):
+        self.events = []
+
+
+for _event in EVENTS:
+    def _note(self, args, state, control, _event=_event, **kwargs):
+        self.events.append(_event.removeprefix("on_"))
+
+    setattr(Recorder, _event, _note)
+
+
+def events_of(make_trainer, number=20, **changes):
+    recorder = Recorder()
+    trainer = make_trainer(number, callbacks=[recorder], **changes)
+    trainer.train()
+    return recorder.events, trainer
+
+
+def training_entries(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+# Step and epoch arithmetic
+
+
+def test_five_batches_and_accumulation_two_make_three_steps_an_epoch(make_trainer):
+    trainer = make_trainer(20, gradient_accumulation_steps=2)
+    assert trainer.train().global_step == 3
+    assert trainer.state.epoch == 1.0
+
+
+def test_one_and_a_half_epochs_of_three_steps_are_five(make_trainer):
+    trainer = make_trainer(20, gradient_accumulation_steps=2, num_train_epochs=1.5)
+    trainer.train()
+    assert (trainer.state.max_steps, trainer.state.epoch) == (5, 1.8)
+
+
+def test_max_steps_overrides_epochs(make_trainer):
+    trainer = make_trainer(20, max_steps=7, num_train_epochs=9)
+    trainer.train()
+    assert (trainer.state.global_step, trainer.state.num_train_epochs) == (7, 2)
+
+
+def test_drop_last_leaves_out_the_short_batch(make_trainer):
+    assert make_trainer(18, dataloader_drop_last=True).train().global_step == 4
+    assert make_trainer(18).train().global_step == 5
+
+
+class Stream(IterableDataset):
+    def __init__(self, number):
+        self.rows, self.passes = samples(number), 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self.rows)
+
+
+def test_a_stream_begins_again_until_max_steps(make_trainer):
+    stream = Stream(12)
+    trainer = make_trainer(train_dataset=stream, max_steps=7)
+    trainer.train()
+    assert (trainer.state.global_step, stream.passes) == (7, 3)
+
+
+def test_no_gradient_survives_the_end_of_a_pass_over_a_stream(make_trainer):
+    leaked = []
+
+    class Look(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, model, **kwargs):
+            leaked.extend(p.grad for p in model.parameters() if p.grad is not None)
+
+    sizes = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            sizes.append(trainer.micro_batches_in_step)
+
+    trainer = make_trainer(
+        train_dataset=Stream(12), max_steps=4, gradient_accumulation_steps=2, callbacks=[Look(), Count()]
+    )
+    trainer.train()
+    assert (leaked, sizes) == ([], [2, 1, 2, 1])
+
+
+def test_a_generator_that_cannot_begin_again_says_so(make_trainer):
+    class Once(IterableDataset):
+        def __init__(self):
+            self.rows = iter(samples(8))
+
+        def __iter__(self):
+            return self.rows
+
+    with pytest.raises(ValueError, match="pass 1 over the training data gave no batch, at step 2 of 9"):
+        make_trainer(train_dataset=Once(), max_steps=9).train()
+
+
+# Events
+
+
+def test_the_events_of_accumulation_two_over_five_batches_are_the_documented_ones(make_trainer):
+    events, _ = events_of(
+        make_trainer, 20, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, eval_dataset=samples(8)
+    )
+    step = "step_begin substep_end pre_optimizer_step optimizer_step step_end log"
+    last = "step_begin pre_optimizer_step optimizer_step step_end log prediction_step log evaluate"
+    expected = (
+        f"init_end train_begin epoch_begin {step} {step} prediction_step log evaluate {last} epoch_end log train_end"
+    )
+    assert " ".join(events) == expected
+
+
+def test_micro_batches_of_a_full_step_but_the_last_are_substeps(make_trainer):
+    events, _ = events_of(make_trainer, 24, gradient_accumulation_steps=3)
+    assert events.count("substep_end") == 4
+
+
+def test_a_callback_may_answer_with_a_dict_of_flags(make_trainer):
+    class StopsByDict(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            return {"should_training_stop": True} if state.global_step >= 2 else {}
+
+    events, trainer = events_of(make_trainer)
+    stopped = make_trainer(callbacks=[StopsByDict()])
+    assert stopped.train().global_step == 2
+
+
+def test_an_unknown_flag_is_an_error_that_lists_the_flags(make_trainer):
+    class Wrong(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            return {"should_stop": True}
+
+    with pytest.raises(ValueError, match=r"Wrong.on_step_end returned unknown flags \['should_stop'\]; flags are"):
+        make_trainer(callbacks=[Wrong()]).train()
+
+
+def test_an_answer_that_is_no_flags_is_an_error(make_trainer):
+    class Wrong(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            return True
+
+    with pytest.raises(TypeError, match="an event returns None, the control object, or a dict of its flags"):
+        make_trainer(callbacks=[Wrong()]).train()
+
+
+def test_stopping_in_a_step_still_ends_epoch_and_training(make_trainer):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder, Stop()]).train()
+    assert recorder.events.count("step_end") == 1
+    assert recorder.events[-3:] == ["epoch_end", "log", "train_end"]
+
+
+def test_stopping_an_epoch_goes_on_with_the_next(make_trainer):
+    class StopFirst(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make_trainer(20, num_train_epochs=2, callbacks=[StopFirst()])
+    assert trainer.train().global_step == 7
+
+
+def test_training_ends_with_its_event_after_an_exception_and_after_ctrl_c(make_trainer):
+    for error in (RuntimeError("broken"), KeyboardInterrupt()):
+        seen = []
+
+        class Fails(TrainerCallback):
+            def on_step_begin(self, args, state, control, _error=error, **kwargs):
+                if state.global_step == 1:
+                    raise _error
+
+            def on_train_end(self, args, state, control, error=None, _seen=seen, **kwargs):
+                _seen.append(error)
+
+        trainer = make_trainer(callbacks=[Fails()])
+        with pytest.raises(type(error)):
+            trainer.train()
+        assert seen == [error]
+        assert not trainer.is_in_train
+
+
+def test_callbacks_are_added_and_removed_by_class_and_by_object(make_trainer):
+    class Own(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs): ...
+
+    trainer = make_trainer(callbacks=[Own])
+    assert isinstance(trainer.pop_callback(Own), Own)
+    assert trainer.pop_callback(Own) is None
+    own = Own()
+    trainer.add_callback(own)
+    trainer.remove_callback(own)
+    assert own not in trainer.callback_handler.callbacks
+
+
+def test_callback_is_another_name_for_callbacks(make_trainer):
+    recorder = Recorder()
+    make_trainer(callback=[recorder]).train()
+    assert recorder.events[0] == "init_end"
+
+
+def test_only_defined_events_are_dispatched(make_trainer):
+    class OnlyLog(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs): ...
+
+    handler = make_trainer(callbacks=[OnlyLog()]).callback_handler
+    assert not any(type(m.__self__) is OnlyLog for m in handler._listeners["on_step_end"])
+    assert any(type(m.__self__) is OnlyLog for m in handler._listeners["on_log"])
+
+
+def test_an_object_without_events_is_no_callback(make_trainer):
+    with pytest.raises(TypeError, match="is no callback: it defines none of the events"):
+        make_trainer(callbacks=[object()])
+
+
+# Logs
+
+
+def test_the_logged_learning_rate_is_the_one_the_step_used(make_trainer):
+    trainer = make_trainer(16, warmup_steps=2, learning_rate=1.0, optim="sgd")
+    trainer.train()
+    assert [entry["learning_rate"] for entry in training_entries(trainer)] == [0.0, 0.5, 1.0, 0.5]
+
+
+def test_the_logged_loss_is_the_mean_of_the_steps_since_the_last_log(make_trainer, model):
+    every = make_trainer(24, logging_steps=1)
+    every.train()
+    torch.manual_seed(0)
+    thirds = make_trainer(24, logging_steps=3, model=Classifier())
+    output = thirds.train()
+    losses = [entry["loss"] for entry in training_entries(every)]
+    means = [entry["loss"] for entry in training_entries(thirds)]
+    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], rel=1e-6)
+    assert output.training_loss == pytest.approx(sum(losses) / 6, rel=1e-6)
+
+
+def test_logging_steps_below_one_are_a_share_of_the_run(make_trainer):
+    trainer = make_trainer(max_steps=10, logging_steps=0.3)
+    trainer.train()
+    assert [entry["step"] for entry in training_entries(trainer)] == [3, 6, 9]
+
+
+def test_logging_first_step_logs_step_one(make_trainer):
+    trainer = make_trainer(20, logging_steps=4, logging_first_step=True)
+    trainer.train()
+    assert [entry["step"] for entry in training_entries(trainer)] == [1, 4]
+
+
+def test_the_last_entry_has_the_figures_of_the_run(make_trainer):
+    trainer = make_trainer()
+    output = trainer.train()
+    last = trainer.state.log_history[-1]
+    names = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss"}
+    assert names | {"epoch", "step"} == set(last)
+    assert names | {"epoch"} == set(output.metrics)
+
+
+def test_a_loss_that_is_not_a_number_is_visible_and_does_not_stick(make_trainer):
+    class Once(Classifier):
+        calls = 0
+
+        def forward(self, x, labels=None):
+            outputs = super().forward(x, labels)
+            Once.calls += 1
+            if Once.calls == 2:
+                outputs["loss"] = outputs["loss"] * float("nan")
+            return outputs
+
+    torch.manual_seed(0)
+    trainer = make_trainer(16, model=Once(), learning_rate=0.0)
+    trainer.train()
+    shown = [math.isnan(entry["loss"]) for entry in training_entries(trainer)]
+    assert shown[:2] == [False, True]
+
+
+def test_a_clipped_gradient_is_logged_with_its_norm_before_clipping(make_trainer):
+    norms = []
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+
+    trainer = make_trainer(8, max_grad_norm=0.01, callbacks=[Look()])
+    trainer.train()
+    logged = [entry["grad_norm"] for entry in training_entries(trainer)]
+    assert all(norm == pytest.approx(0.01, rel=1e-3) for norm in norms)
+    assert all(norm > 0.1 for norm in logged)
+
+
+def test_without_clipping_the_norm_is_measured_and_nothing_is_changed(make_trainer):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            seen.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+
+    trainer = make_trainer(8, max_grad_norm=0, callbacks=[Look()])
+    trainer.train()
+    assert [entry["grad_norm"] for entry in training_entries(trainer)] == seen
+
+
+# Models, data and precision
+
+
+@pytest.mark.parametrize("model_class", [Classifier, ReturnsTuple, ReturnsDataclass])
+def test_models_that_return_dicts_tuples_or_dataclasses_train_and_evaluate(make_trainer, model_class):
+    trainer = make_trainer(
+        8, model=model_class(), eval_dataset=samples(5), compute_metrics=lambda p: {"rows": len(p.predictions)}
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows"] == 5
+    assert metrics["eval_loss"] > 0
+
+
+def test_tuples_of_tensors_train_with_a_loss_function(make_trainer):
+    data = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.arange(12) % 3)
+    trainer = make_trainer(
+        model=nn.Linear(8, 3),
+        train_dataset=data,
+        eval_dataset=data,
+        compute_loss_func=lambda outputs, labels: nn.functional.cross_entropy(outputs, labels),
+        compute_metrics=lambda p: {"shape": list(p.predictions.shape), "labels": p.label_ids.tolist()},
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_shape"] == [12, 3]
+    assert trainer.evaluate()["eval_labels"] == [i % 3 for i in range(12)]
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(make_trainer):
+    dtypes = set()
+
+    class Look(Classifier):
+        def forward(self, x, labels=None):
+            outputs = super().forward(x, labels)
+            dtypes.add(outputs["logits"].dtype)
+            return outputs
+
+    trainer = make_trainer(8, model=Look(), bf16=True)
+    trainer.train()
+    assert dtypes == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_a_loader_of_the_users_own_is_used_as_it_is(make_trainer):
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(samples(10), batch_size=5)
+
+    assert make_trainer(2, Own).train().global_step == 2
+
+
+def test_a_loader_that_ends_before_its_length_says_so(make_trainer):
+    class Short(list):
+        def __len__(self):
+            return 4
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return Short(DataLoader(samples(6), batch_size=2))
+
+    with pytest.raises(ValueError, match="the training data loader ended 1 batches before its length"):
+        make_trainer(2, Own).train()
+
+
+def test_optimizer_and_schedule_given_by_the_user_are_used(make_trainer, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = make_trainer(8, optimizers=(optimizer, schedule))
+    trainer.train()
+    assert trainer.optimizer is optimizer
+    assert training_entries(trainer)[-1]["learning_rate"] == 0.5
+
+
+def test_a_schedule_on_a_plateau_follows_the_evaluations(make_trainer, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    seen = []
+    schedule.step = lambda metric: seen.append(metric)
+    trainer = make_trainer(
+        8,
+        optimizers=(optimizer, schedule),
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=samples(4),
+        metric_for_best_model="loss",
+    )
+    trainer.train()
+    assert seen == [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+
+
+def test_every_train_call_begins_a_run_of_its_own(make_trainer):
+    trainer = make_trainer(8)
+    trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert len(training_entries(trainer)) == 2
+
+
+def test_model_init_makes_the_same_model_for_every_run(make_trainer):
+    trainer = make_trainer(8, model_init=Classifier)
+    first = trainer.train().training_loss
+    assert trainer.train().training_loss == first
+
+
+def test_early_stopping_counts_against_the_best_before_the_evaluation(make_trainer):
+    values = iter([3.0, 2.0, 2.5, 2.4, 1.0])
+    trainer = make_trainer(
+        20,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=samples(4),
+        compute_metrics=lambda p: {"score": next(values)},
+        metric_for_best_model="score",
+        greater_is_better=False,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    assert trainer.train().global_step == 4
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (2.0, 2)
+
+
+def test_early_stopping_without_anything_to_watch_says_what_to_set(make_trainer):
+    trainer = make_trainer(callbacks=[EarlyStoppingCallback()])
+    with pytest.raises(ValueError, match="nothing to watch: metric_for_best_model=None, eval_strategy='no'"):
+        trainer.train()
+
+
+def test_an_unknown_best_metric_fails_at_the_first_evaluation_and_lists_those_there_are(make_trainer):
+    trainer = make_trainer(
+        eval_strategy="steps", eval_steps=1, eval_dataset=samples(4), metric_for_best_model="accuracy"
+    )
+    with pytest.raises(ValueError, match=r"'accuracy' is not among the results .* 'eval_loss',"):
+        trainer.train()
+
+
+def test_building_a_trainer_changes_no_random_number(make_trainer):
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    make_trainer(model_init=Classifier)
+    assert torch.equal(torch.rand(2), expected)

@@ -1,0 +1,227 @@
+"""Train one replica of a model in every process, with gradients averaged over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_dist.device import rank_device
+from tr_dist.environment import read_environment
+from tr_dist.mixed_precision import MixedPrecision
+from tr_dist.process_group import ProcessGroup
+from tr_dist.replica import Replica, check_replicas_equal, check_trainable
+
+
+class DDP:
+    """Data parallel training: every rank holds the whole model and works on its own part of each batch.
+
+    Building one joins the process group that the launcher's environment describes (see
+    `tr_dist.read_environment`) and checks that rank, world size and device are what it says. Without a
+    launcher this process is alone. Each rank computes on the CUDA device whose index is LOCAL_RANK, or on the
+    CPU.
+
+    Call, in this order: `prepare` once, before the optimizer is built; for each micro-batch `accumulate`, in
+    it `autocast` around the forward, and `backward`; for each step `clip_grad_norm` (optional) and `step`; at
+    the end `close`, with `failed=True` after an exception. Used as a context manager it closes itself.
+
+    Args:
+        precision: `no`, `bf16`, or `fp16` with loss scaling.
+        find_unused_parameters: search the graph in every step for parameters that took no part in the loss.
+            Without it such a parameter is an error.
+        bucket_cap_mb: MiB of gradients that travel together; None is torch's default.
+        broadcast_buffers: give all ranks the buffers of rank 0 before each forward with gradients.
+        static_graph: the graph and the set of used parameters never change.
+        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, in joining and in each collective.
+        use_cpu: compute on the CPU even where there is CUDA.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
+        world_size: number of processes.
+
+    Raises:
+        ValueError: an argument or the environment does not fit this machine.
+        ConnectionError: the ranks did not find each other.
+        RuntimeError: a process group exists and is not what the environment says.
+    """
+
+    def __init__(
+        self,
+        *,
+        precision: str = "no",
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        static_graph: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 1800.0,
+        use_cpu: bool = False,
+    ) -> None:
+        environment = read_environment()
+        self.device = rank_device(environment, use_cpu=use_cpu)
+        self._precision = MixedPrecision(precision, self.device)
+        self._wrapping = {
+            "find_unused_parameters": find_unused_parameters,
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "static_graph": static_graph,
+        }
+        self._group = ProcessGroup(environment, self.device, backend=backend, timeout_s=timeout_s)
+        self.rank, self.local_rank = self._group.rank, self._group.local_rank
+        self.world_size = self._group.world_size
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> DDP:
+        """Build from the fields of training arguments that are about this: `bf16`, `fp16`, `use_cpu` and `ddp_*`.
+
+        `ddp_find_unused_parameters=None` is False, `ddp_broadcast_buffers=None` True, `ddp_static_graph=None`
+        False.
+        """
+        return cls(
+            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
+            find_unused_parameters=bool(args.ddp_find_unused_parameters),
+            bucket_cap_mb=args.ddp_bucket_cap_mb,
+            broadcast_buffers=args.ddp_broadcast_buffers is not False,
+            static_graph=bool(args.ddp_static_graph),
+            backend=args.ddp_backend,
+            timeout_s=float(args.ddp_timeout),
+            use_cpu=args.use_cpu,
+        )
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device, give every rank the weights of rank 0, and return the module to train.
+
+        Collective. Frozen and trainable are taken as they are now.
+
+        Raises:
+            ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta
+                device) or lies on another accelerator than this rank's.
+        """
+        check_trainable(model, self.device)
+        # device_ids stays None: it would have every forward search its arguments for tensors to move.
+        return Replica(model.to(self.device), **self._wrapping)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`."""
+        replica = _replica_in(model)
+        return model if replica is None else replica.module
+
+    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up.
+
+        The first call compares the ranks' weights, so it is collective, and reads from the device once.
+
+        Raises:
+            TypeError: `model` is not what `prepare` returned.
+            RuntimeError: the ranks' weights differ before the first step; or, on leaving with `sync`, the
+                backward has not averaged all gradients over the ranks.
+        """
+        replica = _replica_in(model)
+        if replica is None:
+            raise TypeError(
+                f"accumulate needs the module that prepare() returned, not {type(model).__name__}: nothing "
+                "would average its gradients over the ranks"
+            )
+        if not replica.compared:
+            check_replicas_equal(replica.module, self._group)
+            replica.compared = True
+        return _averaging(replica) if sync else replica.no_sync()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
+        return self._precision.autocast()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a scalar loss, scaling it first under float16."""
+        self._precision.backward(loss)
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Call it at most once a step, after the last micro-batch.
+
+        Returns:
+            The norm before clipping, a scalar tensor on the device; nothing is read back.
+        """
+        self._precision.unscale(optimizer)
+        replica = _replica_in(model)
+        parameters = list(model.parameters()) if replica is None else replica.all_parameters
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
+
+        All ranks decide alike, for they hold the same averaged gradients. Only float16 reads from the device.
+        """
+        return self._precision.step(optimizer)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""
+        return self._group.sum(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order. Not for the step.
+
+        Raises:
+            ValueError: the ranks' shapes or dtypes differ, or the tensor has no dimension.
+        """
+        return self._group.gather(tensor)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        return self._group.gather_objects(value)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._group.barrier()
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
+
+        Every rank holds the same, so one rank may save for all.
+        """
+        parts: dict[str, Any] = {"model": self.unwrap(model)}
+        if optimizer is not None:
+            parts["optimizer"] = optimizer
+        if self._precision.scaler is not None:
+            parts["scaler"] = self._precision.scaler
+        return parts
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the process group if this object joined it; a second call does nothing.
+
+        Args:
+            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
+        """
+        self._group.leave(failed=failed)
+
+    def __enter__(self) -> DDP:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(failed=kind is not None)
+
+
+def _replica_in(model: nn.Module) -> Replica | None:
+    """Return the replica that `prepare` returned, also from under `torch.compile`."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, Replica) else None
+
+
+@contextmanager
+def _averaging(replica: Replica) -> Iterator[None]:
+    replica.forwarded = False
+    yield
+    replica.check_averaged()  # not after an exception, which says more than the missing average

@@ -1,0 +1,130 @@
+"""Say what this machine offers for training and whether the launch environment is sound."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from tr_dist.device import rank_device
+from tr_dist.environment import LaunchEnvironment, read_environment
+from tr_dist.rendezvous import meeting_place
+
+_GIB = 2**30
+_OPTIONAL = ("accelerate", "deepspeed", "torch_xla", "transformers")
+
+
+def main(argv: list[str]) -> int:
+    """Print what is found, one fact a line. Joins no process group and starts no process.
+
+    Args:
+        argv: the command line after the command's name.
+
+    Returns:
+        0, or 1 if something was found that would stop a training run.
+    """
+    argparse.ArgumentParser(
+        prog="trainer doctor",
+        description="Show devices, communication backends, installed packages and the launch environment.",
+    ).parse_args(argv)
+    problems: list[str] = []
+    for title, lines in (
+        ("machine", _machine()),
+        ("devices", _devices(problems)),
+        ("communication", _communication()),
+        ("packages", _packages()),
+        ("launch environment", _launch(problems)),
+    ):
+        print(title)
+        for line in lines:
+            print(f"  {line}")
+    print("problems" if problems else "no problems found")
+    for problem in problems:
+        print(f"  {problem}")
+    return 1 if problems else 0
+
+
+def _machine() -> Iterator[str]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield f"{platform.system()} {platform.release()}, {platform.machine()}"
+    yield f"Python {platform.python_version()} ({sys.executable})"
+    yield f"{usable} usable CPU cores, {torch.get_num_threads()} torch threads a process"
+
+
+def _devices(problems: list[str]) -> Iterator[str]:
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        if name in os.environ:
+            yield f"{name}={os.environ[name]!r}"
+    built = f"torch is built with CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+    if not torch.cuda.is_available():
+        yield f"cuda: none usable ({built})"
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts = torch.cuda.get_device_properties(index)
+        yield (
+            f"cuda:{index}: {facts.name}, {facts.total_memory / _GIB:.1f} GiB, compute capability "
+            f"{facts.major}.{facts.minor}, {_computes(torch.device('cuda', index), problems)}"
+        )
+    if torch.backends.mps.is_available():
+        yield f"mps: {_computes(torch.device('mps'), problems)}"
+    yield f"cpu: {_computes(torch.device('cpu'), problems)}"
+
+
+def _computes(device: torch.device, problems: list[str]) -> str:
+    """Multiply two small matrices: a driver can list a device that does not work."""
+    try:
+        product = torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
+        if float(product.sum()) == 512.0:
+            return "computes"
+        problem = "multiplies wrongly"
+    except RuntimeError as error:
+        problem = f"cannot compute: {str(error).splitlines()[0]}"
+    problems.append(f"{device} {problem}; hide it with CUDA_VISIBLE_DEVICES, or repair its driver")
+    return problem
+
+
+def _communication() -> Iterator[str]:
+    if not dist.is_available():
+        yield "torch is built without torch.distributed: one process only"
+        return
+    for name in ("gloo", "nccl", "mpi", "xccl"):
+        yield f"{name}: {'in this torch' if dist.is_backend_available(name) else 'not in this torch'}"
+
+
+def _packages() -> Iterator[str]:
+    yield f"torch {torch.__version__}"
+    for name in _OPTIONAL:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            yield f"{name} not installed"
+
+
+def _launch(problems: list[str]) -> Iterator[str]:
+    try:
+        environment = read_environment()
+    except ValueError as error:
+        problems.extend(line.strip() for line in str(error).splitlines()[1:])
+        yield "cannot be used: see the problems below"
+        return
+    yield _who(environment)
+    try:
+        yield f"this process would compute on {rank_device(environment)}"
+    except ValueError as error:
+        problems.append(str(error))
+        yield "no device for this process: see the problems below"
+
+
+def _who(environment: LaunchEnvironment) -> str:
+    if environment.launcher == "none":
+        return "no launcher: a training run started here is one process"
+    return (
+        f"{environment.launcher}: rank {environment.rank} of {environment.world_size}, local rank "
+        f"{environment.local_rank}, meeting at {meeting_place(environment)}, restart "
+        f"{environment.restart_count}"
+    )

@@ -1,0 +1,195 @@
+"""Read from the environment variables which process of a job this is, and check that they agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# A launcher's own idea of (number of processes, rank), for those that start processes without setting RANK.
+_OTHER_LAUNCHERS = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),
+)
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """Which process of how many this is, and where the processes of the job meet.
+
+    Attributes:
+        launcher: what seems to have started the process: `torchrun`, `accelerate launch`, `deepspeed`,
+            `environment` (the variables are set, by whom is not known) or `none`.
+        rank: number of this process among all, from 0.
+        world_size: number of processes.
+        local_rank: number of this process on its machine, from 0.
+        local_world_size: number of processes on this machine, or None if the launcher does not say.
+        node_rank: number of this machine, from 0, or None if the launcher does not say.
+        master_addr: host on which the processes meet; None in a job of one.
+        master_port: its TCP port.
+        restart_count: how often an elastic launcher has restarted the processes so far.
+        agent_store: whether the launcher itself serves `master_port`, so that rank 0 must not.
+        rendezvous_file: file on a shared disk by which the processes meet, instead of `master_addr`.
+    """
+
+    launcher: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int | None = 1
+    node_rank: int | None = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    restart_count: int = 0
+    agent_store: bool = False
+    rendezvous_file: str | None = None
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
+    """Return what the launcher's variables say about this process.
+
+    Read are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (deepspeed: LOCAL_SIZE), GROUP_RANK (deepspeed:
+    CROSS_RANK; also NODE_RANK), MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT,
+    TORCHELASTIC_USE_AGENT_STORE, and TR_RENDEZVOUS_FILE, which takes the place of MASTER_ADDR and
+    MASTER_PORT. Without RANK and WORLD_SIZE this process is alone.
+
+    Args:
+        environ: the variables; None reads those of this process.
+
+    Raises:
+        ValueError: variables are missing, malformed or contradict each other; the message lists every
+            problem.
+    """
+    reader = _Reader(os.environ if environ is None else environ)
+    environment = reader.read()
+    if reader.problems:
+        raise ValueError(
+            "the launch environment cannot be used:\n" + "\n".join(f"  {problem}" for problem in reader.problems)
+        )
+    return environment
+
+
+class _Reader:
+    """Reads once, collecting problems instead of stopping at the first."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self.problems: list[str] = []
+
+    def read(self) -> LaunchEnvironment:
+        if "RANK" not in self._environ and "WORLD_SIZE" not in self._environ:
+            self._check_alone()
+            return LaunchEnvironment()
+        rank, world_size = self._number("RANK"), self._number("WORLD_SIZE", at_least=1)
+        local_rank = self._number("LOCAL_RANK")
+        environment = LaunchEnvironment(
+            launcher=self._launcher(),
+            rank=rank or 0,
+            world_size=world_size or 1,
+            local_rank=local_rank or 0,
+            local_world_size=self._local_world_size(),
+            node_rank=self._node_rank(),
+            master_addr=self._environ.get("MASTER_ADDR"),
+            master_port=self._number("MASTER_PORT", at_least=1, at_most=65535),
+            restart_count=self._number("TORCHELASTIC_RESTART_COUNT") or 0,
+            agent_store=self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            rendezvous_file=self._environ.get("TR_RENDEZVOUS_FILE"),
+        )
+        self._check_complete(environment.world_size)
+        if not self.problems:
+            self._check_consistent(environment)
+        return environment
+
+    def _launcher(self) -> str:
+        if "TORCHELASTIC_RUN_ID" in self._environ:
+            accelerate = any(name.startswith("ACCELERATE_") for name in self._environ)
+            return "accelerate launch" if accelerate else "torchrun"
+        return "deepspeed" if "CROSS_SIZE" in self._environ else "environment"
+
+    def _number(self, name: str, *, at_least: int = 0, at_most: int | None = None) -> int | None:
+        text = self._environ.get(name)
+        if text is None:
+            return None
+        allowed = f"a whole number from {at_least}" + (f" to {at_most}" if at_most is not None else "")
+        try:
+            number = int(text)
+        except ValueError:
+            self.problems.append(f"{name}={text!r} is not a number; needs {allowed}")
+            return None
+        if number < at_least or (at_most is not None and number > at_most):
+            self.problems.append(f"{name}={number} is out of range; needs {allowed}")
+            return None
+        return number
+
+    def _local_world_size(self) -> int | None:
+        given = {
+            name: self._number(name, at_least=1) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in self._environ
+        }
+        if len(set(given.values())) > 1:
+            listed = " and ".join(f"{name}={self._environ[name]}" for name in given)
+            self.problems.append(f"{listed} contradict each other; unset the one that the launcher did not set")
+        return next(iter(given.values()), None)
+
+    def _node_rank(self) -> int | None:
+        # NODE_RANK is last: it is often the cluster's numbering, and an elastic launcher numbers by order of arrival.
+        for name in ("GROUP_RANK", "CROSS_RANK", "NODE_RANK"):
+            if name in self._environ:
+                return self._number(name)
+        return None
+
+    def _check_alone(self) -> None:
+        if "LOCAL_RANK" in self._environ:
+            self.problems.append(
+                f"LOCAL_RANK={self._environ['LOCAL_RANK']} is set, but RANK and WORLD_SIZE are not; start "
+                "with a launcher such as torchrun, or unset LOCAL_RANK to train in one process"
+            )
+        for launcher, size_name, rank_name in _OTHER_LAUNCHERS:
+            size = self._environ.get(size_name, "1")
+            if size.isdigit() and int(size) > 1:
+                self.problems.append(
+                    f"{launcher} started {size} processes ({size_name}={size}, {rank_name}="
+                    f"{self._environ.get(rank_name, 'unset')}), but RANK and WORLD_SIZE are not set, so each "
+                    "would train a model of its own; let it start torchrun once per machine, or set RANK, "
+                    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                )
+                return
+
+    def _check_complete(self, world_size: int) -> None:
+        needed = ["RANK", "WORLD_SIZE"]
+        if world_size > 1:
+            needed.append("LOCAL_RANK")
+            if "TR_RENDEZVOUS_FILE" not in self._environ:
+                needed += ["MASTER_ADDR", "MASTER_PORT"]
+        missing = [name for name in needed if not self._environ.get(name)]
+        if missing:
+            present = ", ".join(f"{name}={self._environ[name]}" for name in needed if self._environ.get(name))
+            self.problems.append(
+                f"{', '.join(missing)} not set beside {present or 'the others'}; start with a launcher such "
+                "as torchrun, which sets them all, or unset RANK and WORLD_SIZE to train in one process"
+            )
+
+    def _check_consistent(self, environment: LaunchEnvironment) -> None:
+        rank, world_size = environment.rank, environment.world_size
+        local_rank, local_world_size = environment.local_rank, environment.local_world_size
+        if rank >= world_size:
+            self.problems.append(
+                f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes; ranks count from 0"
+            )
+        if local_rank > rank:
+            self.problems.append(f"LOCAL_RANK={local_rank} is greater than RANK={rank}; ranks count machine by machine")
+        if local_world_size is None:
+            return
+        if local_rank >= local_world_size:
+            self.problems.append(
+                f"LOCAL_RANK={local_rank} does not exist among the {local_world_size} processes of this "
+                "machine (LOCAL_WORLD_SIZE); ranks count from 0"
+            )
+        if local_world_size > world_size:
+            self.problems.append(
+                f"LOCAL_WORLD_SIZE={local_world_size} is more than WORLD_SIZE={world_size}, which counts all machines"
+            )
+        elif local_world_size == world_size and local_rank != rank:
+            self.problems.append(
+                f"RANK={rank} and LOCAL_RANK={local_rank} differ, though all {world_size} processes are on this machine"
+            )

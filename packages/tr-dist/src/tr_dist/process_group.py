@@ -1,0 +1,266 @@
+"""Join the ranks of a job in a process group, exchange values with them, and leave without hanging or aborting."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tr_dist.environment import LaunchEnvironment
+from tr_dist.rendezvous import meeting_place, open_store
+
+# Seconds that gloo's worker threads get to let go of their last operation, for which they need the interpreter's
+# lock. If the interpreter finalizes in that moment, CPython ends the thread by unwinding it through a C++ destructor:
+# std::terminate, SIGABRT, after all work was done (torch 2.13: one job in six). If the group's last reference goes in
+# that moment with a DistributedDataParallel, whose destructor holds the lock while it joins the threads, the process
+# hangs for ever. So a group that was left is kept alive this long, and the interpreter does not end before.
+_SETTLE_S = 0.5
+# Seconds that a failing rank gives its backend to let go of operations that the others will never finish.
+_FAILED_DESTROY_S = 10.0
+
+_MAX_DIMS = 14
+
+
+class ProcessGroup:
+    """This process among the ranks of its job.
+
+    Joins torch's default process group, or takes part in the one that exists. Several objects in one process
+    share the group; the last to leave destroys it, unless somebody else made it. Such a group keeps its backend and
+    its timeout.
+
+    Args:
+        environment: which process this is.
+        device: where it computes.
+        backend: what carries collectives: `gloo`, `nccl`, `mpi`, or pairs like `cpu:gloo,cuda:nccl`. None
+            takes gloo for the CPU, and NCCL with gloo beside it (for what is on the host) for CUDA.
+        timeout_s: seconds after which a rank stops waiting for the others, in joining and in each collective.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
+        world_size: number of processes.
+        backend: what carries collectives.
+
+    Raises:
+        ValueError: the backend is not available or not for this device, or `timeout_s` is not positive.
+        ConnectionError: the ranks did not find each other.
+        RuntimeError: the group is not the one that the environment describes.
+    """
+
+    _users = 0  # objects that share the group this class made
+    _made_here = False
+    _exit_registered = False
+    _stuck = False
+    _left: list[tuple[float, Any]] = []  # groups kept alive after they were destroyed, and when that was
+
+    def __init__(
+        self,
+        environment: LaunchEnvironment,
+        device: torch.device,
+        *,
+        backend: str | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s:g} must be positive: the seconds to wait for other ranks")
+        self.device = device
+        self.rank, self.world_size = environment.rank, environment.world_size
+        self.local_rank = environment.local_rank
+        self._member = False
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            self._make(environment, _check_backend(backend, device), timeout_s)
+        self.backend = str(dist.get_backend_config())
+        self._check_is_as_launched(backend)
+        if ProcessGroup._made_here:
+            ProcessGroup._users += 1
+            self._member = True
+        # What travels on the host goes through gloo where there is one, so that it never waits for the GPU.
+        self._host = torch.device("cpu") if "gloo" in _names(self.backend) else device
+
+    def _make(self, environment: LaunchEnvironment, backend: str, timeout_s: float) -> None:
+        store = open_store(environment, timeout_s=timeout_s)
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"rank {self.rank} of {self.world_size} met at {meeting_place(environment)}, but could not "
+                f"connect to the others by {backend}: {error}; see whether every rank is running and how the "
+                "first one failed"
+            ) from error
+        ProcessGroup._made_here, ProcessGroup._users = True, 0
+        if not ProcessGroup._exit_registered:
+            atexit.register(_leave_at_exit)
+            ProcessGroup._exit_registered = True
+
+    def _check_is_as_launched(self, backend: str | None) -> None:
+        """Refuse a group that is not what was asked for, or that would train unsynchronised copies."""
+        found = (dist.get_rank(), dist.get_world_size())
+        if found != (self.rank, self.world_size):
+            raise RuntimeError(
+                f"the process group has rank {found[0]} of {found[1]}, but the launch environment says rank "
+                f"{self.rank} of {self.world_size}; set RANK and WORLD_SIZE as the group has them, or let "
+                "tr_dist make the group"
+            )
+        if not _names(backend) <= _names(self.backend):
+            raise RuntimeError(
+                f"the process group that exists has backend {self.backend}, not {backend}; ask for that one, or leave "
+                "the group before asking for another"
+            )
+        present = int(self.sum(torch.ones((), dtype=torch.int64, device=self.device)))  # sync: once, at the start
+        if present != self.world_size:
+            raise RuntimeError(
+                f"a sum of ones over {self.world_size} ranks gave {present}: backend {self.backend} does not "
+                "reach all ranks"
+            )
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order.
+
+        The ranks compare shapes and dtypes first, on the host: with unequal ones gloo ends the process or
+        returns uninitialised memory. Not for the step.
+
+        Raises:
+            ValueError: the tensor has no dimension, or the ranks' shapes or dtypes differ.
+        """
+        if not 1 <= tensor.dim() <= _MAX_DIMS:
+            raise ValueError(
+                f"gather needs 1 to {_MAX_DIMS} dimensions to concatenate along the first, not shape "
+                f"{tuple(tensor.shape)}; give a number as tensor.reshape(1)"
+            )
+        self._check_same_shape(tensor)
+        return self._all_gather(tensor.detach().contiguous()).flatten(0, 1)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        present = torch.ones((), device=self._host)
+        dist.all_reduce(present)
+        present.item()  # sync: returning before the others have come is what must not happen
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Take no further part; the last object of a process to leave destroys the group, if this class made it.
+
+        Args:
+            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
+        """
+        if not self._member:
+            return
+        self._member = False
+        ProcessGroup._users -= 1
+        if ProcessGroup._users > 0 or not dist.is_initialized():
+            return
+        if failed:
+            _destroy_within(_FAILED_DESTROY_S)
+        else:
+            self.barrier()  # a rank that goes early takes its store and its sockets from those still at work
+            _destroy()
+
+    def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather(list(gathered.unbind(0)), tensor)
+        return gathered
+
+    def _check_same_shape(self, tensor: torch.Tensor) -> None:
+        form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        mine = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
+        mine[: len(form)] = torch.tensor(form)
+        forms = self._all_gather(mine.to(self._host)).tolist()  # sync where there is no gloo: evaluation only
+        if any(other != forms[0] for other in forms):
+            shown = ", ".join(
+                f"rank {rank} {_DTYPES[number]} {tuple(rest[:dims])}"
+                for rank, (number, dims, *rest) in enumerate(forms)
+            )
+            raise ValueError(
+                f"gather needs one shape and dtype on all ranks, not {shown}; pad to the longest, or use gather_objects"
+            )
+
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def _check_backend(backend: str | None, device: torch.device) -> str:
+    """Return the backend to use on this device, or say why the one asked for will not do."""
+    if backend is None:
+        if device.type != "cuda":
+            return "gloo"
+        return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+    for name in sorted(_names(backend)):
+        if not dist.is_backend_available(name):
+            known = [known for known in dist.Backend.backend_list if dist.is_backend_available(known)]
+            raise ValueError(
+                f"backend={backend!r}: this torch has no {name!r}; it has {', '.join(known) or 'none'} "
+                "(set ddp_backend to one of them, or leave it out)"
+            )
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError(
+            f"backend='nccl' carries CUDA tensors only, and this rank computes on {device}; use backend='gloo'"
+        )
+    return backend
+
+
+def _names(backend: str | None) -> set[str]:
+    """Return the names in `gloo` or `cpu:gloo,cuda:nccl`, without the devices."""
+    return {pair.rpartition(":")[2] for pair in backend.split(",")} if backend else set()
+
+
+def _destroy() -> None:
+    _release_settled()
+    kept = dist.group.WORLD
+    dist.destroy_process_group()
+    ProcessGroup._left.append((time.monotonic(), kept))
+    ProcessGroup._made_here = False
+
+
+def _release_settled() -> None:
+    ProcessGroup._left = [(left_at, group) for left_at, group in ProcessGroup._left if _unsettled_s(left_at) > 0]
+
+
+def _unsettled_s(left_at: float) -> float:
+    return max(0.0, left_at + _SETTLE_S - time.monotonic())
+
+
+def _destroy_within(seconds: float) -> None:
+    """Destroy in a thread that may be abandoned: a backend can wait for ranks that are gone."""
+    thread = threading.Thread(target=_destroy, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    ProcessGroup._stuck = thread.is_alive()
+
+
+def _leave_at_exit() -> None:
+    """Let the interpreter end: leave what nobody has left, then wait until no backend thread needs the interpreter."""
+    if ProcessGroup._made_here and dist.is_initialized() and not ProcessGroup._stuck:
+        _destroy_within(_FAILED_DESTROY_S)  # how the run ended is not known here, so nobody is waited for
+    if ProcessGroup._stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # finalizing would join the stuck thread; the traceback has been printed by now
+    time.sleep(max((_unsettled_s(left_at) for left_at, _ in ProcessGroup._left), default=0.0))
+    _release_settled()

@@ -1,0 +1,156 @@
+"""Keep a module's replicas in step: torch's DistributedDataParallel, made to say when it would not."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tr_dist.process_group import ProcessGroup
+
+_NAMES_SHOWN = 5
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+# torch renamed the option, and warns about the old name.
+_KNOWN_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN_OPTIONS else "broadcast_buffers"
+
+
+class Replica(DistributedDataParallel):
+    """One rank's copy of a module, whose gradients backward averages over the ranks.
+
+    Differs from its base in two points. A forward without gradients calls the module alone: the base would
+    exchange buffers, and ranks with unequal numbers of evaluation batches would wait for each other for ever.
+    And it can tell whether a backward has averaged all gradients, where the base lets the optimizer apply a
+    rank's own.
+
+    Attributes:
+        forwarded: whether a forward with gradients went through this module since it was last set to False.
+        compared: whether the ranks' parameters have been found equal.
+        all_parameters: the module's parameters, listed once: walking the modules costs more than the
+            gradients' norm.
+
+    Args:
+        module: the module, on this rank's device.
+        broadcast_buffers: give all ranks the buffers of rank 0 before each forward with gradients.
+        options: what else `DistributedDataParallel` takes.
+    """
+
+    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **options: Any) -> None:
+        if not broadcast_buffers:  # True is the default in all versions of torch
+            options[_BUFFERS_OPTION] = False
+        super().__init__(module, **options)
+        self.forwarded = False
+        self.compared = False
+        self.all_parameters = tuple(module.parameters())
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module with its own arguments."""
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        self.forwarded = True
+        return super().forward(*inputs, **kwargs)
+
+    def check_averaged(self) -> None:
+        """Check that the backward just made averaged every gradient over the ranks. Reads nothing back.
+
+        Raises:
+            RuntimeError: it did not; the message says why.
+        """
+        if not self.forwarded:
+            raise RuntimeError(
+                "no forward went through the module that prepare() returned, so this rank's gradients were "
+                "not averaged with the others'; call that module instead of the one given to prepare()"
+            )
+        try:
+            self._check_reducer_finalized()
+        except RuntimeError as error:
+            raise RuntimeError(self._why_not_averaged()) from error
+
+    def _why_not_averaged(self) -> str:
+        unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        trainable = sum(p.requires_grad for p in self.module.parameters())
+        if len(unused) == trainable:
+            return (
+                "a micro-batch ended without a backward, so there is no gradient to average; "
+                "call backward(loss) inside accumulate(model, sync=True)"
+            )
+        what = f"{len(unused)} of {trainable} trainable parameters ({_some(unused)})" if unused else "some parameters"
+        return (
+            f"{what} got no gradient from the last micro-batch, so the gradients were not averaged over the "
+            "ranks; use them in the loss, freeze them with requires_grad_(False), or set "
+            "find_unused_parameters=True (--ddp_find_unused_parameters true), which costs a walk over the "
+            "graph in every step"
+        )
+
+
+def check_trainable(model: nn.Module, device: torch.device) -> None:
+    """Check that a module can become a replica on `device`.
+
+    Raises:
+        ValueError: it has nothing to train, is wrapped already, or lies where it cannot be moved from.
+    """
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+        raise ValueError(f"the model is wrapped in {type(model).__name__} already; give prepare() its .module")
+    parameters = dict(model.named_parameters())
+    name = type(model).__name__
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ValueError(
+            f"{name} has no trainable parameter ({len(parameters)} in all, {len(parameters)} frozen); "
+            "set requires_grad_(True) on those to train"
+        )
+    places = Counter(p.device for p in parameters.values())
+    if torch.device("meta") in places:
+        meta = [key for key, p in parameters.items() if p.device.type == "meta"]
+        raise ValueError(
+            f"{len(meta)} parameters of {name} are on the meta device ({_some(meta)}) and have no values; "
+            "load the weights before prepare()"
+        )
+    elsewhere = [place for place in places if place.type != "cpu" and place != device]
+    if elsewhere:
+        shown = ", ".join(f"{places[place]} parameters on {place}" for place in places)
+        raise ValueError(
+            f"{name} has {shown}, but this rank computes on {device}; give prepare() a model on the CPU or "
+            f"on {device} (device_map is for models that one process spreads over its devices)"
+        )
+
+
+def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
+    """Check that every rank holds bit for bit the same parameters. Reads once from the device.
+
+    Compared are sums of the parameters' bit patterns as integers: exact on every device, whatever the order
+    of adding.
+
+    Raises:
+        RuntimeError: ranks differ; the message names the first parameter that does.
+    """
+    named = list(module.named_parameters())
+    mine = torch.stack([_bit_sum(p) for _, p in named])
+    sums = group.gather(mine.unsqueeze(0)).cpu()  # sync: once, before the first step
+    differs = (sums != sums[0]).any(dim=0)
+    if not bool(differs.any()):
+        return
+    name = named[int(differs.int().argmax())][0]
+    column = sums[:, int(differs.int().argmax())]
+    ranks = [rank for rank in range(group.world_size) if column[rank] != column[0]]
+    raise RuntimeError(
+        f"{int(differs.sum())} of {len(named)} parameters differ between the ranks before the first step, "
+        f"the first is {name}: rank {ranks} not as rank 0; load the same weights on every rank, after "
+        "prepare() and before training"
+    )
+
+
+def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
+    values = parameter.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

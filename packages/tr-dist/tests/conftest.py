@@ -1,0 +1,17 @@
+import os
+
+import pytest
+import torch
+
+LAUNCH_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE"),
+    *("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TR_RENDEZVOUS_FILE", "CUDA_VISIBLE_DEVICES"),
+    *("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_no_launcher(monkeypatch):
+    torch.set_num_threads(1)
+    for name in [*LAUNCH_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,176 @@
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tr_dist import DDP, LaunchEnvironment, ProcessGroup
+from tr_dist.testing import run_ranks
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.used(self.body(x))
+
+
+def _step(model, strategy, forward=None):
+    with strategy.accumulate(model, sync=True):
+        strategy.backward((forward or model)(torch.ones(1, 2)).sum())
+
+
+def _train_two_heads(find_unused_parameters):
+    with DDP(use_cpu=True, find_unused_parameters=find_unused_parameters) as strategy:
+        model = strategy.prepare(TwoHeads())
+        for _ in range(2):
+            _step(model, strategy)
+        return strategy.unwrap(model).used.weight.grad is not None
+
+
+def test_a_parameter_without_gradient_is_an_error_in_the_very_first_step():
+    with pytest.raises(RuntimeError) as caught:
+        run_ranks(_train_two_heads, 2, False)
+    assert str(caught.value).startswith(
+        "2 of 6 trainable parameters (unused.weight, unused.bias) got no gradient from the last micro-batch"
+    )
+    assert "--ddp_find_unused_parameters true" in str(caught.value)
+
+
+def test_a_parameter_without_gradient_is_found_when_that_is_asked_for():
+    assert run_ranks(_train_two_heads, 2, True) == [True, True]
+
+
+def _go_round_the_wrapper():
+    with DDP(use_cpu=True) as strategy:
+        inner = nn.Linear(2, 1)
+        _step(strategy.prepare(inner), strategy, forward=inner)
+
+
+def test_a_forward_round_the_prepared_module_is_an_error():
+    with pytest.raises(RuntimeError, match=r"no forward went through the module that prepare\(\) returned"):
+        run_ranks(_go_round_the_wrapper, 2)
+
+
+def test_a_micro_batch_without_backward_is_an_error():
+    with DDP(use_cpu=True) as strategy:
+        model = strategy.prepare(nn.Linear(2, 1))
+        with (
+            pytest.raises(RuntimeError, match="ended without a backward.*call backward"),
+            strategy.accumulate(model, sync=True),
+        ):
+            model(torch.ones(1, 2))
+
+
+def test_an_error_in_a_micro_batch_is_not_replaced_by_another():
+    with DDP(use_cpu=True) as strategy:
+        model = strategy.prepare(nn.Linear(2, 1))
+        with pytest.raises(KeyError, match="mine"), strategy.accumulate(model, sync=True):
+            raise KeyError("mine")
+
+
+def _differ_after_prepare():
+    with DDP(use_cpu=True) as strategy:
+        model = strategy.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+        with torch.no_grad():
+            strategy.unwrap(model)[1].weight += 1e-7 * strategy.rank
+        _step(model, strategy)
+
+
+def test_weights_that_differ_before_the_first_step_are_an_error():
+    with pytest.raises(
+        RuntimeError, match=r"1 of 4 parameters differ .* the first is 1\.weight: rank \[1\] not as rank 0"
+    ):
+        run_ranks(_differ_after_prepare, 2)
+
+
+def _every_dtype():
+    module = nn.Module()
+    for number, dtype in enumerate((torch.float64, torch.bfloat16, torch.float16, torch.complex64)):
+        module.register_parameter(f"p{number}", nn.Parameter(torch.ones(3, 2, dtype=dtype).t()))
+    with DDP(use_cpu=True) as strategy:
+        model = strategy.prepare(module)
+        with strategy.accumulate(model, sync=False):
+            return True
+
+
+def test_weights_of_every_dtype_and_layout_are_compared():
+    assert run_ranks(_every_dtype, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 1).requires_grad_(False), r"Linear has no trainable parameter \(2 in all, 2 frozen\)"),
+        (nn.ReLU(), r"ReLU has no trainable parameter \(0 in all, 0 frozen\)"),
+        (nn.Linear(2, 1, device="meta"), r"2 parameters of Linear are on the meta device \(weight, bias\)"),
+        (nn.DataParallel(nn.Linear(2, 1)), "wrapped in DataParallel already; give prepare"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(model, message):
+    with DDP(use_cpu=True) as strategy, pytest.raises(ValueError, match=message):
+        strategy.prepare(model)
+
+
+def test_a_model_on_another_accelerator_is_refused():
+    from tr_dist.replica import check_trainable
+
+    class Elsewhere(nn.Linear):
+        def named_parameters(self, *args, **kwargs):  # no second accelerator is at hand: only its name is
+            yield "weight", type("P", (), {"requires_grad": True, "device": torch.device("cuda", 1)})()
+
+    with pytest.raises(ValueError, match="has 1 parameters on cuda:1, but this rank computes on cuda:0"):
+        check_trainable(Elsewhere(2, 1), torch.device("cuda", 0))
+
+
+def test_accumulating_on_another_module_is_refused():
+    with DDP(use_cpu=True) as strategy, pytest.raises(TypeError, match=r"prepare\(\) returned, not Linear"):
+        strategy.accumulate(nn.Linear(2, 1), sync=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "fp16"}, "precision='fp16' needs an accelerator"),
+        ({"precision": "fp8"}, "precision='fp8' is not known; choose no, bf16 or fp16"),
+        ({"backend": "smoke"}, "this torch has no 'smoke'; it has .*gloo"),
+        ({"timeout_s": 0}, "timeout_s=0 must be positive"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DDP(use_cpu=True, **arguments)
+
+
+def test_nccl_on_the_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    with pytest.raises(ValueError, match="backend='nccl' carries CUDA tensors only, and this rank computes on cpu"):
+        ProcessGroup(LaunchEnvironment(), torch.device("cpu"), backend="nccl")
+
+
+def _ask_for_another_rank():
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(os.environ["TR_RENDEZVOUS_FILE"], 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    if rank == 0:
+        return ""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0"  # as a launcher does that sets them alike on every rank
+    with pytest.raises(RuntimeError) as caught:
+        DDP(use_cpu=True)
+    return str(caught.value)
+
+
+def test_a_group_that_contradicts_the_environment_is_refused():
+    _, second = run_ranks(_ask_for_another_rank, 2)
+    assert second.startswith("the process group has rank 1 of 2, but the launch environment says rank 0 of 2")
+
+
+def test_an_existing_group_of_another_backend_is_refused():
+    with (
+        DDP(use_cpu=True),
+        pytest.raises(RuntimeError, match="the process group that exists has backend .*gloo.*, not fake"),
+    ):
+        DDP(use_cpu=True, backend="fake")

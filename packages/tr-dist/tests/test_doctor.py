@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from tr_dist import doctor
+
+
+def test_doctor_prints_what_there_is_and_finds_no_problem(capsys):
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "cpu: computes" in printed
+    assert "gloo: in this torch" in printed
+    assert f"torch {torch.__version__}" in printed
+    assert "no launcher: a training run started here is one process" in printed
+    assert printed.endswith("no problems found\n")
+
+
+def test_doctor_shows_who_this_process_is(capsys, monkeypatch):
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "CUDA_VISIBLE_DEVICES=''" in printed
+    assert "environment: rank 1 of 2, local rank 1, meeting at localhost:29500, restart 0" in printed
+
+
+def test_doctor_names_every_problem_of_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert doctor.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "problems\n  WORLD_SIZE not set beside RANK=0" in printed
+
+
+def test_doctor_names_too_few_devices(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor.main([]) == 1
+    assert "LOCAL_RANK=0 has no CUDA device" in capsys.readouterr().out
+
+
+def test_doctor_explains_itself(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--help"])
+    assert "communication backends" in capsys.readouterr().out

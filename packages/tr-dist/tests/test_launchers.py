@@ -1,0 +1,107 @@
+"""Start real processes by real launchers. TR_DIST_EXITS says how often a clean end is tried (default 2)."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "scripts" / "train_and_end.py"
+TRIES = int(os.environ.get("TR_DIST_EXITS", "2"))
+LIMIT_S = 120
+
+
+def _torchrun(*arguments, cwd):
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _start_ranks(how):
+    """Start two ranks by hand; return their exit codes and what they wrote to stderr."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), how],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("how", ["close", "close_and_delete", "nothing"])
+def test_processes_end_cleanly_every_time(how):
+    for _ in range(TRIES):
+        assert _start_ranks(how)[0] == [0, 0]
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("how", ["raise", "raise_and_linger"])
+def test_a_failing_rank_ends_all_with_its_traceback(how):
+    codes, errors = _start_ranks(how)
+    assert codes == [1, 1]
+    assert "ArithmeticError: rank 1 fails in step 10" in errors[1]
+    assert "ArithmeticError" not in errors[0]
+
+
+def _readme_example(heading_word):
+    blocks = re.findall(r"```python\n(.*?)```", (HERE.parent / "README.md").read_text(), flags=re.DOTALL)
+    return next(block for block in blocks if heading_word in block)
+
+
+@pytest.mark.launcher
+def test_the_readmes_loop_trains_alike_alone_and_under_torchrun(tmp_path):
+    (tmp_path / "loop.py").write_text(_readme_example("strategy.accumulate"))
+    alone = subprocess.run(
+        [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    both = _torchrun("--standalone", "--nproc-per-node", 2, "loop.py", cwd=tmp_path)
+    assert both.returncode == 0, both.stderr
+    assert alone.stdout.startswith("1 processes, loss ")
+    assert both.stdout.startswith("2 processes, loss ")
+    assert alone.stdout.split("loss")[1] == both.stdout.split("loss")[1]
+
+
+def test_the_readmes_test_example_runs(tmp_path):
+    (tmp_path / "total.py").write_text(_readme_example("run_ranks"))
+    subprocess.run([sys.executable, "total.py"], cwd=tmp_path, timeout=LIMIT_S, check=True)
+
+
+RESTARTED = """
+import os, torch
+from tr_dist import DDP
+with DDP(use_cpu=True) as strategy:
+    strategy.sum(torch.ones(1))
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and strategy.rank == 1:
+        os._exit(9)
+    total = int(strategy.sum(torch.ones(1)))
+print(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']} has {total} ranks", flush=True)
+"""
+
+
+@pytest.mark.launcher
+def test_a_job_that_torchrun_restarts_meets_again(tmp_path):
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    place = ("--master-addr", "127.0.0.1", "--master-port", _free_port())
+    done = _torchrun("--nproc-per-node", 2, "--max-restarts", 1, *place, "restarted.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("restart 1 has 2 ranks") == 2

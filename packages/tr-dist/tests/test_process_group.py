@@ -1,0 +1,104 @@
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tr_dist import DDP, LaunchEnvironment, ProcessGroup
+from tr_dist.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_the_group_is_left_when_the_last_object_leaves():
+    first, second = DDP(use_cpu=True), DDP(use_cpu=True)
+    first.close()
+    first.close()
+    assert dist.is_initialized()
+    assert second.gather_objects(1) == [1]
+    second.close(failed=True)
+    assert not dist.is_initialized()
+
+
+def test_a_group_that_somebody_else_made_is_not_destroyed():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with DDP(use_cpu=True) as strategy:
+            assert strategy.world_size == 1
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def _join_again():
+    totals = []
+    for _ in range(3):
+        with DDP(use_cpu=True) as strategy:
+            totals.append(int(strategy.sum(torch.tensor(strategy.rank + 1))))
+    return totals
+
+
+def test_ranks_can_join_again_after_leaving():
+    assert run_ranks(_join_again, 2) == [[3, 3, 3]] * 2
+
+
+def _leave_alone(failed):
+    strategy = DDP(use_cpu=True)
+    started = time.monotonic()
+    if strategy.rank == 0:
+        strategy.close(failed=failed)
+        return time.monotonic() - started
+    time.sleep(3)
+    if not failed:
+        strategy.close()
+    return None
+
+
+def test_a_failed_rank_waits_for_nobody_and_a_sound_one_for_all():
+    assert run_ranks(_leave_alone, 2, True)[0] < 2
+    assert run_ranks(_leave_alone, 2, False)[0] > 2
+
+
+def test_a_backend_that_cannot_be_left_is_abandoned(monkeypatch):
+    from tr_dist import process_group
+
+    release = threading.Event()
+    destroy = dist.destroy_process_group
+    strategy = DDP(use_cpu=True)
+    monkeypatch.setattr(process_group, "_FAILED_DESTROY_S", 0.1)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: (release.wait(30), destroy()))
+    strategy.close(failed=True)
+    assert ProcessGroup._stuck
+    release.set()
+    deadline = time.monotonic() + 30
+    while dist.is_initialized() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    monkeypatch.setattr(ProcessGroup, "_stuck", False)
+    assert not dist.is_initialized()
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = LaunchEnvironment(world_size=2, master_addr="127.0.0.1", master_port=port)
+        with pytest.raises(ConnectionError, match=f"rank 0 of 2 cannot serve 127.0.0.1:{port}: the port is taken"):
+            ProcessGroup(environment, CPU)
+
+
+def test_a_missing_rank_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = LaunchEnvironment(world_size=2, master_addr="127.0.0.1", master_port=port)
+    with pytest.raises(ConnectionError, match=rf"rank 0 of 2 waited 1 s at 127.0.0.1:{port} .*1/2 clients joined"):
+        ProcessGroup(environment, CPU, timeout_s=1)
+
+
+def test_a_rank_that_does_not_come_to_a_meeting_by_file_is_named(tmp_path):
+    environment = LaunchEnvironment(world_size=2, rendezvous_file=str(tmp_path / "meet"))
+    with pytest.raises(ConnectionError, match=r"rank 0 of 2 met at file .*meet, but could not connect to the others"):
+        ProcessGroup(environment, CPU, timeout_s=1)

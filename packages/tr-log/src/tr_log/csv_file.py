@@ -1,0 +1,92 @@
+"""Keep the log entries of a run in `metrics.csv`, one row each, for spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tr_log.line_file import LineFile
+from tr_log.plain import plain
+from tr_log.run_file import Entry, RunFile, entries_until
+
+
+class CsvFile(RunFile):
+    """A trainer callback that writes one row for each log entry, on the main process.
+
+    There is a column for every name that was ever logged, `step` first; an entry with a new name has the
+    whole file written anew, which happens a handful of times in a run. The rows are kept in memory for that.
+
+    Args:
+        name: the file's name in the output folder.
+    """
+
+    def __init__(self, name: str = "metrics.csv") -> None:
+        super().__init__(name)
+        self._rows: list[Entry] | None = None
+        self._columns: list[str] = []
+        self._unplaced: list[Entry] = []
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> CsvFile:
+        """Return one for a trainer with these arguments; their `output_dir` is read when it is needed."""
+        return cls()
+
+    def append(self, file: LineFile, entry: dict[str, Any]) -> None:
+        """Add one row, and columns for its new names."""
+        self._unplaced.append(entry)
+        try:
+            rows = self._known(file)
+        except OSError as error:  # never write over rows that could not be read
+            file.report(error)
+            return
+        while self._unplaced:
+            row = self._unplaced.pop(0)
+            rows.append(row)
+            if set(row) <= set(self._columns):
+                file.append(_line(row, self._columns))
+            else:
+                self._columns = _columns(rows)
+                file.replace(_table(rows, self._columns))
+
+    def wind_back(self, file: LineFile, step: int, history: Sequence[Entry]) -> tuple[int, int]:
+        """Leave the rows that were there when the checkpoint of `step` was written."""
+        self.forget()
+        before = self._known(file)
+        kept = entries_until(before, step, history)
+        if kept != before:
+            self._rows, self._columns = list(kept), _columns(kept)
+            file.replace(_table(kept, self._columns))
+        return len(kept), len(before)
+
+    def forget(self) -> None:
+        """Drop the rows in memory: the file holds another run's."""
+        self._rows, self._columns = None, []
+
+    def _known(self, file: LineFile) -> list[Entry]:
+        if self._rows is None:
+            lines = file.read()
+            self._rows = [
+                {name: text for name, text in row.items() if text} | {"step": int(row["step"])}
+                for row in csv.DictReader(lines)
+                if (row.get("step") or "").isdecimal()
+            ]
+            self._columns = next(csv.reader(lines), [])
+        return self._rows
+
+
+def _columns(rows: Iterable[Entry]) -> list[str]:
+    return list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+
+
+def _table(rows: Iterable[Entry], columns: list[str]) -> list[str]:
+    return [_line(dict(zip(columns, columns, strict=True)), columns), *(_line(row, columns) for row in rows)]
+
+
+def _line(row: Entry, columns: list[str]) -> str:
+    out = io.StringIO()
+    # One row is one line: a line break inside a value would make two of it when a crash is mended.
+    cells = (" ".join(str(plain(row[name])).splitlines()) if name in row else "" for name in columns)
+    csv.writer(out, lineterminator="").writerow(cells)
+    return out.getvalue()

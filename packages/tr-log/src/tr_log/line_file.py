@@ -1,0 +1,170 @@
+"""Append lines to a file so that neither a crash nor a full disk leaves half a line or loses one unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from tr_log.loggers import get_logger
+
+logger = get_logger(__name__)
+
+
+class LineFile:
+    """A text file that grows by whole lines, each with the system when `append` returns.
+
+    A write that fails never raises: it is reported once for each kind of failure, what was to be written
+    waits in memory, and the next `append` tries it again. A process that dies may leave half a line; the next
+    one to append removes it.
+
+    Args:
+        path: the file; it and its folder are made with the first line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._whole: list[str] | None = None  # waits to take the place of all lines, before those that wait
+        self._waiting: list[str] = []
+        self._reported: set[str] = set()
+        self._has_sound_end = False
+
+    def append(self, line: str) -> None:
+        """Add one line, given without its end."""
+        self._waiting.append(line)
+        self._try()
+
+    def replace(self, lines: list[str]) -> None:
+        """Put other lines in the place of all there are, those that wait included.
+
+        A crash leaves either the old or the new ones.
+        """
+        self._whole = lines
+        self._waiting.clear()
+        self._try()
+
+    def close(self) -> None:
+        """Try a last time to write what waits, and say what is lost if that fails."""
+        self._try()
+        if self._waiting or self._whole is not None:
+            logger.warning(
+                "%s could not be brought up to date: the last %d entries are not in it; "
+                "free space or make the folder writable before the next run",
+                self.path,
+                len(self._waiting) + len(self._whole or []),
+            )
+            self._waiting.clear()
+            self._whole = None
+
+    def read(self) -> list[str]:
+        """Return the complete lines; none if there is no file.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+        """
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        return content[: content.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
+
+    def set_aside(self) -> Path | None:
+        """Rename the file to the next free one of `metrics-1.jsonl`, `metrics-2.jsonl`, ...
+
+        Returns:
+            The new path, or None if there was no file or an empty one.
+
+        Raises:
+            OSError: it could not be renamed.
+        """
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return None
+        stem, suffix = self.path.stem, self.path.suffix
+        taken = (p.stem.removeprefix(f"{stem}-") for p in self.path.parent.glob(f"{stem}-*{suffix}"))
+        number = 1 + max((int(text) for text in taken if text.isdecimal()), default=0)
+        aside = self.path.with_name(f"{stem}-{number}{suffix}")
+        self.path.rename(aside)
+        return aside
+
+    def report(self, error: OSError) -> None:
+        """Warn of a failure, unless its kind was reported since the last success."""
+        kind = f"{type(error).__name__} {error.errno}"
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning(
+                "cannot write %s: %s; training goes on, the entries are kept in memory and tried again "
+                "with the next one: free space or make the folder writable",
+                self.path,
+                error.strerror or error,
+            )
+
+    def _try(self) -> None:
+        if self._whole is None and not self._waiting:
+            return
+        try:
+            if self._whole is not None:
+                self._write_whole(self._whole)
+                self._whole = None
+            if self._waiting:
+                self._write("".join(line + "\n" for line in self._waiting))
+                self._waiting.clear()
+        except OSError as error:
+            self.report(error)
+            return
+        if self._reported:
+            logger.info("%s can be written again; no entry is missing", self.path)
+            self._reported.clear()
+
+    def _write_whole(self, lines: list[str]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            with beside.open("wb") as file:
+                file.write(_encoded("".join(line + "\n" for line in lines)))
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.path)
+        finally:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+        self._has_sound_end = True
+
+    def _write(self, text: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened anew each time: a file that was moved away or a remounted disk is not written into blindly.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            if not self._has_sound_end:
+                _cut_half_line(descriptor)
+            size = os.fstat(descriptor).st_size
+            self._has_sound_end = False
+            try:
+                rest = memoryview(_encoded(text))
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, size)
+                raise
+            self._has_sound_end = True
+        finally:
+            os.close(descriptor)
+
+
+def _encoded(text: str) -> bytes:
+    # A lone surrogate has no UTF-8 form; as \udc80 it is still a valid escape in JSON.
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _cut_half_line(descriptor: int) -> None:
+    size = end = os.lseek(descriptor, 0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - 65536)
+        os.lseek(descriptor, begin, os.SEEK_SET)
+        newline = os.read(descriptor, end - begin).rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)

@@ -1,0 +1,72 @@
+"""Send a run's log entries to MLflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tr_log.tracker import Tracker, missing_package, settings
+
+PARAMETERS_A_REQUEST = 100
+LONGEST_PARAMETER = 500
+
+
+class MLflowTracker(Tracker):
+    """A trainer callback that records in an MLflow run.
+
+    A run that the script has started itself is used and left open. Otherwise one is started under the
+    arguments' `run_name` and ended with the training, as failed if that was; an evaluation afterwards opens
+    it again. Everything else is steered by MLflow's own environment variables (MLFLOW_TRACKING_URI,
+    MLFLOW_EXPERIMENT_NAME, ...).
+
+    Raises:
+        ImportError: the package mlflow is not installed.
+    """
+
+    name = "mlflow"
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            import mlflow
+        except ImportError as error:
+            raise missing_package("mlflow", "mlflow") from error
+        self._mlflow: Any = mlflow
+        self._run_id: str | None = None
+        self._is_own = False
+        self._status = "FINISHED"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin another run than that of an earlier training."""
+        self._end(failed=False)
+        self._run_id, self._status = None, "FINISHED"
+        super().on_train_begin(args, state, control, model=model, **kwargs)
+
+    def open(self, args: Any, state: Any, model: Any) -> None:
+        """Start a run, open this training's again, or take the one there is."""
+        active = self._mlflow.active_run()
+        self._is_own = active is None
+        if self._run_id is not None and active is None:
+            self._mlflow.start_run(run_id=self._run_id)
+            return
+        run = self._mlflow.start_run(run_name=getattr(args, "run_name", None)) if active is None else active
+        self._run_id = run.info.run_id
+        self._log_settings(settings(args, model))
+
+    def record(self, step: int, numbers: dict[str, float]) -> None:
+        """Log numbers at the step."""
+        self._mlflow.log_metrics(numbers, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        """End a run that this tracker started."""
+        if failed:
+            self._status = "FAILED"  # and remains so after a later evaluation
+        if self._is_own:
+            self._mlflow.end_run(self._status)
+
+    def _log_settings(self, known: dict[str, Any]) -> None:
+        items = [(name, str(value)[:LONGEST_PARAMETER]) for name, value in known.items()]
+        for first in range(0, len(items), PARAMETERS_A_REQUEST):
+            try:
+                self._mlflow.log_params(dict(items[first : first + PARAMETERS_A_REQUEST]))
+            except self._mlflow.exceptions.MlflowException as error:  # a setting that the run has with another value
+                self._report(error)

@@ -1,0 +1,179 @@
+"""Show how training, evaluation and prediction go: bars on a terminal, one plain line a log elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from tr_log import wording
+from tr_log.bars import Bar, open_bar
+from tr_log.pace import Pace
+from tr_log.progress import length
+from tr_log.screen import Screen
+from tr_log.terminal import is_terminal, write_line
+from tr_log.terminal_bar import TerminalBar
+
+ON_THE_BAR = ("loss", "learning_rate")
+
+
+class ProgressCallback:
+    """A trainer callback that shows progress on the main process, unless the arguments say `disable_tqdm`.
+
+    On a terminal there is a bar for the training and, while it lasts, one for an evaluation or prediction;
+    log lines stand above them. In a file, a pipe or on a build server there are no bars, but one line for
+    each log: `step 120/500 (24%)  loss 0.4321  grad_norm 1.2  lr 4.1e-05  epoch 0.48  3.2 it/s  eta 2:03`.
+    The speed is that since the last line, without evaluations; the time left counts everything.
+
+    Args:
+        stream: where to show it; None is whatever `sys.stderr` is when it is needed.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._given_stream = stream
+        self._pace: Pace | None = None
+        self._training: TerminalBar | None = None
+        self._passing: Bar | None = None  # an evaluation's or prediction's
+        self._summary: Mapping[str, Any] = {}
+        self._shown: frozenset[str] = frozenset()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what is about to be done, and put up the bar."""
+        self._close()
+        if not _is_shown(args, state):
+            return
+        stream = self._stream()
+        self._pace = Pace(state.global_step, state.max_steps)
+        self._summary = {}
+        self._write(_beginning(state))
+        if is_terminal(stream):
+            self._training = TerminalBar(Screen.on(stream), "training", self._pace.total, completed=state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the bar, where there is one."""
+        if self._training is not None:
+            self._training.move_to(state.global_step)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Move the bar of an evaluation or prediction; the first batch puts it up."""
+        if self._passing is None:
+            if not _is_shown(args, state):
+                return
+            self._passing = open_bar(self._stream(), "evaluating", length(eval_dataloader))
+        self._passing.advance()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write what was logged as one line; the last entry of a training waits for its end."""
+        if not logs or not _is_shown(args, state):
+            return
+        if "train_runtime" in logs:
+            self._summary = dict(logs)
+        elif "loss" in logs or not _evaluation_runtime_s(logs):
+            self._write_training(state, logs)
+        else:
+            self._close_passing()
+            self._write_evaluation(state, logs)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Take the evaluation's bar away, and write its metrics if they were not logged."""
+        self._close_passing()
+        if metrics and _is_shown(args, state) and not self._shown.issuperset(metrics):
+            self._write_evaluation(state, metrics)
+        self._shown = frozenset()
+
+    def on_predict(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Take the prediction's bar away and write its metrics."""
+        self._close_passing()
+        if metrics and _is_shown(args, state):
+            self._write("  ".join(["prediction", *wording.evaluation(metrics)]))
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, error: BaseException | None = None, **kwargs: Any
+    ) -> None:
+        """Take all bars away and say how the training ended."""
+        pace, self._pace = self._pace, None
+        self._close()
+        if pace is not None:
+            self._write(_ending(state, pace, self._summary, error))
+
+    def _write_training(self, state: Any, logs: Mapping[str, Any]) -> None:
+        total = self._pace.total if self._pace is not None else None
+        pieces = [f"step {wording.position(state.global_step, total)}", *wording.entry(logs)]
+        if self._training is not None:
+            self._training.note = wording.entry({k: logs[k] for k in ON_THE_BAR if k in logs})
+        elif self._pace is not None:
+            rate, eta_s = self._pace.rate(state.global_step), self._pace.eta_s(state.global_step)
+            pieces += [wording.speed(rate)] if rate else []
+            pieces += [f"eta {wording.duration(eta_s)}"] if eta_s is not None else []
+        self._write("  ".join(pieces))
+
+    def _write_evaluation(self, state: Any, logs: Mapping[str, Any]) -> None:
+        if self._pace is not None:
+            self._pace.exclude(_evaluation_runtime_s(logs))
+        total = self._pace.total if self._pace is not None else None
+        where = [f"step {wording.position(state.global_step, total)}"] if state.global_step else []
+        self._write("  ".join([*where, "evaluation", *wording.evaluation(logs)]))
+        self._shown = frozenset(logs)
+
+    def _stream(self) -> TextIO:
+        return self._given_stream if self._given_stream is not None else sys.stderr
+
+    def _write(self, line: str) -> None:
+        # While bars are drawn `sys.stderr` itself puts the line above them; a stream that was given
+        # needs the bar's.
+        if self._training is not None:
+            self._training.write(line)
+        else:
+            write_line(self._stream(), line)
+
+    def _close_passing(self) -> None:
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
+
+    def _close(self) -> None:
+        self._close_passing()
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+
+def _is_shown(args: Any, state: Any) -> bool:
+    return state.is_world_process_zero and not args.disable_tqdm
+
+
+def _evaluation_runtime_s(logs: Mapping[str, Any]) -> float:
+    return next((float(logs[name]) for name in logs if name.endswith("_runtime")), 0.0)
+
+
+def _beginning(state: Any) -> str:
+    steps = _count(state.max_steps, "step") if state.max_steps > 0 else "an open number of steps"
+    if state.global_step:
+        return f"training goes on at step {state.global_step} of {steps}"
+    return f"training for {steps}, {_count(state.num_train_epochs, 'epoch')}"
+
+
+def _count(number: float, unit: str) -> str:
+    return f"{wording.value(number)} {unit}" + ("" if number == 1 else "s")
+
+
+def _ending(state: Any, pace: Pace, summary: Mapping[str, Any], error: BaseException | None) -> str:
+    step, took = state.global_step, wording.duration(pace.elapsed_s)
+    if error is None and (pace.total is None or step >= pace.total):
+        pieces = [f"training finished  {_count(step, 'step')} in {took}"]
+    else:
+        cause = f" by {type(error).__name__}" if error is not None else ""
+        pieces = [f"training stopped{cause} at step {wording.position(step, pace.total)} after {took}"]
+    rate = pace.mean_rate(step)
+    pieces += [wording.speed(rate)] if rate else []
+    if "train_samples_per_second" in summary:
+        pieces.append(f"{wording.value(summary['train_samples_per_second'])} samples/s")
+    if "train_loss" in summary:
+        pieces.append(f"train_loss {wording.value(summary['train_loss'])}")
+    return "  ".join(pieces)

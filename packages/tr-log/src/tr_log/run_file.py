@@ -1,0 +1,127 @@
+"""Tie a file of log entries to a run: kept aside by the next run, wound back by a resumed one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tr_log.line_file import LineFile
+from tr_log.loggers import get_logger
+
+logger = get_logger(__name__)
+
+Entry = Mapping[str, Any]
+
+
+class RunFile(ABC):
+    """A trainer callback that keeps a run's log entries in a file of the output folder, on the main process.
+
+    The file is a function of the run: a resumed run leaves what one that never stopped would have left, so
+    entries from after the resumed step are dropped. A new run in the same folder keeps the old file as
+    `NAME-1.EXT` and so on. A resume of a finished run leaves the file alone.
+
+    Args:
+        name: the file's name in the output folder.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._file: LineFile | None = None
+        self._is_new = False
+
+    @abstractmethod
+    def append(self, file: LineFile, entry: dict[str, Any]) -> None:
+        """Add one entry, its `step` first."""
+
+    @abstractmethod
+    def wind_back(self, file: LineFile, step: int, history: Sequence[Entry]) -> tuple[int, int]:
+        """Leave the entries that were there when the checkpoint of `step` was written.
+
+        Returns:
+            How many entries are left, and how many there were.
+
+        Raises:
+            OSError: the file could not be read.
+        """
+
+    def forget(self) -> None:  # noqa: B027 - most files have nothing to forget
+        """Drop what is remembered about the entries of an earlier run."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring the file of an earlier run to where this one starts."""
+        if not state.is_world_process_zero:
+            return
+        file = self._file_in(args)
+        try:
+            if state.global_step == 0:
+                self._start(file)
+            elif not 0 < state.max_steps <= state.global_step:
+                self._resume(file, state)
+        except OSError as error:
+            file.report(error)
+        self._is_new = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Entry | None = None, **kwargs: Any) -> None:
+        """Append the entry."""
+        if logs and state.is_world_process_zero:
+            entry = {name: logs[name] for name in logs if name != "step"}
+            self.append(self._file_in(args), {"step": state.global_step} | entry)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write what could not be written before, if it can be now."""
+        if self._file is not None:
+            self._file.close()
+
+    def _file_in(self, args: Any) -> LineFile:
+        path = Path(args.output_dir) / self.name
+        if self._file is None or self._file.path != path:
+            self._file = LineFile(path)
+            self._is_new = not path.exists()
+            self.forget()
+        return self._file
+
+    def _start(self, file: LineFile) -> None:
+        # An evaluation before the training is part of the run, and then the file is this run's own already.
+        if self._is_new:
+            return
+        self.forget()
+        aside = file.set_aside()
+        if aside is not None:
+            logger.info("what an earlier run in this folder logged is kept as %s", aside)
+
+    def _resume(self, file: LineFile, state: Any) -> None:
+        left, before = self.wind_back(file, state.global_step, state.log_history)
+        if left != before:
+            logger.info(
+                "%s goes on from step %d: %d entries instead of %d",
+                file.path,
+                state.global_step,
+                left,
+                before,
+            )
+
+
+def entries_until(entries: Sequence[Entry], step: int, history: Sequence[Entry]) -> list[Entry]:
+    """Return the entries that had been logged when the checkpoint of `step` was written.
+
+    Args:
+        entries: what the file holds, in order.
+        step: the checkpoint's step.
+        history: the `log_history` that the checkpoint holds. Where it has more entries than the file (another
+            folder, a lost disk) it is returned instead; where it is empty it tells nothing.
+    """
+    history = [entry for entry in history if "step" in entry]
+    # At the step itself some entries came after the checkpoint (an epoch's end, a summary): they are
+    # logged again.
+    here = sum(entry["step"] == step for entry in history) if history else len(entries)
+    kept: list[Entry] = []
+    for entry in entries:
+        if entry["step"] == step:
+            here -= 1
+        if entry["step"] < step or (entry["step"] == step and here >= 0):
+            kept.append(entry)
+    if len(kept) < len(history):
+        return [{"step": entry["step"]} | dict(entry) for entry in history]
+    return kept

@@ -1,0 +1,157 @@
+"""Send a run's log entries to an experiment tracker."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Self
+
+from tr_log.loggers import get_logger
+from tr_log.once import warning_once
+from tr_log.plain import plain
+
+logger = get_logger(__name__)
+
+
+class Tracker(ABC):
+    """A trainer callback that keeps a tracker open on the main process while a training lasts.
+
+    A tracker that cannot be opened is an error at once. One that fails later costs its entries, not the
+    training: the first failure of each kind is a warning, and the number of entries lost is told at the end.
+    An entry outside a training, such as an evaluation after it, opens the tracker again.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._in_training = False
+        self._failures: set[str] = set()
+        self._lost = 0
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> Self:
+        """Return one for a trainer with these arguments, which are read when it is opened."""
+        return cls()
+
+    @abstractmethod
+    def open(self, args: Any, state: Any, model: Any) -> None:
+        """Begin to record, and record the settings; `model` may be None."""
+
+    @abstractmethod
+    def record(self, step: int, numbers: dict[str, float]) -> None:
+        """Record numbers under their names in the tracker, as `tracker_name` gives them."""
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """Finish what was recorded; `failed` says that the training ends by an exception."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Open the tracker."""
+        if state.is_world_process_zero:
+            self._end(failed=False)
+            self.open(args, state, model)
+            self._is_open = self._in_training = True
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Mapping[str, Any] | None = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record the entry's numbers."""
+        if not logs or not state.is_world_process_zero:
+            return
+        if not self._is_open:
+            self.open(args, state, model)
+            self._is_open = True
+        try:
+            self.record(state.global_step, self._numbers(logs))
+        except Exception as error:
+            self._lost += 1
+            self._report(error)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the tracker after an evaluation outside a training, which no other event will do."""
+        if not self._in_training:
+            self._end(failed=False)
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, error: BaseException | None = None, **kwargs: Any
+    ) -> None:
+        """Close the tracker; `error`, or an exception on its way through the caller, marks the training as failed."""
+        self._in_training = False
+        self._end(failed=error is not None or sys.exc_info()[0] is not None)
+
+    def _end(self, *, failed: bool) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self.close(failed=failed)
+        except Exception as error:
+            self._report(error)
+        if self._lost:
+            logger.warning("%s: %d log entries were not recorded; metrics.jsonl has them", self.name, self._lost)
+            self._lost = 0
+
+    def _numbers(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        numbers = {}
+        for key in logs:
+            item = plain(logs[key])
+            if isinstance(item, int | float):
+                numbers[tracker_name(key)] = float(item)
+            else:
+                warning_once(logger, "%s takes numbers only: %r of the log is left out", self.name, key)
+        return numbers
+
+    def _report(self, error: Exception) -> None:
+        kind = type(error).__name__
+        if kind not in self._failures:
+            self._failures.add(kind)
+            logger.warning("%s could not record: %s: %s; training goes on without it", self.name, kind, error)
+
+
+def tracker_name(key: str) -> str:
+    """Return the name of a log key in a tracker: `eval_loss` is `eval/loss`, `test_f1` is `test/f1`.
+
+    Any other goes under `train/`.
+    """
+    for part in ("eval", "test"):
+        if key.startswith(f"{part}_"):
+            return f"{part}/{key.removeprefix(f'{part}_')}"
+    return f"train/{key}"
+
+
+def settings(args: Any, model: Any = None) -> dict[str, Any]:
+    """Return what a tracker records of a run: the arguments, and as `model/...` the model's configuration.
+
+    Values are numbers, strings, booleans or None. Access tokens are left out.
+    """
+    for method in ("to_sanitized_dict", "to_dict"):
+        if callable(getattr(args, method, None)):
+            known = getattr(args, method)()
+            break
+    else:
+        known = vars(args)
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "to_dict", None)):
+        known = dict(known) | {f"model/{key}": value for key, value in config.to_dict().items()}
+    return {
+        key: value if isinstance(value, bool | int | float | str) or value is None else str(value)
+        for key, value in known.items()
+        if not key.startswith("_") and not key.endswith("_token")
+    }
+
+
+def missing_package(package: str, extra: str) -> ImportError:
+    """Return the error for a tracker whose package is not installed."""
+    return ImportError(
+        f"report_to names {extra!r}, but the package {package} is not installed: "
+        f"run `pip install 'tr-log[{extra}]'`, or take {extra} out of report_to",
+        name=package,
+    )

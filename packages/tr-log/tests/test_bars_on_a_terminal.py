@@ -1,0 +1,232 @@
+"""What a person sees: each test runs a program in a pseudo-terminal and looks at the display it leaves."""
+
+import pytest
+
+pytest.importorskip("pty", reason="needs pseudo-terminals")
+
+TRAINING = """
+import sys, time, logging
+from loop import Loop
+from tr_log import ProgressCallback, get_logger
+loop = Loop([ProgressCallback()], "unused", max_steps=40, pause=lambda: time.sleep(0.008))
+{before}
+loop.train(logging_steps=10, eval_steps=20{how})
+{after}
+"""
+
+
+def training(terminal, before="", how="", after="", **settings):
+    return terminal.run(TRAINING.format(before=before, how=how, after=after), **settings)
+
+
+@pytest.fixture(scope="module")
+def display(terminal):
+    """The display after one plain training."""
+    return training(terminal)
+
+
+def test_log_lines_stay_and_bars_are_taken_away(display):
+    lines = display.shown
+    assert lines[0] == "training for 40 steps, 2 epochs"
+    assert lines[1] == "step 10/40 (25%)  loss 0.1  grad_norm 1.25  lr 0.0001  epoch 0.5"
+    assert lines[3] == "step 20/40 (50%)  evaluation  eval_loss 0.04762  epoch 1  0.5 s, 64 samples/s"
+    assert lines[7].startswith("training finished  40 steps in 0:0")
+    assert lines[7].endswith("32 samples/s  train_loss 0.5")
+    assert len(lines) == 8
+    assert display.code == 0
+
+
+def test_the_bar_shows_position_speed_time_left_loss_and_learning_rate(display):
+    bars = [frame for frame in display.frames if frame.startswith("training ") and "━" in frame]
+    assert any(" 40/40  100%" in bar for bar in bars)
+    later = next(bar for bar in bars if "loss" in bar)
+    for piece in ("━", "─", "/40  ", "%  ", " it/s", "eta 0:0", "loss 0.1", "lr 0.0001"):
+        assert piece in later
+
+
+def test_an_evaluation_has_a_bar_of_its_own_below_that_of_the_training(display):
+    evaluating = [frame for frame in display.frames if frame.startswith("evaluating ")]
+    assert any("0/3  0%" in frame for frame in evaluating)
+    assert not any("evaluating" in line for line in display.lines)
+
+
+def test_the_cursor_is_given_back(display):
+    assert "\x1b[?25l" in display.output
+    assert display.cursor_is_shown
+
+
+def test_an_error_in_the_training_takes_the_bars_away_before_the_traceback(terminal):
+    display = training(terminal, how=", stop_at=15, error=KeyError('boom')")
+    lines = display.shown
+    stopped = next(
+        i for i, line in enumerate(lines) if line.startswith("training stopped by KeyError at step 15/40 (37%) after")
+    )
+    assert lines[stopped + 1] == "Traceback (most recent call last):"
+    assert lines[-1] == "KeyError: 'boom'"
+    assert display.cursor_is_shown
+    assert not any("━" in line or "─" in line for line in lines)
+
+
+def test_an_error_in_an_evaluation_alone_gives_the_terminal_back_at_exit(terminal):
+    display = terminal.run(
+        "from loop import Loop, Loader\nfrom tr_log import ProgressCallback\n"
+        "loop = Loop([ProgressCallback()], 'unused')\n"
+        "loop.fire('on_prediction_step', eval_dataloader=Loader(5))\n"
+        "raise KeyError('boom')\n"
+    )
+    lines = display.shown
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "KeyError: 'boom'" in lines
+    assert display.cursor_is_shown
+    assert not any("evaluating" in line for line in lines)
+
+
+def test_what_the_script_prints_and_logs_stands_above_the_bar_on_lines_of_its_own(terminal):
+    before = """
+logging.basicConfig(format="%(levelname)s - %(name)s - %(message)s", handlers=[logging.StreamHandler(sys.stdout)])
+def pause():
+    time.sleep(0.008)
+    if loop.state.global_step == 15:
+        print("printed [bold]as it is[/bold] :smile:")
+        logging.getLogger("mine").warning("logged with [rank 1/4]")
+        sys.stderr.write("half a "); sys.stderr.write("line\\n")
+        sys.stderr.write("\\r 10% of another bar"); sys.stderr.write("\\r100% of another bar\\n")
+loop.pause = pause
+"""
+    display = training(terminal, before)
+    lines = display.shown
+    first = lines.index("printed [bold]as it is[/bold] :smile:")
+    assert lines[first + 1 : first + 4] == [
+        "WARNING - mine - logged with [rank 1/4]",
+        "half a line",
+        "100% of another bar",
+    ]
+    assert len([line for line in lines if "another bar" in line]) == 1
+
+
+def test_streams_and_handlers_are_what_they_were_after_the_training(terminal):
+    before = "handler = logging.StreamHandler(sys.stdout); logging.getLogger().addHandler(handler); out = sys.stdout"
+    after = "assert sys.stdout is out and handler.stream is out, (sys.stdout, handler.stream); print('the same')"
+    assert "the same" in training(terminal, before, after=after).shown
+
+
+def test_handlers_that_look_their_stream_up_each_time_are_left_alone(terminal):
+    before = "logging.getLogger('mine').addHandler(logging.lastResort)"  # as torch does with its own
+    pause = "\nloop.pause = lambda: (time.sleep(0.008), logging.getLogger('mine').warning('seen'))"
+    display = training(terminal, before + pause, after="logging.getLogger('mine').warning('seen at the end')")
+    assert (display.code, display.shown[-1]) == (0, "seen at the end")
+    assert "seen" in display.shown
+    assert not any("seen" in line and "training" in line for line in display.shown)
+
+
+def test_a_stream_taken_during_the_training_works_after_it(terminal):
+    before = "taken = []\nloop.pause = lambda: (time.sleep(0.008), taken.append(sys.stdout))"
+    display = training(terminal, before, after="taken[20].write('still here\\n')")
+    assert "still here" in display.shown
+
+
+def test_a_forked_worker_prints_without_drawing_bars(terminal):
+    script = """
+import os, sys
+from tr_log import progress_bar
+with progress_bar("working", 10):
+    if os.fork() == 0:
+        print("from the worker", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    output = terminal.run(script).output
+    assert output.count("from the worker") == 1
+    assert "\x1b" not in output.partition("from the worker")[2].partition("\n")[0]
+    assert output.partition("from the worker")[0].count("working") == 1
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_a_bar_never_breaks_the_line_however_narrow_the_terminal(terminal, columns):
+    script = """
+import time
+from tr_log import progress
+for _ in progress(range(30), description="skipping data"):
+    time.sleep(0.008)
+"""
+    display = terminal.run(script, columns=columns)  # the display refuses a character beyond its edge
+    assert any("skipping data" in frame for frame in display.frames)
+    assert display.shown == [""]
+
+
+def test_the_bar_keeps_its_length_while_the_numbers_change(terminal):
+    script = """
+import time
+from tr_log import progress
+for _ in progress(range(40), description="counting"):
+    time.sleep(0.008)
+"""
+    display = terminal.run(script, columns=70)
+    lengths = [frame.count("━") + frame.count("─") for frame in display.frames if "it/s" in frame]
+    assert lengths == sorted(lengths, reverse=True)
+    assert min(lengths) >= 10
+
+
+def test_at_most_ten_drawings_a_second_are_made(terminal):
+    script = """
+import time
+from tr_log import progress
+end = time.perf_counter() + 0.55
+def steps():
+    while time.perf_counter() < end:
+        yield 1
+print(sum(progress(steps(), description="many")) > 1000)
+"""
+    display = terminal.run(script)
+    assert "True" in display.shown
+    assert 2 <= sum(frame.startswith("many ") for frame in display.frames) <= 10
+
+
+def test_work_inside_a_training_is_shown_on_the_same_screen(terminal):
+    before = """
+from tr_log import progress
+def begin(*a, **k):
+    for _ in progress(range(12), description="passing over data"):
+        time.sleep(0.008)
+class Skipping:
+    on_epoch_begin = begin
+loop.callbacks.append(Skipping()); train_begin = loop.callbacks[0].on_train_begin
+loop.callbacks[0].on_train_begin = lambda *a, **k: (train_begin(*a, **k), begin())
+"""
+    display = training(terminal, before)
+    assert any(frame.startswith("passing over data") for frame in display.frames)
+    assert display.shown[1].startswith("step 10/40")
+
+
+def test_where_output_goes_to_a_file_it_still_does_while_a_bar_is_drawn(terminal, tmp_path):
+    before = f"""
+sys.stdout = open({str(tmp_path / "out")!r}, "w", buffering=1)
+loop.pause = lambda: (time.sleep(0.008), print("x"))
+"""
+    display = training(terminal, before)
+    assert set((tmp_path / "out").read_text().split()) == {"x"}
+    assert not any(line.rstrip() == "x" for line in display.lines)
+
+
+@pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
+def test_no_bars_on_a_build_server_or_a_terminal_that_cannot_redraw(terminal, environment):
+    display = training(terminal, environment=environment)
+    assert "\x1b" not in display.output
+    assert "step 40/40 (100%)" in display.output
+
+
+def test_a_terminal_without_unicode_gets_a_plain_bar(terminal):
+    display = training(terminal, environment={"PYTHONIOENCODING": "ascii"})
+    assert display.code == 0
+    assert any("###" in frame and "---" in frame for frame in display.frames)
+
+
+def test_several_evaluations_and_trainings_in_one_process_each_draw_anew(terminal):
+    display = training(
+        terminal,
+        after="loop.evaluate(); loop.evaluate(sized=False); loop.train(logging_steps=20, eval_steps=0)",
+    )
+    lines = display.shown
+    assert sum(line.startswith("training finished") for line in lines) == 2
+    assert sum("evaluation" in line for line in lines) == 4
+    assert display.cursor_is_shown

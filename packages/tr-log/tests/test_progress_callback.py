@@ -1,0 +1,119 @@
+"""What stands in a log file; what is drawn on a terminal is in test_bars_on_a_terminal.py."""
+
+import io
+import re
+
+import pytest
+
+from tr_log import ProgressCallback
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+def lines(stream):
+    return stream.getvalue().splitlines()
+
+
+def test_a_training_is_told_in_one_line_a_log_and_one_at_each_end(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path, max_steps=4).train(logging_steps=2, eval_steps=4)
+    told = lines(stream)
+    assert len(told) == 5
+    assert told[0] == "training for 4 steps, 2 epochs"
+    speed, eta = r"[\d.]+ (it/s|s/it)", r"eta \d:\d\d"
+    assert re.fullmatch(rf"step 2/4 \(50%\)  loss 0.5  grad_norm 1.25  lr 2e-05  epoch 1  {speed}  {eta}", told[1])
+    assert re.fullmatch(rf"step 4/4 \(100%\)  loss 0.25  grad_norm 1.25  lr 4e-05  epoch 2  {speed}", told[2])
+    assert told[3] == "step 4/4 (100%)  evaluation  eval_loss 0.2  epoch 2  0.5 s, 64 samples/s"
+    assert re.fullmatch(rf"training finished  4 steps in \d:\d\d  {speed}  32 samples/s  train_loss 0.5", told[4])
+
+
+def test_a_thousand_steps_leave_as_many_lines_as_logs(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path, max_steps=1000).train(logging_steps=250, eval_steps=500)
+    assert len(lines(stream)) == 1 + 4 + 2 + 1
+
+
+def test_a_resumed_training_says_where_it_goes_on(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path).train(resume=(4, []), eval_steps=0)
+    assert lines(stream)[0] == "training goes on at step 4 of 6 steps"
+    assert lines(stream)[1].startswith("step 5/6 (83%)  loss")
+
+
+def test_a_training_that_fails_says_where_it_stopped(stream, tmp_path, make_loop):
+    with pytest.raises(KeyError):
+        make_loop([ProgressCallback(stream)], tmp_path).train(stop_at=2, error=KeyError("boom"))
+    assert re.fullmatch(
+        r"training stopped by KeyError at step 2/6 \(33%\) after \d:\d\d  [\d.]+ (it/s|s/it)", lines(stream)[-1]
+    )
+
+
+def test_nan_is_shown(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path).log({"loss": float("nan")})
+    assert lines(stream) == ["step 0  loss nan"]
+
+
+def test_an_evaluation_alone_is_one_line(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path).evaluate()
+    assert lines(stream) == ["evaluation  eval_loss 1  epoch 0  0.5 s, 64 samples/s"]
+
+
+def test_metrics_that_were_not_logged_are_written_when_the_evaluation_ends(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path).fire("on_evaluate", metrics={"eval_f1": 0.5})
+    assert lines(stream) == ["evaluation  eval_f1 0.5"]
+
+
+def test_a_prediction_is_one_line(stream, tmp_path, make_loop):
+    loop = make_loop([ProgressCallback(stream)], tmp_path)
+    loop.fire("on_prediction_step", eval_dataloader=range(3))
+    loop.fire("on_predict", metrics={"test_f1": 0.5, "test_runtime": 2.0})
+    assert lines(stream) == ["prediction  test_f1 0.5  2 s"]
+
+
+def test_the_log_entries_are_left_as_they_were(stream, tmp_path, make_loop):
+    logs = {"train_runtime": 1.0, "total_flos": 3.0, "epoch": 1.0}
+    loop = make_loop([ProgressCallback(stream)], tmp_path)
+    loop.fire("on_train_begin")
+    loop.fire("on_log", logs=logs)
+    loop.fire("on_train_end")
+    assert logs == {"train_runtime": 1.0, "total_flos": 3.0, "epoch": 1.0}
+
+
+@pytest.mark.parametrize("settings", [{"main": False}, {"disable_tqdm": True}])
+def test_other_processes_and_a_display_that_is_not_wanted_show_nothing(stream, tmp_path, make_loop, settings):
+    loop = make_loop([ProgressCallback(stream)], tmp_path, **settings).train()
+    loop.fire("on_prediction_step", eval_dataloader=range(3))
+    loop.fire("on_predict", metrics={"test_f1": 0.5})
+    assert stream.getvalue() == ""
+
+
+def test_the_stream_is_looked_up_when_it_is_needed(capsys, tmp_path, make_loop):
+    callback = ProgressCallback()
+    make_loop([callback], tmp_path, max_steps=1).train()
+    assert capsys.readouterr().err.startswith("training for 1 step,")
+
+
+def test_a_reader_that_has_gone_does_not_stop_the_training(tmp_path, make_loop):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    assert make_loop([ProgressCallback(Gone())], tmp_path).train().state.global_step == 6
+
+
+def test_an_open_end_has_no_percentage(stream, tmp_path, make_loop):
+    loop = make_loop([ProgressCallback(stream)], tmp_path, max_steps=0)
+    loop.fire("on_train_begin")
+    loop.state.global_step = 7
+    loop.log({"loss": 0.5})
+    loop.fire("on_train_end")
+    assert lines(stream)[0] == "training for an open number of steps, 2 epochs"
+    assert lines(stream)[1].startswith("step 7  loss 0.5")
+    assert lines(stream)[2].startswith("training finished  7 steps in ")
+
+
+def test_a_training_ended_early_by_itself_names_no_error(stream, tmp_path, make_loop):
+    loop = make_loop([ProgressCallback(stream)], tmp_path)
+    loop.train(stop_at=3, eval_steps=0)
+    loop.fire("on_train_end")
+    assert lines(stream)[-1].startswith("training stopped at step 3/6 (50%) after ")

@@ -1,0 +1,256 @@
+"""Stop a run anywhere and go on: it ends as the run that was left alone, to the last bit."""
+
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 3))
+
+    def forward(self, x, labels):
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def rows(number=41):
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
+
+
+def collate_at_random(samples):
+    """Draws from all three generators, as masking and augmentation do."""
+    features = torch.stack([sample["x"] for sample in samples])
+    features = features + torch.randn_like(features) * random.random() + float(np.random.rand())
+    return {"x": features, "labels": torch.stack([sample["labels"] for sample in samples])}
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Stop
+
+
+def trainer(folder, dataset=None, callbacks=(), **changes):
+    set_seed(7)
+    options = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 3,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "logging_steps": 3,
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "log_level": "error",
+        "use_cpu": True,
+    }
+    args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
+    data = rows() if dataset is None else dataset
+    return Trainer(
+        Network(), args, train_dataset=data, data_collator=collate_at_random, callbacks=list(callbacks), eval_dataset=rows(9)
+    )
+
+
+def fingerprint(finished):
+    """Everything that must be equal: weights, optimizer state, and what was logged of the training itself."""
+    timings = ("runtime", "per_second")
+    history = [
+        {name: value for name, value in entry.items() if not name.endswith(timings)}
+        for entry in finished.state.log_history
+        if "train_loss" not in entry
+    ]
+    weights = [value.clone() for value in finished.model.state_dict().values()]
+    moments = [v for state in finished.optimizer.state_dict()["state"].values() for v in state.values()]
+    return history, weights, moments
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    for mine, theirs in zip(one[1] + one[2], other[1] + other[2], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def run_stopped_at(step, folder, make):
+    with pytest.raises(Stop):
+        make(folder, callbacks=[StopAt(step)]).train()
+    resumed = make(folder)
+    resumed.train(resume_from_checkpoint="auto")
+    return resumed
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_stopped_and_resumed_run_ends_bit_equal(tmp_path, accumulation, workers):
+    def make(folder, **more):
+        return trainer(
+            folder, gradient_accumulation_steps=accumulation, dataloader_num_workers=workers, eval_strategy="epoch", **more
+        )
+
+    alone = make(tmp_path / "alone")
+    alone.train()
+    last = alone.state.max_steps
+    stops = range(1, last) if workers == 0 else (3, last // 2, last - 1)
+    for step in stops:
+        resumed = run_stopped_at(step, tmp_path / f"stopped-{step}", make)
+        assert_same(fingerprint(alone), fingerprint(resumed))
+
+
+def test_zero_and_two_workers_give_the_same_bits(tmp_path):
+    ends = []
+    for workers in (0, 2):
+        run = trainer(tmp_path / str(workers), dataloader_num_workers=workers, save_strategy="no")
+        run.train()
+        ends.append(fingerprint(run))
+    assert_same(*ends)
+
+
+def test_bfloat16_runs_resume_bit_equal(tmp_path):
+    def make(folder, **more):
+        return trainer(folder, bf16=True, **more)
+
+    alone = make(tmp_path / "alone")
+    alone.train()
+    for step in (5, 12, 20):
+        assert_same(fingerprint(alone), fingerprint(run_stopped_at(step, tmp_path / str(step), make)))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_stream_resumes_bit_equal_even_past_its_first_pass(tmp_path, accumulation):
+    def make(folder, **more):
+        return trainer(folder, Stream(), max_steps=25, gradient_accumulation_steps=accumulation, **more)
+
+    alone = make(tmp_path / "alone")
+    alone.train()
+    for step in (1, 5, 11, 12, 18, 24):
+        assert_same(fingerprint(alone), fingerprint(run_stopped_at(step, tmp_path / str(step), make)))
+
+
+def test_resume_of_a_finished_run_does_nothing(tmp_path):
+    finished = trainer(tmp_path)
+    finished.train()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = trainer(tmp_path)
+    output = again.train(resume_from_checkpoint=True)
+    assert output.global_step == finished.state.global_step
+    assert_same(fingerprint(finished)[:2] + ([],), fingerprint(again)[:2] + ([],))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_resume_true_without_a_checkpoint_says_so_and_auto_begins_anew(tmp_path):
+    with pytest.raises(ValueError, match="no valid checkpoint in .* resume_from_checkpoint='auto' to begin anew"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert trainer(tmp_path).train(resume_from_checkpoint="auto").global_step == 33
+
+
+class SeenSamples:
+    """A data set that notes which sample was asked for."""
+
+    def __init__(self, number=48):
+        self.rows, self.seen = rows(number), []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 1), (8, 1), (4, 2)])
+def test_resume_with_another_batch_size_goes_on_with_the_next_unseen_sample(tmp_path, batch_size, accumulation):
+    first = SeenSamples()
+    with pytest.raises(Stop):
+        trainer(tmp_path, first, [StopAt(6)], num_train_epochs=1, save_steps=6).train()
+    second = SeenSamples()
+    changed = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    resumed = trainer(tmp_path, second, num_train_epochs=1, save_steps=1000, **changed)
+    resumed.train(resume_from_checkpoint=True)
+    assert sorted(first.seen[:24] + second.seen) == list(range(48))
+    assert resumed.state.epoch == 1.0
+    assert resumed.state.global_step == 6 + 24 // (batch_size * accumulation)
+
+
+def test_callbacks_of_one_class_get_their_own_state_back(tmp_path):
+    class Counter(TrainerCallback):
+        def __init__(self, by):
+            self.by, self.count = by, 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.count += self.by
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    with pytest.raises(Stop):
+        trainer(tmp_path, None, [Counter(1), Counter(10), StopAt(6)]).train()
+    counters = [Counter(1), Counter(10)]
+    trainer(tmp_path, None, counters).train(resume_from_checkpoint=True)
+    assert [counter.count for counter in counters] == [33, 330]
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from test_resume_bitwise import TrainerCallback, fingerprint, trainer
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == {step}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+run = trainer({folder!r}, callbacks=[Kill()] if {step} else [])
+run.train(resume_from_checkpoint="auto")
+torch.save([value for value in run.model.state_dict().values()], {folder!r} + "/end.pt")
+"""
+
+
+def test_a_process_killed_by_the_system_is_gone_on_with_bit_equal(tmp_path):
+    alone = trainer(tmp_path / "alone")
+    alone.train()
+
+    def child(step):
+        values = {"tests": __file__.rsplit("/", 1)[0], "folder": str(tmp_path / "killed"), "step": step}
+        code = textwrap.dedent(SCRIPT).format(**values)
+        return subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+
+    for step in (9, 20):
+        assert child(step).returncode == -signal.SIGKILL
+    finished = child(0)
+    assert finished.returncode == 0, finished.stderr
+    ends = torch.load(tmp_path / "killed" / "end.pt")
+    assert all(itertools.starmap(torch.equal, zip(ends, alone.model.state_dict().values(), strict=True)))
