@@ -218,7 +218,7 @@ def _same_history(reference: Outcome, ours: Outcome) -> None:
         assert_same_metrics(entry, other)
     if reference.output is not None:
         assert ours.output.global_step == reference.output.global_step
-        assert ours.output.training_loss == reference.output.training_loss
+        assert is_same_value(reference.output.training_loss, ours.output.training_loss)
         assert set(ours.output.metrics) == set(reference.output.metrics)
         assert_same_metrics(without_times(reference.output.metrics), without_times(ours.output.metrics))
 
@@ -229,8 +229,16 @@ def assert_same_metrics(expected: dict[str, Any], metrics: dict[str, Any]) -> No
     for name, value in expected.items():
         is_mean_over_samples = name.endswith("_loss") and name != "train_loss"
         tolerance = EVAL_LOSS_TOLERANCE if is_mean_over_samples else 0.0
-        same = metrics[name] == value or (tolerance and math.isclose(metrics[name], value, rel_tol=tolerance))
+        same = is_same_value(value, metrics[name], tolerance)
         assert same, f"{name}: {metrics[name]!r} instead of {value!r} in {expected}"
+
+
+def is_same_value(expected: Any, value: Any, tolerance: float = 0.0) -> bool:
+    """Whether two logged values are equal, NaN to NaN included, or as near as `tolerance` says."""
+    if isinstance(expected, float) and isinstance(value, float):
+        both_nan = math.isnan(expected) and math.isnan(value)
+        return both_nan or math.isclose(expected, value, rel_tol=tolerance)
+    return expected == value
 
 
 def _same_state(reference: Outcome, ours: Outcome) -> None:
@@ -254,8 +262,7 @@ def _same_state(reference: Outcome, ours: Outcome) -> None:
     if reference.trainer.args.save_strategy != "no":  # else the reference does not note it
         names += ("best_global_step",)
     assert {n: getattr(state, n) for n in names} == {n: getattr(expected, n) for n in names}
-    if expected.best_metric is not None:
-        assert math.isclose(state.best_metric, expected.best_metric, rel_tol=EVAL_LOSS_TOLERANCE)
+    assert is_same_value(expected.best_metric, state.best_metric, EVAL_LOSS_TOLERANCE)
 
 
 def _same_weights(reference: Outcome, ours: Outcome) -> None:

@@ -57,9 +57,9 @@ def load_task(name: str) -> Splits:
     task = TASKS.get(name)
     if task is None:
         close = get_close_matches(name.lower(), TASKS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = f"did you mean {close[0]!r}? There are" if close else "there are"
         raise InputError(
-            f"unknown task {name!r}; {hint}There are {', '.join(TASKS)}; other data is read with --train_file, "
+            f"unknown task {name!r}; {hint} {', '.join(TASKS)}; other data is read with --train_file, "
             "--validation_file and --test_file"
         )
     return task.read(*(_locate(name, task, file) for file in task.files))

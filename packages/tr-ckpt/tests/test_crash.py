@@ -1,6 +1,7 @@
 """A process that dies, or a disk that fails, at every single operation of a save."""
 
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import ckpt_workers
@@ -119,9 +120,13 @@ def test_a_full_disk_is_reported_and_its_temporary_folder_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("at", [1, 12, 23])
-def test_a_process_that_really_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, at):
-    prepare(tmp_path, [(1, 10)], None)
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_process_that_really_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, share):
+    checkpointer = prepare(tmp_path, [(1, 10)], None)
+    with Faults() as counted:
+        checkpointer.save(2, parts(20))
+    shutil.rmtree(checkpointer.path(2))
+    at = max(1, round(share * len(counted.log)))
     context = multiprocessing.get_context("forkserver")
     child = context.Process(target=ckpt_workers.save_and_die, args=(str(tmp_path), at))
     child.start()

@@ -59,7 +59,7 @@ def test_a_micro_batch_without_backward_is_an_error():
     with DDP(use_cpu=True) as strategy:
         model = strategy.prepare(nn.Linear(2, 1))
         with (
-            pytest.raises(RuntimeError, match="ended without a backward.*call backward"),
+            pytest.raises(RuntimeError, match=r"ended without a backward.*call backward"),
             strategy.accumulate(model, sync=True),
         ):
             model(torch.ones(1, 2))
@@ -171,6 +171,6 @@ def test_a_group_that_contradicts_the_environment_is_refused():
 def test_an_existing_group_of_another_backend_is_refused():
     with (
         DDP(use_cpu=True),
-        pytest.raises(RuntimeError, match="the process group that exists has backend .*gloo.*, not fake"),
+        pytest.raises(RuntimeError, match=r"the process group that exists has backend .*gloo.*, not fake"),
     ):
         DDP(use_cpu=True, backend="fake")

@@ -98,6 +98,18 @@ def test_another_kind_of_failure_is_told_as_well(path, caplog):
     assert len(caplog.messages) == 2
 
 
+def test_a_failure_after_a_recovery_is_told_again(path, caplog):
+    file = LineFile(path)
+    for _ in range(2):
+        path.parent.write_text("a file where the folder should be")
+        file.append("one")
+        path.parent.unlink()
+        file.append("two")
+        path.unlink()
+        path.parent.rmdir()
+    assert sum(message.startswith("cannot write") for message in caplog.messages) == 2
+
+
 def test_what_could_not_be_written_until_the_end_is_counted(path, caplog):
     path.parent.write_text("a file where the folder should be")
     file = LineFile(path)

@@ -2,10 +2,12 @@
 
 import io
 import re
+from functools import partial
 
 import pytest
 
 from tr_log import ProgressCallback
+from tr_log.pace import Pace
 
 
 @pytest.fixture
@@ -51,6 +53,22 @@ def test_a_training_that_fails_says_where_it_stopped(stream, tmp_path, make_loop
 def test_nan_is_shown(stream, tmp_path, make_loop):
     make_loop([ProgressCallback(stream)], tmp_path).log({"loss": float("nan")})
     assert lines(stream) == ["step 0  loss nan"]
+
+
+def test_the_speed_leaves_evaluations_out_and_the_time_left_counts_them(stream, tmp_path, make_loop, monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr("tr_log.progress_callback.Pace", partial(Pace, clock=lambda: seconds[0]))
+    loop = make_loop([ProgressCallback(stream)], tmp_path, max_steps=40)
+    loop.fire("on_train_begin")
+    for step in (10, 20):
+        seconds[0] += 5
+        loop.state.global_step = step
+        loop.log({"loss": 1.0})
+        if step == 10:
+            seconds[0] += 30
+            loop.log({"eval_loss": 1.0, "eval_runtime": 30.0})
+    assert lines(stream)[1].endswith("2.00 it/s  eta 0:15")
+    assert lines(stream)[3].endswith("2.00 it/s  eta 0:40")
 
 
 def test_an_evaluation_alone_is_one_line(stream, tmp_path, make_loop):

@@ -28,7 +28,7 @@ def _source(module: str) -> Path | None:
     if spec is None:
         return None
     if not inner:
-        return Path(spec.origin) if spec.origin else None
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
     for folder in spec.submodule_search_locations or ():
         base = Path(folder).joinpath(*inner)
         for candidate in (base.with_suffix(".py"), base / "__init__.py"):

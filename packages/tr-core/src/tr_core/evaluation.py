@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class EvaluationLoop:
         self._wants_inputs, self._wants_losses = "inputs" in wanted, "loss" in wanted
         self._predictions, self._labels = Collected(), Collected()
         self._inputs, self._losses = Collected(), Collected()
-        self._loss_parts: list[tuple[torch.Tensor, int]] = []
+        self._loss_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._batch_metrics: dict[str, Any] = {}
         self._num_samples = 0
 
@@ -60,11 +61,12 @@ class EvaluationLoop:
     def _one_batch(self, model: torch.nn.Module, batch: MicroBatch, number: int, is_last: bool) -> None:
         trainer = self._trainer
         inputs = to_device(batch.inputs, self._strategy.device)
-        loss, logits, labels = trainer.prediction_step(model, inputs, self._loss_only, ignore_keys=self._ignore_keys)
         rows = batch_size_of(inputs) or 0
+        weight = self._weight(inputs, rows if batch.weight else 0)
+        loss, logits, labels = trainer.prediction_step(model, inputs, self._loss_only, ignore_keys=self._ignore_keys)
         self._num_samples += batch.total if batch.total is not None else rows * self._strategy.world_size
         if loss is not None:
-            self._loss_parts.append((loss.detach().float(), rows if batch.weight else 0))
+            self._loss_parts.append((loss.detach().float(), weight))
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         every = self._args.eval_accumulation_steps
@@ -99,17 +101,26 @@ class EvaluationLoop:
             metrics[f"{self._prefix}_loss"] = loss
         return EvalLoopOutput(predictions, labels, with_prefix(metrics, self._prefix), self._num_samples)
 
+    def _weight(self, inputs: Any, rows: int) -> torch.Tensor:
+        """Return how much a batch's mean loss counts: its targets where the loss is one of targets, else its rows."""
+        targets = self._trainer.loss_rule.count_inputs(inputs) if rows and self._trainer.loss_rule.counts else None
+        return torch.full((), rows, device=self._strategy.device) if targets is None else targets
+
     def _mean_loss(self) -> float | None:
-        """Return the mean over samples of all ranks; a batch's loss counts once for each of its samples."""
-        values = torch.stack([loss for loss, _ in self._loss_parts]).cpu() if self._loss_parts else torch.zeros(0)
-        weights = torch.tensor([rows for _, rows in self._loss_parts], dtype=torch.float64)
+        """Return the mean over samples, or targets, of all ranks: independent of the batch size."""
+        values, weights = torch.zeros(0), torch.zeros(0)
+        if self._loss_parts:
+            values = torch.stack([loss for loss, _ in self._loss_parts]).cpu()  # sync: once an evaluation
+            weights = torch.stack([weight for _, weight in self._loss_parts]).cpu().double()
         keep = weights > 0
         if self._args.logging_nan_inf_filter:
             keep &= torch.isfinite(values)
         total = float((values.double()[keep] * weights[keep]).sum())
-        sums = self._strategy.gather_objects((total, float(weights[keep].sum())))
-        samples = sum(weight for _, weight in sums)
-        return sum(part for part, _ in sums) / samples if samples else None
+        sums = self._strategy.gather_objects((total, float(weights[keep].sum()), len(values)))
+        samples, batches = sum(weight for _, weight, _ in sums), sum(number for *_, number in sums)
+        if not samples:  # nothing that counts, or no loss that is a number
+            return math.nan if batches else None
+        return sum(part for part, *_ in sums) / samples
 
     def _gather(self, tree: Any, count: int | None) -> Any:
         if tree is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -103,10 +104,8 @@ class Screen:
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
-            try:
+            with contextlib.suppress(OSError):
                 live.stop()
-            except OSError:
-                live.console.clear_live()
         self._bars.clear()
         self._taken.close()
 
@@ -114,8 +113,7 @@ class Screen:
         from rich.console import Console
         from rich.live import Live
 
-        # Without markup and emoji, or a printed "[rank 1]" would be read as a style and vanish.
-        console = Console(file=self._stream, markup=False, highlight=False, emoji=False, force_terminal=True)
+        console = Console(file=self._stream, force_terminal=True)
         # transient: what stays on the terminal are lines of text, which can be read and copied.
         live = self._live = Live(
             console=console,
@@ -127,7 +125,10 @@ class Screen:
         )
         self._taken.enter_context(printing_above(self.write, self))
         atexit.register(self.close)  # an error outside the training loop must not leave the cursor hidden
-        live.start()
+        try:
+            live.start()
+        except OSError:
+            self._give_up()
 
     def _render(self) -> Text:
         from rich.text import Text

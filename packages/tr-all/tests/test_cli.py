@@ -1,0 +1,125 @@
+"""The `trainer` command: it finds subcommands in installed packages and runs them."""
+
+import subprocess
+import sys
+from importlib import invalidate_caches
+
+import pytest
+
+from tr_all.cli import main
+from tr_all.summary import summary
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that installs a distribution with one subcommand."""
+
+    def install(distribution, command, target, **modules):
+        site = tmp_path / distribution
+        metadata = site / f"{distribution}-1.5.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
+        (metadata / "entry_points.txt").write_text(f"[tr.commands]\n{command} = {target}\n")
+        for name, source in modules.items():
+            path = site.joinpath(*name.split("__")).with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source)
+        monkeypatch.syspath_prepend(str(site))
+        invalidate_caches()
+
+    return install
+
+
+def test_help_lists_each_command_with_what_its_module_says(install, capsys):
+    install("greeter", "greet", "greeter_commands:main", greeter_commands='"""Greet people.\n\nMore."""\n')
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: trainer COMMAND [ARGUMENT ...]"
+    assert "  greet    Greet people" in lines
+    assert any(line.startswith("  version  Show the versions") for line in lines)
+
+
+def test_help_imports_no_command_and_no_package_above_one(install, capsys):
+    install(
+        "heavy",
+        "lift",
+        "heavy_package.lifting:main",
+        heavy_package____init__="raise AssertionError('imported')",
+        heavy_package__lifting='"""Lift."""\nraise AssertionError("imported")',
+    )
+    assert main(["--help"]) == 0
+    assert "  lift     Lift\n" in capsys.readouterr().out
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys; from tr_all.cli import main; main(['--help']); assert not {'torch', 'tr_core'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_a_command_gets_the_words_after_its_name_and_gives_the_exit_code(install, capsys):
+    source = "def main(argv):\n    print(argv)\n    return len(argv)\n"
+    install("counter", "count", "counter_commands:main", counter_commands=source)
+    assert main(["count", "--help", "x"]) == 2
+    assert capsys.readouterr().out == "['--help', 'x']\n"
+
+
+def test_a_command_that_returns_nothing_succeeds(install):
+    install("silent", "hush", "silent_commands:main", silent_commands="def main(argv):\n    pass\n")
+    assert main(["hush"]) == 0
+
+
+def test_the_words_of_the_process_are_the_default(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trainer", "version"])
+    assert main() == 0
+    assert "tr-all" in capsys.readouterr().out
+
+
+def test_a_misspelt_command_is_refused_with_a_suggestion(capsys):
+    assert main(["versoin"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trainer: unknown command 'versoin'; did you mean version? There are: ")
+
+
+def test_an_unknown_command_is_refused_with_those_there_are(capsys):
+    assert main(["zzz"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trainer: unknown command 'zzz'; there are: ")
+    assert "version" in error
+
+
+def test_a_missing_command_is_refused_with_the_help(capsys):
+    assert main([]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trainer: a command is missing\n")
+    assert "version" in error
+
+
+def test_two_packages_that_offer_one_command_are_both_named(install, capsys):
+    for name in ("first", "second"):
+        install(name, "fight", f"{name}_commands:main", **{f"{name}_commands": "def main(argv):\n    return 0\n"})
+    assert main(["fight"]) == 2
+    error = capsys.readouterr().err
+    assert "first 1.5 (first_commands:main)" in error
+    assert "second 1.5 (second_commands:main)" in error
+    assert "uninstall one of them" in error
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"), [("import module_of_no_package", "No module named"), ("", "has no attribute 'main'")]
+)
+def test_a_command_that_cannot_be_loaded_is_reported_with_its_package(install, capsys, source, reason):
+    name = f"broken_{len(source)}"
+    install(name, "break", f"{name}_commands:main", **{f"{name}_commands": source})
+    assert main(["break"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"trainer: command 'break' of {name} 1.5 cannot be loaded: ")
+    assert reason in error
+
+
+def test_a_module_without_source_or_docstring_has_an_empty_summary(install):
+    install("bare", "bare", "bare_commands:main", bare_commands="def main(argv):\n    return 0\n")
+    assert summary("bare_commands") == ""
+    assert summary("module_of_no_package.inner") == ""
+    assert summary("sys") == ""

@@ -1,0 +1,156 @@
+"""Train in several gloo processes: the numbers are those of one process, and nothing is used twice."""
+
+import pytest
+import torch
+from torch import nn
+
+from tr_core import Trainer, TrainerCallback, TrainingArguments
+from tr_dist.testing import run_ranks
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        logits = self.layers(x)
+        if num_items_in_batch is not None and self.counts:
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        else:
+            loss = nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+    counts = False
+
+
+class Counting(Network):
+    counts = True
+
+
+class Rows:
+    def __init__(self, number):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = [
+            {"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3 if i % 4 else -100)}
+            for i in range(number)
+        ]
+        self.seen = []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.rows[index]
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Stop
+
+
+def train(folder, model_name, number, options, stop_at=None, resume=None):
+    """Run in every rank; returns what the test compares."""
+    rows, seen = Rows(number), None
+    if model_name == "Network":
+        for row in rows.rows:
+            row["labels"] = row["labels"].clamp(min=0)
+    args = TrainingArguments(
+        output_dir=folder,
+        learning_rate=1e-2,
+        logging_steps=2,
+        disable_tqdm=True,
+        log_level="error",
+        use_cpu=True,
+        per_device_eval_batch_size=2,
+        eval_strategy="epoch",
+        optim="sgd",
+        **{"save_strategy": "no", "num_train_epochs": 2, **options},
+    )
+    trainer = Trainer(
+        {"Network": Network, "Counting": Counting}[model_name](),
+        args,
+        train_dataset=rows,
+        eval_dataset=Rows(7).rows if model_name == "Counting" else [dict(r, labels=r["labels"].clamp(min=0)) for r in Rows(7).rows],
+        compute_metrics=lambda p: {"rows": len(p.predictions), "first": float(p.predictions[:, 0].sum())},
+        callbacks=[StopAt(stop_at)] if stop_at else [],
+    )
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Stop:
+        pass
+    seen = list(rows.seen)
+    history = [
+        {k: v for k, v in entry.items() if not k.endswith(("runtime", "per_second"))}
+        for entry in trainer.state.log_history
+        if "train_loss" not in entry
+    ]
+    result = history, [p.detach().clone() for p in trainer.model.parameters()], seen
+    trainer.strategy.close()
+    return result
+
+
+def assert_close(one, other, tolerance):
+    assert [sorted(entry) for entry in one[0]] == [sorted(entry) for entry in other[0]]
+    for mine, theirs in zip(one[0], other[0], strict=True):
+        for name in mine:
+            assert mine[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), name
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+# 32-bit sums in another order: a few units in the last place, over ten steps.
+TOLERANCE = 2e-6
+
+
+@pytest.mark.parametrize("model_name", ["Network", "Counting"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_give_the_numbers_of_one_process_with_the_union_batch(tmp_path, model_name, world_size, accumulation):
+    total, number = 12, 43  # the last micro-batch has 7 samples: ranks hold unequal shares of it
+    shared = {"gradient_accumulation_steps": accumulation}
+    alone = train(str(tmp_path / "1"), model_name, number, {**shared, "per_device_train_batch_size": total})
+    options = {**shared, "per_device_train_batch_size": total // world_size}
+    ranks = run_ranks(train, world_size, str(tmp_path / "n"), model_name, number, options, timeout_s=120)
+    for rank in ranks:
+        assert_close(rank, alone, TOLERANCE)
+        assert all(torch.equal(a, b) for a, b in zip(rank[1], ranks[0][1], strict=True))
+
+
+@pytest.mark.parametrize("number", [40, 43])
+def test_every_sample_is_used_once_an_epoch(tmp_path, number):
+    options = {"per_device_train_batch_size": 4, "num_train_epochs": 3}
+    ranks = run_ranks(train, 2, str(tmp_path), "Network", number, options, timeout_s=120)
+    used = [index for rank in ranks for index in rank[2]]
+    assert sorted(used) == sorted(list(range(number)) * 3)
+    assert set(ranks[0][2][:4]).isdisjoint(ranks[1][2][:4])
+
+
+def test_a_run_of_two_ranks_resumes_bit_equal(tmp_path):
+    options = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3}
+    alone = run_ranks(train, 2, str(tmp_path / "a"), "Network", 40, options, timeout_s=120)
+    run_ranks(train, 2, str(tmp_path / "b"), "Network", 40, options, 8, timeout_s=120)
+    resumed = run_ranks(train, 2, str(tmp_path / "b"), "Network", 40, options, None, True, timeout_s=120)
+    for one, other in zip(alone, resumed, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run_of_two_ranks_goes_on_with_another_number_at_the_next_sample(tmp_path, world_size):
+    options = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}
+    first = run_ranks(train, 2, str(tmp_path), "Network", 48, options, 3, timeout_s=120)
+    second = run_ranks(train, world_size, str(tmp_path), "Network", 48, options, None, True, timeout_s=120)
+    # Three steps of four samples; a fourth step's may have been loaded already when the run was stopped.
+    used = [index for rank in first for index in rank[2][:12]] + [index for rank in second for index in rank[2]]
+    assert sorted(used) == list(range(48))
