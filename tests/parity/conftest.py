@@ -44,8 +44,9 @@ def parity(tmp_path):
     """Train one scenario with both trainers, compare everything, and return both outcomes."""
     from parity_harness import Scenario, assert_same, run_both
 
-    def compare(model, train, evaluation=None, *, options=None, callbacks=tuple, but=(), **arguments):
+    def compare(model, train, evaluation=None, *, but=(), options=None, callbacks=tuple, subclass=None, **arguments):
         scenario = Scenario(model, train, evaluation, arguments, options or {}, callbacks)
+        scenario.subclass = subclass or scenario.subclass
         reference, ours = run_both(scenario, tmp_path)
         assert_same(reference, ours, but=but)
         return reference, ours

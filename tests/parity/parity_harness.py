@@ -209,6 +209,7 @@ def _same_events(reference: Outcome, ours: Outcome) -> None:
         pairs = zip(getattr(reference.recorder, name), getattr(ours.recorder, name), strict=True)
         for expected, given in pairs:
             assert_same_metrics(without_times(expected), without_times(given))
+            assert_same_rates(expected, given)
 
 
 def _same_history(reference: Outcome, ours: Outcome) -> None:
@@ -231,6 +232,15 @@ def assert_same_metrics(expected: dict[str, Any], metrics: dict[str, Any]) -> No
         tolerance = EVAL_LOSS_TOLERANCE if is_mean_over_samples else 0.0
         same = is_same_value(value, metrics[name], tolerance)
         assert same, f"{name}: {metrics[name]!r} instead of {value!r} in {expected}"
+
+
+def assert_same_rates(expected: dict[str, Any], metrics: dict[str, Any]) -> None:
+    """Compare how many samples were counted for each step; times differ, and speeds are rounded to three places."""
+    for name in expected:
+        if name.endswith("_samples_per_second"):
+            steps = name.replace("_samples_", "_steps_")
+            ratio, other = (values[name] / max(values[steps], 1e-9) for values in (expected, metrics))
+            assert math.isclose(other, ratio, rel_tol=0.01), f"{other} samples a step instead of {ratio} in {name}"
 
 
 def is_same_value(expected: Any, value: Any, tolerance: float = 0.0) -> bool:

@@ -101,3 +101,34 @@ def bert_classifier(dropout: float = 0.0, **settings: Any) -> nn.Module:
 def bert_with_hidden_states() -> nn.Module:
     """Return the same with more outputs: a tuple of hidden states."""
     return bert_classifier(output_hidden_states=True)
+
+
+def t5() -> nn.Module:
+    """Return an encoder and decoder of one layer each, without dropout."""
+    config = transformers.T5Config(
+        vocab_size=17,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bert_tagger() -> nn.Module:
+    """Return a token classifier of one layer, without dropout."""
+    config = transformers.BertConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        num_labels=17,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForTokenClassification(config)

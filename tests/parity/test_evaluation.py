@@ -68,7 +68,8 @@ def test_a_causal_model_is_evaluated_the_same(parity):
     parity(
         models.llama,
         data.tokens(),
-        data.tokens(7, seed=8),
+        # As many targets in each row: else the means are taken differently (see test_reference_fails_losses.py).
+        data.tokens(7, seed=8, masked=False),
         eval_strategy="epoch",
         per_device_eval_batch_size=2,
         learning_rate=0.01,
@@ -134,7 +135,8 @@ def test_predictions_of_different_lengths_are_padded_the_same(tmp_path):
         models.llama, arguments={"per_device_eval_batch_size": 2}, options={"data_collator": data.pad_tokens}
     )
     reference, ours = predictions_of(both(tmp_path, scenario), data.ragged_tokens())
-    assert_same_prediction(reference, ours)
+    assert_same_arrays(reference.predictions, ours.predictions)
+    assert_same_arrays(reference.label_ids, ours.label_ids)
     assert (ours.predictions == -100).any()
 
 

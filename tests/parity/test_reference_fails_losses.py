@@ -5,7 +5,7 @@ import math
 import parity_data as data
 import parity_models as models
 import pytest
-from parity_harness import OURS, REFERENCE, Scenario, run, run_both
+from parity_harness import OURS, REFERENCE, Scenario, build, run, run_both, warnings_of
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.reference_fails
@@ -74,6 +74,21 @@ def test_a_loss_function_without_the_count_can_be_used(tmp_path):
         run(REFERENCE, scenario, tmp_path / "reference")
     plain = Scenario(models.Mlp, data.classes(), arguments=scenario.arguments)
     assert run(OURS, scenario, tmp_path / "ours").losses == run(OURS, plain, tmp_path / "plain").losses
+
+
+def test_an_evaluation_loss_of_tokens_does_not_depend_on_the_batch_size(tmp_path):
+    evaluation = data.tokens(9, seed=8)
+    found = {}
+    for side in (REFERENCE, OURS):
+        for batch_size in (1, 2, 4, 9):
+            scenario = Scenario(models.llama, None, evaluation, {"per_device_eval_batch_size": batch_size})
+            trainer = build(side, scenario, tmp_path / f"{side.name}-{batch_size}").trainer
+            with warnings_of(side):
+                found[side.name, batch_size] = trainer.evaluate()["eval_loss"]
+    truth = found["reference", 9]  # one batch holds everything
+    for batch_size in (1, 2, 4, 9):
+        assert found["ours", batch_size] == pytest.approx(truth, rel=1e-6)
+    assert len({round(found["reference", batch_size], 3) for batch_size in (1, 2, 4, 9)}) > 1
 
 
 def poisoned():

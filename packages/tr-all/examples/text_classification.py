@@ -22,6 +22,7 @@ import transformers
 from classification_metrics import classification_metrics
 from continuing import begin_in, checkpoints, continuing_command
 from encoded_text import encode, longest_first
+from head_rate import HeadRateTrainer
 from input_error import InputError
 from labelled_text import Columns, Sample, label_names, read_samples
 from predictions_file import write_predictions
@@ -41,6 +42,15 @@ class ModelArguments:
 
     max_seq_length: int = 128
     """Tokens of a text that are used; what is beyond is cut off."""
+
+    head_learning_rate: float | None = None
+    """Learning rate of the new classifier on top, which bears a hundred times that of the pretrained rest. Unset is
+    learning_rate."""
+
+    def __post_init__(self) -> None:
+        """Refuse a rate that does not train."""
+        if self.head_learning_rate is not None and not self.head_learning_rate > 0:
+            raise ValueError(f"head_learning_rate={self.head_learning_rate} must be above 0; or leave it out")
 
 
 @dataclass
@@ -237,7 +247,7 @@ def build_trainer(
     )
     # Samples of one length together need the least padding; where each came from is needed again for its prediction.
     order = longest_first(test)
-    trainer = Trainer(
+    trainer = HeadRateTrainer(
         model=model,
         args=args,
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -245,6 +255,7 @@ def build_trainer(
         eval_dataset=[validation[place] for place in longest_first(validation)] or None,
         processing_class=tokenizer,
         compute_metrics=compute_metrics,
+        head_learning_rate=model_args.head_learning_rate,
     )
     return trainer, [test[place] for place in order], order
 

@@ -254,6 +254,23 @@ def test_a_part_name_that_cannot_name_a_file_is_refused(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_part_name_that_is_one_ranks_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="the part name 'rng-0' is that of one rank's files; give another"):
+        Checkpointer(tmp_path).save(1, {"rng": RNGState(), "rng-0": Values(1)})
+
+
+def test_the_random_state_is_restored_after_everything_else(tmp_path):
+    class Draws(Values):
+        def load_state_dict(self, state_dict):
+            torch.rand(3)
+            super().load_state_dict(state_dict)
+
+    Checkpointer(tmp_path).save(1, {"rng": RNGState(), "model": Values(1)})
+    expected = torch.rand(3)
+    Checkpointer(tmp_path).restore({"rng": RNGState(), "model": Draws()})
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_part_names_that_differ_in_case_alone_are_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match="the part name 'Model' is taken by 'model'; some file systems ignore case"

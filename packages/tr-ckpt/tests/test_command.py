@@ -5,7 +5,7 @@ import re
 import pytest
 from ckpt_parts import parts
 
-from tr_ckpt import Checkpointer
+from tr_ckpt import Checkpointer, command
 from tr_ckpt.command import main
 
 
@@ -84,3 +84,11 @@ def test_wrong_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (45_678, "45.7 kB"), (999_999, "1000 kB"), (2.5e12, "2.5 TB")],
+)
+def test_sizes_are_readable(size, shown):
+    assert command._size(size) == shown

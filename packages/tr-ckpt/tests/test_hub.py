@@ -2,63 +2,22 @@
 
 import json
 import logging
-import os
-import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ckpt_hub_run import Run
 from ckpt_parts import parts
 from minihub import TOKEN, wait_until
 
-from tr_ckpt import Checkpointer, HubCallback, HubRepository, PushError
+from tr_ckpt import HubCallback, HubRepository, PushError
 
 # The client's own way of sending a file.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=.*:DeprecationWarning")
 
 MODEL = ["config.json", "model.safetensors"]
 CHECKPOINT = ["config.json", "extra.json", "extra.safetensors", "manifest.json", "model.json", "model.safetensors"]
-
-
-class Run:
-    """What a trainer does around the callback: saves, events, and its own files."""
-
-    def __init__(self, output_dir, hub, *, delays=(0, 0), **options):
-        self.output_dir = Path(output_dir)
-        self.checkpointer = Checkpointer(output_dir, keep_last=options.pop("keep_last", None))
-        self.repository = HubRepository(
-            options.pop("repo_id", "run"),
-            token=options.pop("token", TOKEN),
-            endpoint=hub.endpoint,
-            retry_delays_s=delays,
-            private=options.pop("private", None),
-            revision=options.pop("revision", None),
-        )
-        self.callback = HubCallback(self.repository, output_dir=output_dir, **options)
-        self.state = SimpleNamespace(global_step=0, is_world_process_zero=True)
-        self.fire("on_init_end")
-
-    def fire(self, event, **context):
-        assert getattr(self.callback, event)(None, self.state, None, **context) is None
-
-    def save(self, step):
-        self.state.global_step = step
-        self.checkpointer.save(
-            step,
-            parts(step),
-            write_extra=lambda folder: (folder / "config.json").write_text(json.dumps({"step": step})),
-        )
-        self.fire("on_save")
-
-    def finish(self, **context):
-        (self.output_dir / "README.md").write_text("# card")
-        (self.output_dir / "model.safetensors").write_bytes(b"final")
-        self.fire("on_train_end", **context)
-
-    def settle(self):
-        self.callback._queue.wait()
 
 
 @pytest.mark.parametrize(
@@ -238,6 +197,23 @@ def test_a_run_without_files_of_its_own_ends_with_its_last_checkpoints_model(hub
     assert hub.files("ci/run") == MODEL
 
 
+def test_a_run_that_ends_with_its_best_weights_pushes_those(hub, tmp_path):
+    run = Run(tmp_path / "out", hub, strategy="end")
+    for step in (4, 5):
+        run.save(step)
+    run.state.best_global_step = 4
+    run.callback.on_train_end(SimpleNamespace(load_best_model_at_end=True), run.state, None, error=None)
+    assert json.loads(hub.read("ci/run", "config.json")) == {"step": 4}
+
+
+def test_pushing_never_writes_into_a_checkpoint(hub, tmp_path):
+    """The pushed copy shares its files with the checkpoint; the run's own model of the same name must not."""
+    run = Run(tmp_path / "out", hub, strategy="checkpoint")
+    run.save(1)
+    run.finish()
+    assert run.checkpointer.restore(parts(), run.checkpointer.path(1)) == 1
+
+
 def test_other_processes_push_nothing(hub, tmp_path):
     callback = HubCallback(HubRepository("run", token=TOKEN, endpoint=hub.endpoint), output_dir=tmp_path)
     other = SimpleNamespace(global_step=1, is_world_process_zero=False)
@@ -263,35 +239,6 @@ def test_a_repository_that_exists_is_used(hub, tmp_path):
         run.save(step)
         run.settle()
     assert hub.titles("ci/run", "branch")[1:] == ["Training in progress, step 1", "Training in progress, step 2"]
-
-
-def test_a_folder_can_be_pushed_on_demand(hub, tmp_path):
-    run = Run(tmp_path / "out", hub)
-    folder = tmp_path / "folder"
-    (folder / "checkpoint-3").mkdir(parents=True)
-    (folder / "sub").mkdir()
-    for name in ("README.md", "sub/x.txt", "_no", "checkpoint-3/no"):
-        (folder / name).write_text(name)
-    url = run.callback.push_to_hub(folder, "My message")
-    assert url.startswith(f"{hub.endpoint}/ci/run/commit/")
-    assert hub.files("ci/run") == ["README.md", "sub/x.txt"]
-    assert hub.titles("ci/run")[-1] == "My message"
-
-    gate = hub.hold("POST", "/preupload/")
-    future = run.callback.push_to_hub(folder, commit_message="Later", blocking=False)
-    (folder / "README.md").write_text("changed since")
-    gate.set()
-    assert future.result(30).startswith(hub.endpoint)
-    assert hub.read("ci/run", "README.md") == b"README.md"
-
-
-def test_a_push_on_demand_that_fails_raises(hub, tmp_path):
-    run = Run(tmp_path / "out", hub)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "README.md").touch()
-    hub.fail("POST", "/commit/", status=403)
-    with pytest.raises(PushError, match=r"'End of training' was not pushed to ci/run: .*injected fault"):
-        run.callback.push_to_hub(tmp_path / "out")
 
 
 def test_files_that_cannot_be_copied_are_a_failed_push_and_no_more(hub, tmp_path, caplog):
@@ -325,54 +272,6 @@ def test_without_the_client_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"the Hub needs huggingface_hub; pip install 'tr-ckpt\[hub\]'"):
         HubRepository("run")
-
-
-SCRIPT = """
-import logging, sys
-from types import SimpleNamespace
-from ckpt_parts import parts
-from tr_ckpt import Checkpointer, HubCallback
-logging.basicConfig(level=logging.DEBUG)
-out = sys.argv[1]
-args = SimpleNamespace(output_dir=out, hub_model_id=None, hub_token=None, hub_private_repo=True, hub_revision=None,
-                       hub_strategy=SimpleNamespace(value="checkpoint"), hub_always_push=True)
-callback = HubCallback.from_arguments(args)
-print(callback, callback.repository, vars(callback))
-state = SimpleNamespace(global_step=1, is_world_process_zero=True)
-callback.on_init_end(args, state, None)
-Checkpointer(out).save(1, parts(1))
-callback.on_save(args, state, None)
-callback.on_train_end(args, state, None, error=None)
-
-from huggingface_hub import snapshot_download
-folder = snapshot_download("ci/my-run", allow_patterns="last-checkpoint/*")
-into = parts()
-print("restored", Checkpointer("elsewhere").restore(into, folder + "/last-checkpoint"), into["model"].number)
-"""
-
-
-def test_a_run_is_pushed_and_goes_on_from_the_hub_and_its_token_is_nowhere(hub, tmp_path):
-    """In a process of its own, where the client is imported with the environment that a user would set."""
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }  # fmt: skip
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    output_dir = tmp_path / "my-run"
-    done = subprocess.run(
-        [sys.executable, str(script), str(output_dir)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "restored 1 1" in done.stdout
-    assert hub.repositories["ci/my-run"].private
-    assert "last-checkpoint/manifest.json" in hub.files("ci/my-run")
-    assert hub.titles("ci/my-run")[-1] == "Training in progress, step 1"  # nothing new at the end: no commit
-    assert TOKEN not in done.stdout + done.stderr
-    for path in tmp_path.rglob("*"):
-        assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
 
 
 def test_pushing_happens_in_one_background_thread(hub, tmp_path):

@@ -44,7 +44,7 @@ def test_a_rank_without_saved_random_state_keeps_its_own_and_says_so(tmp_path, c
     torch.manual_seed(5)
     # Rank 1 of 2 restores what one process saved; rank 0 answers what it would.
     candidates = catalogue.find(tmp_path, "checkpoint")
-    exchanges = [lambda _: [candidates, []], lambda mine: [mine, mine], lambda mine: [mine, mine]]
+    exchanges = [lambda _: [(candidates, None), (None, None)], lambda mine: [mine, mine], lambda mine: [mine, mine]]
     into = parts()
     with caplog.at_level(logging.WARNING):
         step = Checkpointer(tmp_path, **as_rank(1, 2, exchanges)).restore({**into, "rng": RNGState()})

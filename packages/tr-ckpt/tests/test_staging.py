@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,9 @@ def leave(directory, kind, *, host=None, pid=None, target="checkpoint-1"):
 
 
 def dead_pid():
-    child = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitpid(child, 0)
-    return child
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    return child.pid
 
 
 @pytest.mark.parametrize("kind", ["writing", "removed", "replaced", "pushing"])
@@ -85,6 +87,15 @@ def test_a_checkpoint_that_was_being_replaced_is_put_back_at_the_next_save(half_
     assert sorted(path.name for path in half_replaced.directory.iterdir()) == [f"checkpoint-{n}" for n in (1, 2, 3)]
     into = parts()
     half_replaced.restore(into, half_replaced.path(2))
+    assert number_of(into) == 20
+
+
+def test_a_checkpoint_whose_place_somebody_else_took_is_not_removed(half_replaced):
+    (half_replaced.directory / "checkpoint-2").mkdir()
+    Checkpointer(half_replaced.directory).save(3, parts(30))
+    [waiting] = half_replaced.directory.glob(".tmp-replaced-checkpoint-2@*")
+    into = parts()
+    half_replaced.restore(into, waiting)
     assert number_of(into) == 20
 
 

@@ -8,8 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_models import Classifier, samples  # noqa: E402
-from tr_core import Trainer, TrainingArguments  # noqa: E402
+from small_models import Classifier, samples
+
+from tr_core import Trainer, TrainingArguments
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from small_models import Classifier, samples
 from torch import nn
 
-from small_models import Classifier, samples
 from tr_core import EvalPrediction, TrainerCallback
 from tr_core.outputs import Collected
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from small_models import CountedSum, IgnoresCount, samples
 from torch import nn
 
-from small_models import CountedSum, IgnoresCount, samples
 from tr_core import SingleDevice, Trainer
 from tr_core.loss import ItemCount, accepts_count, takes_argument
 from tr_core.model_io import loss_of
@@ -53,9 +53,7 @@ def test_a_loss_function_is_normalised_by_what_it_does_with_the_count(make_train
         loss = nn.functional.cross_entropy(outputs["logits"], labels, reduction=reduction)
         return loss / num_items_in_batch if uses_count else loss
 
-    results = [
-        first_gradient(make_trainer, IgnoresCount(), n, 8 // n, compute_loss_func=loss_function) for n in (1, 4)
-    ]
+    results = [first_gradient(make_trainer, IgnoresCount(), n, 8 // n, compute_loss_func=loss_function) for n in (1, 4)]
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-6)
     for one, other in zip(results[0][0], results[1][0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)

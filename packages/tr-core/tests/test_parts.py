@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_models import Classifier, samples
 from torch import nn
 
-from small_models import Classifier, samples
 from tr_core import (
     DataCollatorWithPadding,
     TrainerState,
@@ -142,7 +142,9 @@ def test_the_state_is_written_as_strict_json_and_read_back(tmp_path):
 
 def test_unknown_keys_of_a_state_are_passed_over_with_a_warning(monkeypatch):
     warnings = []
-    monkeypatch.setattr("tr_core.state.logger", SimpleNamespace(warning=lambda text, *args: warnings.append(text % args)))
+    monkeypatch.setattr(
+        "tr_core.state.logger", SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
+    )
     state = TrainerState()
     state.load_state_dict({"global_step": 5, "of_the_future": 1})
     assert state.global_step == 5
@@ -202,7 +204,9 @@ def test_mixed_seeds_differ_and_fit_a_generator():
 
 
 def test_labels_become_int64_or_float32_and_strings_are_left_out():
-    batch = default_data_collator([{"label": 1, "x": [1.0, 2.0], "name": "a"}, {"label": 2, "x": [3.0, 4.0], "name": "b"}])
+    batch = default_data_collator(
+        [{"label": 1, "x": [1.0, 2.0], "name": "a"}, {"label": 2, "x": [3.0, 4.0], "name": "b"}]
+    )
     assert batch["labels"].dtype == torch.int64
     assert batch["x"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert "name" not in batch
@@ -237,7 +241,10 @@ def test_the_forward_of_a_model_tells_its_columns_and_labels():
 def test_tensors_are_moved_wherever_they_are():
     batch = {"a": torch.ones(1), "b": [torch.ones(1), "text"], "c": (torch.ones(1), {"d": torch.ones(1)})}
     moved = to_device(batch, torch.device("meta"))
-    assert moved["a"].is_meta and moved["b"][0].is_meta and moved["c"][0].is_meta and moved["c"][1]["d"].is_meta
+    assert moved["a"].is_meta
+    assert moved["b"][0].is_meta
+    assert moved["c"][0].is_meta
+    assert moved["c"][1]["d"].is_meta
     assert moved["b"][1] == "text"
 
 

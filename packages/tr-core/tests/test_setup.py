@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import Classifier, samples
 from torch import nn
 from torch.utils.data import IterableDataset
 
 import tr_core
-from small_models import Classifier, samples
 from tr_core import SingleDevice, Trainer, TrainingArguments, get_scheduler, plugins
 from tr_core.checks import NOT_YET
 
@@ -169,3 +169,22 @@ def test_every_option_acts_or_is_refused_or_belongs_to_another_package():
     refused = {name for name in NOT_YET if f'"{name}"' in source}
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert names - read - refused - READ_ELSEWHERE == set()
+
+
+def test_report_to_all_leaves_out_trackers_whose_library_is_missing(make_trainer, monkeypatch):
+    def missing(args):
+        raise ImportError("pip install 'tr-log[wandb]'")
+
+    class Tracker:
+        def on_log(self, args, state, control, **kwargs): ...
+
+    offered = {"wandb": missing, "own": lambda args: Tracker(), "hub": missing}
+    monkeypatch.setattr(plugins, "available", lambda group: dict.fromkeys(offered, "x 1"))
+    load = plugins.load
+    monkeypatch.setattr(
+        plugins, "load", lambda group, name: offered[name] if group == "tr.callbacks" else load(group, name)
+    )
+    callbacks = make_trainer(report_to="all").callback_handler.callbacks
+    assert [type(callback) for callback in callbacks].count(Tracker) == 1
+    with pytest.raises(ImportError, match=r"tr-log\[wandb\]"):
+        make_trainer(report_to="wandb")

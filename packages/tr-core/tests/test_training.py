@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
+from small_models import Classifier, ReturnsDataclass, ReturnsTuple, samples
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from small_models import Classifier, ReturnsDataclass, ReturnsTuple, samples
 from tr_core import EarlyStoppingCallback, Trainer, TrainerCallback
 from tr_core.callback import EVENTS
 
@@ -18,6 +18,7 @@ class Recorder:
 
 
 for _event in EVENTS:
+
     def _note(self, args, state, control, _event=_event, **kwargs):
         self.events.append(_event.removeprefix("on_"))
 

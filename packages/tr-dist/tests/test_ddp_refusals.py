@@ -55,11 +55,16 @@ def test_a_forward_round_the_prepared_module_is_an_error():
         run_ranks(_go_round_the_wrapper, 2)
 
 
-def test_a_micro_batch_without_backward_is_an_error():
-    with DDP(use_cpu=True) as strategy:
-        model = strategy.prepare(nn.Linear(2, 1))
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_last_micro_batch_without_backward_is_an_error(earlier, find_unused_parameters):
+    with DDP(use_cpu=True, find_unused_parameters=find_unused_parameters) as strategy:
+        model = strategy.prepare(TwoHeads() if find_unused_parameters else nn.Linear(2, 1))
+        for _ in range(earlier):
+            with strategy.accumulate(model, sync=False):
+                strategy.backward(model(torch.ones(1, 2)).sum())
         with (
-            pytest.raises(RuntimeError, match=r"ended without a backward.*call backward"),
+            pytest.raises(RuntimeError, match=r"without a backward, so no gradient was averaged|got no gradient from"),
             strategy.accumulate(model, sync=True),
         ):
             model(torch.ones(1, 2))

@@ -76,6 +76,18 @@ def test_an_evaluation_alone_is_one_line(stream, tmp_path, make_loop):
     assert lines(stream) == ["evaluation  eval_loss 1  epoch 0  0.5 s, 64 samples/s"]
 
 
+def test_an_evaluation_that_took_no_time_and_one_of_another_name_are_told_as_such(stream, tmp_path, make_loop):
+    loop = make_loop([ProgressCallback(stream)], tmp_path)
+    loop.log({"eval_loss": 1.0, "eval_runtime": 0.0})
+    loop.log({"validation_f1": 0.5, "validation_runtime": 2.0})
+    assert lines(stream) == ["evaluation  eval_loss 1  0 s", "evaluation  validation_f1 0.5  2 s"]
+
+
+def test_an_entry_of_the_users_own_is_a_line_too(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path).log({"margin": 0.25})
+    assert lines(stream) == ["step 0  margin 0.25"]
+
+
 def test_metrics_that_were_not_logged_are_written_when_the_evaluation_ends(stream, tmp_path, make_loop):
     make_loop([ProgressCallback(stream)], tmp_path).fire("on_evaluate", metrics={"eval_f1": 0.5})
     assert lines(stream) == ["evaluation  eval_f1 0.5"]

@@ -35,7 +35,7 @@ class Checkpointer:
 
     A save appears whole or not at all, whenever the process is killed. A restore checks every byte before it
     changes anything. All ranks call every method, with the same parts in the same order, on a file system
-    that all of them see.
+    that all of them see. One run at a time saves to a folder; any number may restore from it meanwhile.
 
     Args:
         directory: where the checkpoints are; made at the first save.

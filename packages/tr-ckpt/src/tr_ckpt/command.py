@@ -84,7 +84,7 @@ def _facts(described: Manifest | None) -> tuple[str, ...]:
 def _size(size_bytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
+            return f"{size_bytes:.0f} {unit}" if size_bytes >= 100 else f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.3g} TB"
 

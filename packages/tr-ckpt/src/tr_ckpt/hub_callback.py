@@ -90,8 +90,8 @@ class HubCallback:
         as_folder = {"checkpoint": LAST, "all_checkpoints": checkpoint.name}.get(self.strategy)
 
         def fill(folder: Path) -> None:
-            snapshot.copy_files(self.output_dir, folder, self._pushed_files(self.output_dir))
             snapshot.link_files(checkpoint, folder, _model_files(checkpoint))
+            snapshot.copy_files(self.output_dir, folder, self._pushed_files(self.output_dir))
             if as_folder is not None:
                 snapshot.link_files(checkpoint, folder / as_folder, snapshot.files_below(checkpoint))
 
@@ -102,7 +102,9 @@ class HubCallback:
         if not state.is_world_process_zero:
             return
         if kwargs.get("error") is None:
-            checkpoint = self.output_dir / names.checkpoint_name(self.prefix, state.global_step)
+            best = state.best_global_step if getattr(args, "load_best_model_at_end", False) else None
+            step = state.global_step if best is None else best
+            checkpoint = self.output_dir / names.checkpoint_name(self.prefix, step)
             self._push_folder(self.output_dir, "End of training", checkpoint)
         if self._queue.is_busy():
             logger.info("waiting for the pushes to %s", self.repository.url)
@@ -133,10 +135,10 @@ class HubCallback:
 
     def _push_folder(self, source: Path, message: str, checkpoint: Path | None) -> Future[str]:
         def fill(folder: Path) -> None:
-            # A run that saves no model of its own at the end has one in its last checkpoint.
+            snapshot.copy_files(source, folder, self._pushed_files(source))
+            # A run that saves no model of its own at the end has one in a checkpoint.
             if checkpoint is not None and (checkpoint / names.MANIFEST).exists():
                 snapshot.link_files(checkpoint, folder, _model_files(checkpoint))
-            snapshot.copy_files(source, folder, self._pushed_files(source))
 
         return self._push(message, fill, [])
 
@@ -146,10 +148,8 @@ class HubCallback:
         try:
             files.make_folders(folder)
             fill(folder)
-        except (
-            OSError,
-            CheckpointError,
-        ) as error:  # a full disk must not end the run: its checkpoint is safe
+        except (OSError, CheckpointError) as error:
+            # A full disk, say, must not end the run: the checkpoint itself is safe.
             reason = f"{message!r} was not pushed: its files could not be copied: {error}"
 
         def job() -> str:

@@ -106,7 +106,7 @@ class HubRepository:
     def _make(self) -> None:
         made = self._api.create_repo(self.repo_id, private=self._private, exist_ok=True)
         self.repo_id = made.repo_id
-        if self.revision not in (None, "main"):
+        if self.revision not in (None, "main") and not self.revision.startswith("refs/"):
             self._api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
 
     def _retry(self, what: str, work: Any) -> Any:

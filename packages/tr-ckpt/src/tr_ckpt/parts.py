@@ -25,7 +25,7 @@ def check_names(names: Iterable[str]) -> None:
     """Refuse names that cannot be those of files.
 
     Raises:
-        CheckpointError: a name holds other characters, or two differ in case alone, or one is the manifest's.
+        CheckpointError: a name holds other characters, is taken, or differs from another in case alone.
     """
     seen: dict[str, str] = {Path(MANIFEST).stem: Path(MANIFEST).stem}
     for name in names:
@@ -33,6 +33,8 @@ def check_names(names: Iterable[str]) -> None:
             raise CheckpointError(
                 f"the name {name!r} cannot name a file; use letters, digits, '_', '-' and, not first, '.'"
             )
+        if any(re.fullmatch(rf"{per_rank}-\d+", name) for per_rank in PER_RANK):
+            raise CheckpointError(f"the part name {name!r} is that of one rank's files; give another")
         if (other := seen.setdefault(name.lower(), name)) != name or name == Path(MANIFEST).stem:
             raise CheckpointError(f"the part name {name!r} is taken by {other!r}; some file systems ignore case")
 

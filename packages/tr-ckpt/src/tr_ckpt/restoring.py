@@ -38,7 +38,9 @@ class Restoring:
             CheckpointError: it lacks a part, or a part does not take its state.
         """
         # Rank 0 decides what there is: others may see a shared folder a moment later.
-        [candidates, *_] = self._ranks.gather(catalogue.find(directory, self._prefix))
+        [candidates, *_] = self._ranks.together(
+            "nothing was restored", lambda: catalogue.find(directory, self._prefix), failure=CheckpointError
+        )
         for found in reversed(candidates):
             try:
                 return self._load(found)
@@ -53,8 +55,10 @@ class Restoring:
         Raises:
             CheckpointError: there is none, it is damaged, it lacks a part, or a part does not take its state.
         """
-        [(is_folder, is_checkpoint, inside), *_] = self._ranks.gather(
-            (source.is_dir(), (source / MANIFEST).exists(), len(catalogue.find(source, self._prefix)))
+        [(is_folder, is_checkpoint, inside), *_] = self._ranks.together(
+            "nothing was restored",
+            lambda: (source.is_dir(), (source / MANIFEST).exists(), len(catalogue.find(source, self._prefix))),
+            failure=CheckpointError,
         )
         if is_checkpoint:
             try:
@@ -109,7 +113,8 @@ class Restoring:
         return described
 
     def _hand_out(self, name: str, states: dict[str, Any]) -> None:
-        for part in list(states):
+        # Random states last: loading another part may draw.
+        for part in sorted(states, key=lambda name: name in parts.PER_RANK):
             try:
                 self._targets[part].load_state_dict(states.pop(part))
             except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tr_ckpt import files
@@ -12,32 +12,31 @@ from tr_ckpt import files
 def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
     """Give files that are never written again, as those of a checkpoint are, a second name under `target`.
 
-    Costs no space where the file system has hard links; elsewhere they are copied. Existing files are
-    replaced.
+    Costs no space where the file system has hard links; elsewhere they are copied. A name that `target` has
+    already stays as it is.
 
     Args:
         source: folder to take from.
         target: folder to fill.
         names: paths below `source`.
     """
-    for name in names:
-        place = _free(target / name)
+    for place, original in _absent(source, target, names):
         try:
-            files.link(source / name, place)
+            files.link(original, place)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(source / name, place)
+            shutil.copyfile(original, place)
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy files that may be written again. Existing ones are replaced.
+    """Copy files that may be written again. A name that `target` has already stays as it is.
 
     Args:
         source: folder to take from.
         target: folder to fill.
         names: paths below `source`.
     """
-    for name in names:
-        shutil.copyfile(source / name, _free(target / name))
+    for place, original in _absent(source, target, names):
+        shutil.copyfile(original, place)
 
 
 def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
@@ -54,7 +53,10 @@ def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
     return found
 
 
-def _free(place: Path) -> Path:
-    files.make_folders(place.parent)
-    place.unlink(missing_ok=True)
-    return place
+def _absent(source: Path, target: Path, names: Iterable[str]) -> Iterator[tuple[Path, Path]]:
+    for name in names:
+        place = target / name
+        # Never written over: the place may be another name of a checkpoint's own file.
+        if not place.exists():
+            files.make_folders(place.parent)
+            yield place, source / name

@@ -123,12 +123,19 @@ def clear_abandoned(directory: Path) -> None:
     for left in names.temporaries(directory):
         if not left.is_abandoned():
             continue
-        if left.kind == "replaced" and not (directory / left.target).exists():
-            logger.warning("putting %s back: the run that was replacing it ended before it had", left.target)
-            files.rename(left.path, directory / left.target)
+        if left.kind == "replaced" and not (directory / left.target / names.MANIFEST).exists():
+            _put_back(left)
             continue
         if not synced:  # the rename that made this folder superfluous may not have reached the disk
             files.sync_folder(directory)
             synced = True
         logger.info("removing %s, left by a run that ended while it was working on it", left.path.name)
         discard(left.path)
+
+
+def _put_back(left: names.Temporary) -> None:
+    final = left.path.parent / left.target
+    if os.path.lexists(final):  # somebody else's; the checkpoint waits under the name it has
+        return
+    logger.warning("putting %s back: the run that was replacing it ended before it had", left.target)
+    files.rename(left.path, final)

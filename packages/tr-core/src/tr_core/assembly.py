@@ -174,7 +174,10 @@ class Assembly:
         strategy = self.strategy
         place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
         self.args.bind(device=strategy.device, **place)
-        configure(level=self.args.get_process_log_level(), rank=strategy.rank, world_size=strategy.world_size)
+        # "passive" leaves the level that the user or TR_VERBOSITY set; without one it is INFO.
+        is_passive = self.args.log_level == "passive" and self.args.should_log
+        level = None if is_passive else self.args.get_process_log_level()
+        configure(level=level, rank=strategy.rank, world_size=strategy.world_size)
 
     def _default_collator(self) -> Callable[[list[Any]], Any]:
         if hasattr(self.processing_class, "pad"):

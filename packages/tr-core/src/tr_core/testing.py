@@ -26,7 +26,9 @@ def check_strategy(strategy: Strategy) -> None:
     alone, shared = _small_model(), _small_model()
     wrapped = strategy.prepare(shared)
     assert strategy.unwrap(wrapped) is shared, "unwrap does not return the module that was prepared"
-    data = torch.arange(2 * 2 * strategy.world_size * 3 * 4, dtype=torch.float32).reshape(2, 2, strategy.world_size, 3, 4)
+    data = torch.arange(2 * 2 * strategy.world_size * 3 * 4, dtype=torch.float32).reshape(
+        2, 2, strategy.world_size, 3, 4
+    )
     data = torch.sin(data)
     norms = [_train_alone(alone, data), _train_shared(strategy, wrapped, data)]
     for expected, found in zip(*norms, strict=True):
@@ -34,7 +36,9 @@ def check_strategy(strategy: Strategy) -> None:
     state = strategy.stateful(wrapped, None)["model"].state_dict()
     assert set(state) == set(alone.state_dict()), "names in the model's state differ from those of the module"
     for name, value in alone.state_dict().items():
-        torch.testing.assert_close(state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs from one process")
+        torch.testing.assert_close(
+            state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs from one process"
+        )
 
 
 def check_collectives(strategy: Strategy) -> None:
@@ -47,7 +51,9 @@ def check_collectives(strategy: Strategy) -> None:
     rows = strategy.gather(torch.full((2, 3), float(rank), device=strategy.device))
     assert rows.shape == (2 * world, 3), f"gather gave shape {tuple(rows.shape)}"
     assert rows[:, 0].tolist() == [float(r) for r in range(world) for _ in range(2)], "gather is not in rank order"
-    assert strategy.gather_objects(("rank", rank)) == [("rank", r) for r in range(world)], "objects are not in rank order"
+    assert strategy.gather_objects(("rank", rank)) == [("rank", r) for r in range(world)], (
+        "objects are not in rank order"
+    )
     strategy.barrier()
 
 

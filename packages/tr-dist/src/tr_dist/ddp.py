@@ -222,6 +222,6 @@ def _replica_in(model: nn.Module) -> Replica | None:
 
 @contextmanager
 def _averaging(replica: Replica) -> Iterator[None]:
-    replica.forwarded = False
+    replica.expect_averaging()
     yield
     replica.check_averaged()  # not after an exception, which says more than the missing average

@@ -13,6 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tr_dist.process_group import ProcessGroup
 
 _NAMES_SHOWN = 5
+_NO_BACKWARD = (
+    "a micro-batch ended without a backward, so no gradient was averaged over the ranks; call backward(loss) inside "
+    "accumulate(model, sync=True)"
+)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 # torch renamed the option, and warns about the old name.
@@ -29,7 +33,6 @@ class Replica(DistributedDataParallel):
     rank's own.
 
     Attributes:
-        forwarded: whether a forward with gradients went through this module since it was last set to False.
         compared: whether the ranks' parameters have been found equal.
         all_parameters: the module's parameters, listed once: walking the modules costs more than the
             gradients' norm.
@@ -44,24 +47,38 @@ class Replica(DistributedDataParallel):
         if not broadcast_buffers:  # True is the default in all versions of torch
             options[_BUFFERS_OPTION] = False
         super().__init__(module, **options)
-        self.forwarded = False
         self.compared = False
         self.all_parameters = tuple(module.parameters())
+        # Whether a backward ran shows in the gradients: in any one of them, unless parameters may be unused.
+        trainable = [p for p in self.all_parameters if p.requires_grad]
+        may_be_unused = options.get("find_unused_parameters") or options.get("static_graph")
+        self._witnesses = trainable if may_be_unused else trainable[:1]
+        self._witnessed: list[object] = []
+        self._forwarded = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module with its own arguments."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        self.forwarded = True
+        self._forwarded = True
         return super().forward(*inputs, **kwargs)
 
+    def expect_averaging(self) -> None:
+        """Begin a micro-batch at whose end `check_averaged` will be called."""
+        self._forwarded = False
+        self._witnessed = self._witness()
+
+    def _witness(self) -> list[object]:
+        gradients = [p.grad for p in self._witnesses]
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
     def check_averaged(self) -> None:
-        """Check that the backward just made averaged every gradient over the ranks. Reads nothing back.
+        """Check that a backward since `expect_averaging` averaged every gradient over the ranks. Reads nothing back.
 
         Raises:
             RuntimeError: it did not; the message says why.
         """
-        if not self.forwarded:
+        if not self._forwarded:
             raise RuntimeError(
                 "no forward went through the module that prepare() returned, so this rank's gradients were "
                 "not averaged with the others'; call that module instead of the one given to prepare()"
@@ -70,15 +87,14 @@ class Replica(DistributedDataParallel):
             self._check_reducer_finalized()
         except RuntimeError as error:
             raise RuntimeError(self._why_not_averaged()) from error
+        if self._witness() == self._witnessed:
+            raise RuntimeError(_NO_BACKWARD)
 
     def _why_not_averaged(self) -> str:
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         trainable = sum(p.requires_grad for p in self.module.parameters())
         if len(unused) == trainable:
-            return (
-                "a micro-batch ended without a backward, so there is no gradient to average; "
-                "call backward(loss) inside accumulate(model, sync=True)"
-            )
+            return _NO_BACKWARD
         what = f"{len(unused)} of {trainable} trainable parameters ({_some(unused)})" if unused else "some parameters"
         return (
             f"{what} got no gradient from the last micro-batch, so the gradients were not averaged over the "

@@ -25,7 +25,8 @@ import torch
 # Seconds that the others have to report once a rank has failed: the cause may come after its consequence.
 _GRACE_S = 1.0
 # Imported once in the fork server. torch._dynamo is what the first optimizer of a process imports, for seconds.
-_PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist", "tr_dist.testing"]
+# What is not installed is passed over.
+_PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist", "tr_dist.testing", "pytest"]
 # What gloo and torch say on the ranks that lost a peer.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "connectFullMesh")
 

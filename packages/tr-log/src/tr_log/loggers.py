@@ -58,10 +58,8 @@ def set_verbosity(level: int | str) -> None:
     for name in (*ROOTS, *sorted(handler.followers)):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
-        if name in ROOTS or logger.level in (
-            logging.NOTSET,
-            before,
-        ):  # else a script chose another for its own
+        # A level that a script chose for its own logger stays.
+        if name in ROOTS or logger.level in {logging.NOTSET, before}:
             logger.setLevel(number)
 
 

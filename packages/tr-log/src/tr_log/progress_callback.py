@@ -70,7 +70,7 @@ class ProgressCallback:
             return
         if "train_runtime" in logs:
             self._summary = dict(logs)
-        elif "loss" in logs or not _evaluation_runtime_s(logs):
+        elif "loss" in logs or _runtime_s(logs) is None:
             self._write_training(state, logs)
         else:
             self._close_passing()
@@ -115,7 +115,7 @@ class ProgressCallback:
 
     def _write_evaluation(self, state: Any, logs: Mapping[str, Any]) -> None:
         if self._pace is not None:
-            self._pace.exclude(_evaluation_runtime_s(logs))
+            self._pace.exclude(_runtime_s(logs) or 0.0)
         total = self._pace.total if self._pace is not None else None
         where = [f"step {wording.position(state.global_step, total)}"] if state.global_step else []
         self._write("  ".join([*where, "evaluation", *wording.evaluation(logs)]))
@@ -148,8 +148,9 @@ def _is_shown(args: Any, state: Any) -> bool:
     return state.is_world_process_zero and not args.disable_tqdm
 
 
-def _evaluation_runtime_s(logs: Mapping[str, Any]) -> float:
-    return next((float(logs[name]) for name in logs if name.endswith("_runtime")), 0.0)
+def _runtime_s(logs: Mapping[str, Any]) -> float | None:
+    # The name that tells an evaluation's entry from any other, whatever its prefix is.
+    return next((float(logs[name]) for name in logs if name.endswith("_runtime")), None)
 
 
 def _beginning(state: Any) -> str:

@@ -1,0 +1,49 @@
+"""What a trainer does around the Hub callback."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from ckpt_parts import parts
+from minihub import TOKEN
+
+from tr_ckpt import Checkpointer, HubCallback, HubRepository
+
+
+class Run:
+    """Saves, events, and the files of the run itself."""
+
+    def __init__(self, output_dir, hub, *, delays=(0, 0), **options):
+        self.output_dir = Path(output_dir)
+        self.checkpointer = Checkpointer(output_dir, keep_last=options.pop("keep_last", None))
+        self.repository = HubRepository(
+            options.pop("repo_id", "run"),
+            token=options.pop("token", TOKEN),
+            endpoint=hub.endpoint,
+            retry_delays_s=delays,
+            private=options.pop("private", None),
+            revision=options.pop("revision", None),
+        )
+        self.callback = HubCallback(self.repository, output_dir=output_dir, **options)
+        self.state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+        self.fire("on_init_end")
+
+    def fire(self, event, **context):
+        assert getattr(self.callback, event)(None, self.state, None, **context) is None
+
+    def save(self, step):
+        self.state.global_step = step
+        self.checkpointer.save(
+            step,
+            parts(step),
+            write_extra=lambda folder: (folder / "config.json").write_text(json.dumps({"step": step})),
+        )
+        self.fire("on_save")
+
+    def finish(self, **context):
+        (self.output_dir / "README.md").write_text("# card")
+        (self.output_dir / "model.safetensors").write_bytes(b"final")
+        self.fire("on_train_end", **context)
+
+    def settle(self):
+        self.callback._queue.wait()

@@ -1,0 +1,245 @@
+"""The main job, as it is run: `text_classification.py` in processes of its own, on files and a tiny model."""
+
+import csv
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, BertTokenizer
+
+SCRIPT = Path(__file__).parent.parent / "packages/tr-all/examples/text_classification.py"
+GOOD, BAD, FILLERS = [f"g{n}" for n in range(8)], [f"b{n}" for n in range(8)], [f"f{n}" for n in range(48)]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A folder with a tiny pretrained encoder and three files; what is good or bad shows from the words."""
+    folder = tmp_path_factory.mktemp("material")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *GOOD, *BAD, *FILLERS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    tokenizer = BertTokenizer(str(folder / "vocab.txt"))
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes)).save_pretrained(
+        folder / "model"
+    )
+    draw = random.Random(0)
+    for name, count in (("train", 46), ("dev", 11), ("test", 13)):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["text", "label"])
+            for number in range(count):
+                # The first word is the sample's own, so that what was trained on can be told from the tokens.
+                label, words = [("good", GOOD), ("bad", BAD)][number % 2]
+                writer.writerow([" ".join([FILLERS[number], *draw.choices(words, k=draw.randint(1, 6))]), label])
+    return folder
+
+
+def start(*words, cwd, launcher=(), **environment):
+    """Run the script and return what it printed; the exit code is not looked at."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *words],
+        cwd=cwd,
+        env={**inherited, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+
+
+def training(material, **arguments):
+    """Return the words of a run that learns the files, with some arguments changed."""
+    given = {
+        "model_name_or_path": material / "model",
+        "train_file": material / "train.csv",
+        "validation_file": material / "dev.csv",
+        "test_file": material / "test.csv",
+        "max_seq_length": 16,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "head_learning_rate": 5e-2,
+        "num_train_epochs": 4,
+        "save_steps": 10,
+        "output_dir": "out",
+        **arguments,
+    }
+    return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(material, tmp_path):
+    words = [*training(material), "--do_train", "--do_eval", "--do_predict", "--overwrite_output_dir"]
+    done = start(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    results = json.loads((out / "all_results.json").read_text())
+    assert results["eval_accuracy"] == results["predict_accuracy"] == 1.0
+    assert results["train_loss"] < 0.5
+    printed = done.stdout.splitlines()
+    assert "validation accuracy 1.0000, macro F1 1.0000" in printed
+    assert "test accuracy 1.0000, macro F1 1.0000" in printed
+    assert {"checkpoint-10", "checkpoint-20", "checkpoint-24"} <= {path.name for path in out.iterdir()}
+
+    with (out / "predictions.csv").open(newline="") as file, (material / "test.csv").open(newline="") as given:
+        predicted = [row["prediction"] for row in csv.DictReader(file)]
+        assert predicted == [row["label"] for row in csv.DictReader(given)]
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    assert model.config.id2label == {0: "bad", 1: "good"}
+    files = printed[printed.index("files:") + 1 :]
+    files = dict(line.split() for line in files[: files.index("")])
+    assert files["checkpoint"] == "out/checkpoint-24"
+    assert all((tmp_path / path).exists() for path in files.values())
+
+    command = shlex.split(printed[-1])
+    assert command[0] == sys.executable
+    continued = subprocess.run(command, cwd=tmp_path, timeout=240, capture_output=True, text=True)
+    assert continued.returncode == 0, continued.stderr
+    assert "resuming at step 24 of 48" in continued.stderr
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 48
+
+
+def test_a_run_that_is_resumed_ends_with_the_weights_of_one_that_was_not_stopped(material, tmp_path):
+    whole = start(*training(material, output_dir="whole"), "--do_train", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    first = start(*training(material), "--do_train", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    for step in (20, 24):
+        (tmp_path / f"out/checkpoint-{step}").rename(tmp_path / f"taken-away-{step}")
+    second = start(*training(material), "--do_train", "--resume_from_checkpoint", "True", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "resuming at step 10 of 24" in second.stderr
+    ends = [load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "out")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_trained_model_predicts_for_texts_without_labels(material, tmp_path):
+    done = start(*training(material), "--do_train", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "new.jsonl").write_text('{"text": "g1 g2"}\n{"text": "b3 b1 b2 b5"}\n{"text": "g7"}\n')
+    files = {"train_file": None, "validation_file": None, "test_file": "new.jsonl"}
+    words = training(material, model_name_or_path="out", output_dir="predicted", **files)
+    done = start(*words, "--do_predict", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "predicted/predictions.csv").open(newline="") as file:
+        assert [row["prediction"] for row in csv.DictReader(file)] == ["good", "bad", "good"]
+    assert "accuracy" not in done.stdout
+
+
+# Runs the script as `python` does, and writes down which samples each process was trained on.
+RECORDER = """
+import json, os, runpy, sys
+import torch
+from transformers import BertModel
+
+seen = []
+
+def record(module, arguments, keywords):
+    if module.training and isinstance(module, BertModel):
+        seen.extend(row[1] for row in keywords["input_ids"].tolist())  # the first is [CLS]
+
+before = torch.nn.Module.__call__
+def call(self, *arguments, **keywords):
+    record(self, arguments, keywords)
+    return before(self, *arguments, **keywords)
+torch.nn.Module.__call__ = call
+
+script = sys.argv[1]
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(script)
+try:
+    runpy.run_path(script, run_name="__main__")
+finally:
+    with open(f"seen-{os.environ['RANK']}.json", "w") as file:
+        json.dump(seen, file)
+"""
+
+
+@pytest.mark.launcher
+def test_two_processes_train_on_every_sample_once_an_epoch_and_only_the_first_speaks(material, tmp_path):
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "recorder.py")]
+    words = [*training(material, num_train_epochs=2), "--use_cpu", "--do_train", "--do_eval", "--do_predict"]
+    done = start(*words, cwd=tmp_path, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+
+    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(seen[0]) == len(seen[1]) == 46
+    first_epochs = seen[0][:23] + seen[1][:23]
+    second_epochs = seen[0][23:] + seen[1][23:]
+    assert len(set(first_epochs)) == 46  # as many samples as the file has, each with a word of its own
+    assert Counter(first_epochs) == Counter(second_epochs)
+
+    assert done.stdout.count("***** train metrics *****") == 1
+    assert done.stdout.count("to continue this run:") == 1
+    assert "-m torch.distributed.run --standalone --nproc-per-node 2 " in done.stdout
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert state["global_step"] == 6  # 46 samples, 16 a step, twice
+    with (tmp_path / "out/predictions.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 13
+
+
+REFUSED = {
+    "nothing to do": ([], {}, "there is nothing to do; give one or more of --do_train, --do_eval, --do_predict"),
+    "no data": (["--do_train"], {"train_file": None}, "--do_train needs data; give --train_file, or --task_name"),
+    "a task and files": (["--do_train"], {"task_name": "reuters-r8"}, "task_name='reuters-r8' brings its own data"),
+    "an unknown task": (
+        ["--do_train"],
+        {"task_name": "mrpc", "train_file": None, "validation_file": None, "test_file": None},
+        "unknown task 'mrpc'; there are reuters-r8",
+    ),
+    "a missing file": (["--do_train"], {"train_file": "nowhere.csv"}, "nowhere.csv: there is no such file"),
+    "no such model": (["--do_train"], {"model_name_or_path": "./nowhere"}, "model './nowhere' cannot be loaded: "),
+    "an untrained model": (["--do_eval"], {}, "was not trained to classify: it names no classes; add --do_train"),
+    "a long text": (["--do_train"], {"max_seq_length": 64}, "--max_seq_length 64: .*model takes 3 to 32 tokens"),
+    "no sample left": (["--do_train"], {"max_train_samples": 0}, "max_train_samples=0 leaves no sample"),
+    "a rate of 0": (["--do_train"], {"head_learning_rate": 0}, "head_learning_rate=0.0 must be above 0"),
+    "one label": (["--do_train"], {"max_train_samples": 1}, "the training data has one label only, '(good|bad)'"),
+    "a label of validation alone": (
+        ["--do_train", "--do_eval"],
+        {"label_column": "text"},
+        "validation data: .* have labels that the model does not know",
+    ),
+    "a misspelt argument": (["--do_train", "--lerning_rate", "1"], {}, "did you mean --learning_rate"),
+}
+
+
+@pytest.fixture(scope="module")
+def main():
+    sys.path.insert(0, str(SCRIPT.parent))
+    import text_classification
+
+    return text_classification.main
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_used_is_refused_before_anything_is_written(main, material, tmp_path, monkeypatch, capsys, case):
+    monkeypatch.chdir(tmp_path)
+    switches, changed, message = REFUSED[case]
+    assert main([*training(material, **changed), *switches]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert re.search(message, error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_an_earlier_run_is_refused(main, material, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/checkpoint-5").mkdir(parents=True)
+    assert main([*training(material), "--do_train"]) == 2
+    error = capsys.readouterr().err
+    assert "out holds 1 checkpoint(s) of an earlier run" in error
+    assert "--resume_from_checkpoint True" in error
+    assert "--overwrite_output_dir" in error
