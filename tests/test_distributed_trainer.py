@@ -1,5 +1,7 @@
 """Train in several gloo processes: the numbers are those of one process, and nothing is used twice."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -87,10 +89,8 @@ def train(folder, model_name, number, options, stop_at=None, resume=None):
         compute_metrics=lambda p: {"rows": len(p.predictions), "first": float(p.predictions[:, 0].sum())},
         callbacks=[StopAt(stop_at)] if stop_at else [],
     )
-    try:
+    with contextlib.suppress(Stop):
         trainer.train(resume_from_checkpoint=resume)
-    except Stop:
-        pass
     seen = list(rows.seen)
     history = [
         {k: v for k, v in entry.items() if not k.endswith(("runtime", "per_second"))}

@@ -32,10 +32,16 @@ def material(tmp_path_factory):
     tokenizer = BertTokenizer(str(folder / "vocab.txt"))
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes)).save_pretrained(
-        folder / "model"
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        initializer_range=0.2,  # at the usual 0.02 so narrow a model is all but blind
     )
+    BertModel(config).save_pretrained(folder / "model")
     draw = random.Random(0)
     for name, count in (("train", 46), ("dev", 11), ("test", 13)):
         with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -48,17 +54,28 @@ def material(tmp_path_factory):
     return folder
 
 
-def start(*words, cwd, launcher=(), **environment):
-    """Run the script and return what it printed; the exit code is not looked at."""
+def processes(*command, cwd):
+    """Run a command and return what it printed."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *words],
+    done = subprocess.run(
+        command,
         cwd=cwd,
-        env={**inherited, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        env={**inherited, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         timeout=240,
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def main():
+    """The script's entry, in this process: importing what it needs takes longer than what it does here."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    import text_classification
+
+    return text_classification.main
 
 
 def training(material, **arguments):
@@ -70,8 +87,8 @@ def training(material, **arguments):
         "test_file": material / "test.csv",
         "max_seq_length": 16,
         "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "head_learning_rate": 5e-2,
+        "learning_rate": 5e-3,
+        "head_learning_rate": 2e-2,
         "num_train_epochs": 4,
         "save_steps": 10,
         "output_dir": "out",
@@ -80,15 +97,17 @@ def training(material, **arguments):
     return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
 
-def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(material, tmp_path):
+def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(
+    main, material, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     words = [*training(material), "--do_train", "--do_eval", "--do_predict", "--overwrite_output_dir"]
-    done = start(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert main(words) == 0
     out = tmp_path / "out"
     results = json.loads((out / "all_results.json").read_text())
     assert results["eval_accuracy"] == results["predict_accuracy"] == 1.0
     assert results["train_loss"] < 0.5
-    printed = done.stdout.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     assert "validation accuracy 1.0000, macro F1 1.0000" in printed
     assert "test accuracy 1.0000, macro F1 1.0000" in printed
     assert {"checkpoint-10", "checkpoint-20", "checkpoint-24"} <= {path.name for path in out.iterdir()}
@@ -105,37 +124,56 @@ def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(materi
 
     command = shlex.split(printed[-1])
     assert command[0] == sys.executable
-    continued = subprocess.run(command, cwd=tmp_path, timeout=240, capture_output=True, text=True)
-    assert continued.returncode == 0, continued.stderr
+    continued = processes(*command, cwd=tmp_path)
     assert "resuming at step 24 of 48" in continued.stderr
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 48
 
 
-def test_a_run_that_is_resumed_ends_with_the_weights_of_one_that_was_not_stopped(material, tmp_path):
-    whole = start(*training(material, output_dir="whole"), "--do_train", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    first = start(*training(material), "--do_train", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    for step in (20, 24):
+def test_a_run_that_is_resumed_ends_with_the_weights_of_one_that_was_not_stopped(main, material, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*training(material), "--do_train"]) == 0
+    whole = load_file(tmp_path / "out/model.safetensors")
+    for step in (20, 24):  # as if it had been stopped after step 10
         (tmp_path / f"out/checkpoint-{step}").rename(tmp_path / f"taken-away-{step}")
-    second = start(*training(material), "--do_train", "--resume_from_checkpoint", "True", cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert "resuming at step 10 of 24" in second.stderr
-    ends = [load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "out")]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    (tmp_path / "out/model.safetensors").unlink()
+    assert main([*training(material), "--do_train", "--resume_from_checkpoint", "True"]) == 0
+    resumed = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_trained_model_predicts_for_texts_without_labels(material, tmp_path):
-    done = start(*training(material), "--do_train", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_a_finished_run_that_is_resumed_changes_nothing(main, material, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*training(material), "--do_train"]) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert main([*training(material), "--do_train", "--resume_from_checkpoint", "True"]) == 0
+    assert capsys.readouterr().out.count("***** train metrics *****") == 1  # of the first run
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+
+
+def test_a_trained_model_predicts_for_texts_without_labels(main, material, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*training(material), "--do_train"]) == 0
     (tmp_path / "new.jsonl").write_text('{"text": "g1 g2"}\n{"text": "b3 b1 b2 b5"}\n{"text": "g7"}\n')
     files = {"train_file": None, "validation_file": None, "test_file": "new.jsonl"}
     words = training(material, model_name_or_path="out", output_dir="predicted", **files)
-    done = start(*words, "--do_predict", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert main([*words, "--do_predict"]) == 0
     with (tmp_path / "predicted/predictions.csv").open(newline="") as file:
         assert [row["prediction"] for row in csv.DictReader(file)] == ["good", "bad", "good"]
-    assert "accuracy" not in done.stdout
+    assert "accuracy" not in capsys.readouterr().out
+
+
+def test_a_head_with_its_own_rate_moves_further_and_the_rest_as_before(main, material, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one_step = {"max_steps": 1, "num_train_epochs": None, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    moved = {}
+    for name, rate in (("plain", None), ("fast", 1e-1)):
+        assert main([*training(material, output_dir=name, head_learning_rate=rate, **one_step), "--do_train"]) == 0
+        moved[name] = load_file(tmp_path / name / "model.safetensors")
+    differs = {key for key in moved["plain"] if not torch.equal(moved["plain"][key], moved["fast"][key])}
+    assert differs == {"classifier.weight", "classifier.bias"}
+    # Adam's first step has the size of the rate.
+    far = (moved["fast"]["classifier.weight"] - moved["plain"]["classifier.weight"]).abs().max()
+    assert far == pytest.approx(1e-1 - 1e-3, rel=1e-2)
 
 
 # Runs the script as `python` does, and writes down which samples each process was trained on.
@@ -148,7 +186,8 @@ seen = []
 
 def record(module, arguments, keywords):
     if module.training and isinstance(module, BertModel):
-        seen.extend(row[1] for row in keywords["input_ids"].tolist())  # the first is [CLS]
+        tokens = arguments[0] if arguments else keywords["input_ids"]
+        seen.extend(row[1] for row in tokens.tolist())  # the first is [CLS]
 
 before = torch.nn.Module.__call__
 def call(self, *arguments, **keywords):
@@ -172,8 +211,7 @@ def test_two_processes_train_on_every_sample_once_an_epoch_and_only_the_first_sp
     (tmp_path / "recorder.py").write_text(RECORDER)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "recorder.py")]
     words = [*training(material, num_train_epochs=2), "--use_cpu", "--do_train", "--do_eval", "--do_predict"]
-    done = start(*words, cwd=tmp_path, launcher=launcher)
-    assert done.returncode == 0, done.stderr
+    done = processes(sys.executable, *launcher, str(SCRIPT), *words, cwd=tmp_path)
 
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
     assert len(seen[0]) == len(seen[1]) == 46
@@ -214,14 +252,6 @@ REFUSED = {
     ),
     "a misspelt argument": (["--do_train", "--lerning_rate", "1"], {}, "did you mean --learning_rate"),
 }
-
-
-@pytest.fixture(scope="module")
-def main():
-    sys.path.insert(0, str(SCRIPT.parent))
-    import text_classification
-
-    return text_classification.main
 
 
 @pytest.mark.parametrize("case", REFUSED)

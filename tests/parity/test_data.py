@@ -54,12 +54,19 @@ def test_columns_that_the_model_does_not_take_are_dropped_the_same(parity):
     parity(models.Mlp, samples)
 
 
-@pytest.mark.parametrize("key", ["label", "label_ids", "labels"])
+@pytest.mark.parametrize("key", ["label", "labels"])
 def test_the_names_of_labels_are_understood_the_same(parity, key):
     samples = data.classes()
     for sample in samples.samples:
         sample[key] = sample.pop("labels")
     parity(models.Mlp, samples)
+
+
+def test_rows_of_label_ids_are_understood_the_same(parity):
+    samples = data.regression()
+    for sample in samples.samples:
+        sample["label_ids"] = sample.pop("labels").tolist()
+    parity(models.Linear, samples)
 
 
 @pytest.mark.parametrize("kind", ["list", "array", "integer tensor", "number"])

@@ -53,15 +53,11 @@ def test_evaluation_on_start_is_the_same(parity):
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_several_evaluation_sets_are_the_same(parity, strategy):
     several = {"near": data.classes(9, seed=8), "far": data.classes(5, seed=9)}
-    parity(
-        models.Mlp, data.classes(), several, options=WITH_METRICS, eval_strategy=strategy, eval_steps=4
-    )
+    parity(models.Mlp, data.classes(), several, options=WITH_METRICS, eval_strategy=strategy, eval_steps=4)
 
 
 def test_a_model_without_dropout_evaluates_the_same_in_the_middle_of_accumulation(parity):
-    parity(
-        models.Mlp, data.classes(), EVALUATION, eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2
-    )
+    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2)
 
 
 def test_a_causal_model_is_evaluated_the_same(parity):
@@ -226,4 +222,6 @@ def test_events_of_evaluation_and_prediction_are_the_same(tmp_path):
             outcome.trainer.predict(EVALUATION)
     reference, ours = outcomes
     assert ours.recorder.names() == reference.recorder.names()
-    assert ours.recorder.names() == ["prediction_step"] * 3 + ["log", "evaluate"] + ["prediction_step"] * 3 + ["predict"]
+    assert ours.recorder.names() == ["prediction_step"] * 3 + ["log", "evaluate"] + ["prediction_step"] * 3 + [
+        "predict"
+    ]

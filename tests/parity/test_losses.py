@@ -38,17 +38,6 @@ def test_other_models_with_masked_targets_are_the_same(parity, model):
     parity(model, data.tokens(), data.tokens(6, seed=9, masked=False), learning_rate=0.01, eval_strategy="epoch")
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_an_encoder_and_decoder_is_accumulated_the_same(parity, accumulation):
-    parity(
-        models.t5,
-        data.tokens(),
-        gradient_accumulation_steps=accumulation,
-        per_device_train_batch_size=2,
-        learning_rate=0.01,
-    )
-
-
 def summed(outputs, labels, num_items_in_batch=None):
     logits = outputs["logits"]
     if num_items_in_batch is None:

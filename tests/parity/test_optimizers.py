@@ -50,9 +50,7 @@ def test_each_schedule_gives_the_same_rates(parity, schedule, warmup):
 
 
 def test_settings_of_a_schedule_are_the_same(parity):
-    parity(
-        models.Linear, data.regression(), lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 1.5}
-    )
+    parity(models.Linear, data.regression(), lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 1.5})
 
 
 def test_an_optimizer_and_a_schedule_that_are_given_are_used_in_the_same_way(tmp_path):

@@ -39,10 +39,17 @@ def assert_ours_agrees_and_reference_is_too_large(found):
     assert found["ours", 1] == found["reference", 1]
 
 
-def test_a_classifier_that_ignores_the_count_is_accumulated_to_the_same_loss(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "samples"),
+    [
+        (models.bert_classifier, data.sentences()),
+        (models.bert_tagger, data.tokens(masked=False)),
+        (models.t5, data.tokens(masked=False)),
+    ],
+)
+def test_a_model_that_ignores_the_count_is_accumulated_to_the_same_loss(tmp_path, model, samples):
     """Its forward takes **kwargs, which the reference holds for a promise to divide by `num_items_in_batch`."""
-    scenario = Scenario(models.bert_classifier, data.sentences())
-    assert_ours_agrees_and_reference_is_too_large(first_steps(scenario, tmp_path, 2))
+    assert_ours_agrees_and_reference_is_too_large(first_steps(Scenario(model, samples), tmp_path, 2))
 
 
 def test_a_compute_loss_that_ignores_the_count_is_accumulated_to_the_same_loss(tmp_path):

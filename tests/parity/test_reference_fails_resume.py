@@ -7,7 +7,7 @@ import parity_data as data
 import parity_models as models
 import pytest
 import torch
-from parity_harness import OURS, REFERENCE, Scenario, run, same_tensors
+from parity_harness import OURS, REFERENCE, Scenario, build, run, same_tensors, warnings_of
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
@@ -36,7 +36,9 @@ def resume(side, scenario, folder, step, **changes):
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path):
-    scenario = Scenario(models.Mlp, data.classes(), arguments={**SAVING, "max_steps": 7, "lr_scheduler_type": "constant"})
+    scenario = Scenario(
+        models.Mlp, data.classes(), arguments={**SAVING, "max_steps": 7, "lr_scheduler_type": "constant"}
+    )
     for side, steps in ((REFERENCE, 8), (OURS, 7)):
         whole = finished(side, scenario, tmp_path)
         again = run(side, scenario, tmp_path / side.name, resume_from_checkpoint=True)
@@ -69,6 +71,20 @@ def test_random_collation_does_not_depend_on_the_number_of_workers(tmp_path):
             scenario = Scenario(models.Mlp, data.classes(), None, arguments, {"data_collator": Noisy()})
             losses.append(run(side, scenario, tmp_path / f"{side.name}-{workers}").losses)
         assert (losses[0] == losses[1]) == (side is OURS)
+
+
+def test_the_order_of_the_data_follows_the_arguments_alone(tmp_path):
+    """The reference takes the seed that torch was given last, in whatever code."""
+    for side in (REFERENCE, OURS):
+        orders = []
+        for seed in (1, 2):
+            outcome = build(side, Scenario(models.Mlp, data.classes()), tmp_path / f"{side.name}-{seed}")
+            torch.manual_seed(seed)
+            with warnings_of(side):
+                outcome.trainer.train()
+            orders.append(outcome.batches.train)
+        is_same = all(same_tensors(*batches) for batches in zip(*orders, strict=True))
+        assert is_same == (side is OURS)
 
 
 def test_another_batch_size_at_a_resume_goes_on_with_the_next_sample(tmp_path):
@@ -202,8 +218,9 @@ def test_the_state_file_is_strict_json(tmp_path):
 
 
 def test_an_unknown_entry_of_the_state_is_passed_over(tmp_path, caplog):
-    import tr_core
     import transformers
+
+    import tr_core
 
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"global_step": 3, "of_a_later_version": 1}))

@@ -146,7 +146,9 @@ def test_result_files_are_the_same(tmp_path):
         trainer.save_metrics("train", {"train_loss": 0.5, "epoch": 2.0})
         trainer.save_metrics("eval", {"eval_loss": 0.25})
         trainer.save_metrics("test", {"test_loss": 0.1}, combined=False)
-        contents.append({path.name: json.loads(path.read_text()) for path in (tmp_path / side.name).glob("*_results.json")})
+        contents.append(
+            {path.name: json.loads(path.read_text()) for path in (tmp_path / side.name).glob("*_results.json")}
+        )
     assert contents[1] == contents[0]
     assert set(contents[1]) == {"train_results.json", "eval_results.json", "test_results.json", "all_results.json"}
 

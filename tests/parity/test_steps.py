@@ -34,7 +34,8 @@ def test_a_short_last_batch_is_the_same(parity, count):
 
 @pytest.mark.parametrize("count", [16, 18])
 def test_dropping_the_last_batch_is_the_same(parity, count):
-    parity(models.Mlp, data.classes(count), dataloader_drop_last=True)
+    # The reference's samples a second count those that were dropped.
+    parity(models.Mlp, data.classes(count), dataloader_drop_last=True, but=["rates"])
 
 
 @pytest.mark.parametrize("accumulation", [2, 3, 7])
@@ -44,7 +45,7 @@ def test_accumulation_with_a_short_last_group_is_the_same(parity, accumulation):
 
 
 def test_accumulation_with_a_dropped_last_batch_is_the_same(parity):
-    parity(models.Mlp, data.classes(), gradient_accumulation_steps=3, dataloader_drop_last=True)
+    parity(models.Mlp, data.classes(), gradient_accumulation_steps=3, dataloader_drop_last=True, but=["rates"])
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1.5, 1.8])

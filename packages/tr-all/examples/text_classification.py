@@ -142,9 +142,9 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: TrainingArgu
     results: dict[str, float] = {}
     if args.do_train:
         if metrics := trainer.train().metrics:  # none where the run that is resumed was finished
+            trainer.save_model()
+            trainer.save_state()
             report_metrics(trainer, "train", metrics)
-        trainer.save_model()
-        trainer.save_state()
     if args.do_eval:
         metrics = trainer.evaluate()
         report_metrics(trainer, "eval", metrics)

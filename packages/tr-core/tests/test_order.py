@@ -148,7 +148,5 @@ def test_a_stream_that_cannot_be_split_where_it_stopped_says_what_to_do():
     stream = StreamFetch(list(range(12)), list, 4, seed=0)
     stream.seek(0, 6)
     loader = DataLoader(stream, batch_size=None, num_workers=2, collate_fn=identity)
-    with pytest.raises(
-        ValueError, match="2 samples into a micro-batch of 4 with 2 workers; .*dataloader_num_workers=0"
-    ):
+    with pytest.raises(ValueError, match=r"2 samples into a micro-batch of 4 with 2 workers; .*num_workers=0"):
         list(loader)

@@ -135,7 +135,6 @@ def test_a_callback_may_answer_with_a_dict_of_flags(make_trainer):
         def on_step_end(self, args, state, control, **kwargs):
             return {"should_training_stop": True} if state.global_step >= 2 else {}
 
-    events, trainer = events_of(make_trainer)
     stopped = make_trainer(callbacks=[StopsByDict()])
     assert stopped.train().global_step == 2
 

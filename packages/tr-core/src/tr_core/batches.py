@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from tr_core.fetch import StreamFetch
-from tr_core.order import EpochSampler, MicroBatch, SampledBatches, take_slice
+from tr_core.loaders import has_length
+from tr_core.order import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
 from tr_log import progress
 
 
@@ -46,21 +47,24 @@ def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
         return SampledBatches(loader, loader.batch_sampler)
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, StreamFetch):
         return _Stream(loader, loader.dataset)
-    return _Foreign(loader, batch_size * world_size)
+    own_batch_size = getattr(loader, "batch_size", None)  # None with a batch sampler
+    return _Foreign(loader, (own_batch_size or batch_size) * world_size)
 
 
 class _Stream:
-    """An iterable data set: its length is unknown, and a position is reached by reading."""
-
-    num_batches: int | None = None
-    num_samples: int | None = None
+    """An iterable data set: it may tell a length, and a position is reached by reading."""
 
     def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:
         self._loader, self._stream = loader, stream
         self.per_micro_batch = stream.per_round
+        self.num_samples: int | None = len(stream.dataset) if has_length(stream.dataset) else None
+        self.num_batches = self.remaining(0)
 
-    def remaining(self, position: int) -> None:
-        return None
+    def remaining(self, position: int) -> int | None:
+        if self.num_samples is None:
+            return None
+        left = max(self.num_samples - position, 0)
+        return num_micro_batches(left, self.per_micro_batch, self._stream.drop_last)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         skipped = self._stream.seek(epoch, position)

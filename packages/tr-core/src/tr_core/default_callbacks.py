@@ -15,7 +15,9 @@ NOT_TRACKERS = ("hub", "neftune")
 
 
 def default_callbacks(args: Any) -> list[Any]:
-    """Return the callbacks for `disable_tqdm`, `report_to`, `neftune_noise_alpha` and `push_to_hub`, in the order they are called.
+    """Return the callbacks that the arguments ask for, in the order they are called.
+
+    Read are `disable_tqdm`, `report_to`, `neftune_noise_alpha` and `push_to_hub`.
 
     Raises:
         tr_core.plugins.PluginError: a tracker in `report_to` is not installed.

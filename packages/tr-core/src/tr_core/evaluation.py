@@ -152,9 +152,7 @@ def prediction_step(
     has_labels = bool(names) and all(named.get(name) is not None for name in names)
     is_positional = isinstance(inputs, list | tuple) and trainer.compute_loss_func is not None
     gives_loss = has_labels or is_positional or (not names and trainer.can_return_loss)
-    if ignore_keys is None:
-        config = getattr(trainer.model, "config", None)
-        ignore_keys = getattr(config, "keys_to_ignore_at_inference", None) or (["past_key_values"] if config else [])
+    ignored = _ignored_outputs(trainer.model) if ignore_keys is None else ignore_keys
     # Taken before the forward: computing the loss may take them out of the inputs.
     labels = map_tensors(torch.Tensor.detach, tuple(named[name] for name in names)) if has_labels else None
     labels = inputs[-1] if is_positional else labels
@@ -169,7 +167,12 @@ def prediction_step(
         return loss, None, None
     if isinstance(labels, tuple) and len(labels) == 1:
         labels = labels[0]
-    return loss, _logits(outputs, [*ignore_keys, "loss"], skip_first=gives_loss and not is_positional), labels
+    return loss, _logits(outputs, [*ignored, "loss"], skip_first=gives_loss and not is_positional), labels
+
+
+def _ignored_outputs(model: torch.nn.Module) -> list[str]:
+    config = getattr(model, "config", None)
+    return [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
 
 
 def _logits(outputs: Any, ignored: list[str], skip_first: bool) -> Any:

@@ -163,9 +163,10 @@ class LossRule:
     def _targets(self, inputs: Any) -> torch.Tensor | None:
         if not isinstance(inputs, Mapping):
             return None
-        if isinstance(shifted := inputs.get("shift_labels"), torch.Tensor):
+        shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
+        if isinstance(shifted, torch.Tensor):
             return shifted
-        if not isinstance(labels := inputs.get("labels"), torch.Tensor):
+        if not isinstance(labels, torch.Tensor):
             return None
         # The first position of a sequence is nobody's target where the model predicts the next one.
         return labels[..., 1:] if self._shifts else labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,12 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
         "callbacks": trainer.callback_handler,
         "trainer_state": trainer.state,
     }
+
+
+def find_hub(callbacks: Sequence[Any], args: Any) -> Any:
+    """Return the callback that pushes to the Hub, or a new one where the run has none."""
+    pushing = (callback for callback in callbacks if callable(getattr(callback, "push_to_hub", None)))
+    return next(pushing, None) or plugins.load("tr.callbacks", "hub")(args)
 
 
 def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:

@@ -180,6 +180,8 @@ def _finish(trainer: Trainer, run: Run) -> TrainOutput:
     trainer.log(dict(metrics))
     if trainer.args.load_best_model_at_end:
         _load_best(trainer)
+    if trainer.args.push_to_hub:
+        trainer.save_model()  # what is pushed when training ends is this model, not an older file
     metrics["epoch"] = state.epoch
     return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 

@@ -340,6 +340,23 @@ class Trainer(Assembly):
         self.prepare()
         saving.save_model(self, Path(output_dir or self.args.output_dir))
 
+    def push_to_hub(self, commit_message: str = "End of training", blocking: bool = True) -> Any:
+        """Save the model to `output_dir` and push it to the Hub repository that the arguments name.
+
+        Args:
+            commit_message: what the commit says.
+            blocking: return when it is there; else push in the background.
+
+        Raises:
+            tr_core.plugins.PluginError: the package that pushes is not installed.
+        """
+        self.save_model()
+        self.fire("on_push_begin")
+        if not self.is_world_process_zero():
+            return None
+        hub = saving.find_hub(self.callback_handler.callbacks, self.args)
+        return hub.push_to_hub(self.args.output_dir, commit_message=commit_message, blocking=blocking)
+
     def save_state(self) -> None:
         """Write `trainer_state.json` to the output folder."""
         if self.is_world_process_zero():
