@@ -87,10 +87,10 @@ def training(material, **arguments):
         "test_file": material / "test.csv",
         "max_seq_length": 16,
         "per_device_train_batch_size": 8,
-        "learning_rate": 5e-3,
-        "head_learning_rate": 2e-2,
-        "num_train_epochs": 4,
-        "save_steps": 10,
+        "learning_rate": 1e-2,
+        "head_learning_rate": 3e-2,
+        "num_train_epochs": 12,
+        "save_steps": 30,
         "output_dir": "out",
         **arguments,
     }
@@ -110,7 +110,7 @@ def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(
     printed = capsys.readouterr().out.splitlines()
     assert "validation accuracy 1.0000, macro F1 1.0000" in printed
     assert "test accuracy 1.0000, macro F1 1.0000" in printed
-    assert {"checkpoint-10", "checkpoint-20", "checkpoint-24"} <= {path.name for path in out.iterdir()}
+    assert {"checkpoint-30", "checkpoint-60", "checkpoint-72"} <= {path.name for path in out.iterdir()}
 
     with (out / "predictions.csv").open(newline="") as file, (material / "test.csv").open(newline="") as given:
         predicted = [row["prediction"] for row in csv.DictReader(file)]
@@ -119,21 +119,21 @@ def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(
     assert model.config.id2label == {0: "bad", 1: "good"}
     files = printed[printed.index("files:") + 1 :]
     files = dict(line.split() for line in files[: files.index("")])
-    assert files["checkpoint"] == "out/checkpoint-24"
+    assert files["checkpoint"] == "out/checkpoint-72"
     assert all((tmp_path / path).exists() for path in files.values())
 
     command = shlex.split(printed[-1])
     assert command[0] == sys.executable
     continued = processes(*command, cwd=tmp_path)
-    assert "resuming at step 24 of 48" in continued.stderr
-    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 48
+    assert "resuming at step 72 of 144" in continued.stderr
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 144
 
 
 def test_a_run_that_is_resumed_ends_with_the_weights_of_one_that_was_not_stopped(main, material, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*training(material), "--do_train"]) == 0
     whole = load_file(tmp_path / "out/model.safetensors")
-    for step in (20, 24):  # as if it had been stopped after step 10
+    for step in (60, 72):  # as if it had been stopped after step 30
         (tmp_path / f"out/checkpoint-{step}").rename(tmp_path / f"taken-away-{step}")
     (tmp_path / "out/model.safetensors").unlink()
     assert main([*training(material), "--do_train", "--resume_from_checkpoint", "True"]) == 0

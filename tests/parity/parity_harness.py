@@ -107,7 +107,7 @@ def make_model(scenario: Scenario) -> nn.Module:
 
 
 def arguments_of(side: Side, scenario: Scenario, folder: Path) -> Any:
-    """Make the training arguments: on the CPU, in silence, every step logged, nothing saved, unless they say otherwise."""
+    """Make the training arguments: on the CPU, every step logged, nothing saved, unless they say otherwise."""
     common = {
         "output_dir": str(folder),
         "use_cpu": True,

@@ -118,7 +118,7 @@ def test_building_a_trainer_changes_nothing_outside_it(tmp_path, what):
 
 
 def test_the_best_model_is_loaded_even_from_between_two_checkpoints(tmp_path):
-    """Evaluated every 2 steps and saved every 4: ours saves where the best one is, the reference has nothing to load."""
+    """Evaluated every 2 steps and saved every 4: ours also saves the best, the reference has nothing to load."""
     scores = iter([1.0, 0.5, 0.9, 0.4, 0.3] * 2)  # the best one is that of step 2
     weights = {}
 

@@ -1,4 +1,4 @@
-"""Start real processes by real launchers. TR_DIST_EXITS says how often a clean end is tried (default 2)."""
+"""Start real processes by real launchers. TR_DIST_EXITS says how often each clean end is tried (default 1)."""
 
 import os
 import re
@@ -11,8 +11,8 @@ import pytest
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "scripts" / "train_and_end.py"
-TRIES = int(os.environ.get("TR_DIST_EXITS", "2"))
-LIMIT_S = 120
+TRIES = int(os.environ.get("TR_DIST_EXITS", "1"))
+LIMIT_S = 240  # of a process: on a busy machine even importing torch takes its time
 
 
 def _torchrun(*arguments, cwd):
@@ -99,6 +99,7 @@ print(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']} has {total} ranks", f
 
 
 @pytest.mark.launcher
+@pytest.mark.slow
 def test_a_job_that_torchrun_restarts_meets_again(tmp_path):
     (tmp_path / "restarted.py").write_text(RESTARTED)
     place = ("--master-addr", "127.0.0.1", "--master-port", _free_port())

@@ -163,13 +163,14 @@ class LossRule:
     def _targets(self, inputs: Any) -> torch.Tensor | None:
         if not isinstance(inputs, Mapping):
             return None
-        shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
+        shifted: Any = inputs.get("shift_labels")
+        labels: Any = inputs.get("labels")
         if isinstance(shifted, torch.Tensor):
             return shifted
-        if not isinstance(labels, torch.Tensor):
-            return None
-        # The first position of a sequence is nobody's target where the model predicts the next one.
-        return labels[..., 1:] if self._shifts else labels
+        if isinstance(labels, torch.Tensor) and self._shifts:
+            # The first position of a sequence is nobody's target where the model predicts the next one.
+            return labels[..., 1:]
+        return labels if isinstance(labels, torch.Tensor) else None
 
 
 def accepts_count(model: nn.Module) -> bool:
