@@ -100,6 +100,16 @@ def test_another_batch_size_at_a_resume_goes_on_with_the_next_sample(tmp_path):
         assert again.trainer.state.log_history[2]["epoch"] == (5 / 9 if side is OURS else 3 / 9)
 
 
+def test_a_stream_goes_on_where_it_was_beyond_its_first_pass(tmp_path):
+    """Three steps a pass, resumed in the second one."""
+    scenario = Scenario(models.Mlp, data.Stream(data.classes(12)), arguments={**SAVING, "max_steps": 8})
+    for side in (REFERENCE, OURS):
+        whole = finished(side, scenario, tmp_path)
+        again = resume(side, scenario, tmp_path, 5)
+        assert same_tensors(whole.weights, again.weights) == (side is OURS)
+        assert (again.trainer.state.epoch == whole.trainer.state.epoch) == (side is OURS)
+
+
 def test_a_missing_optimizer_is_an_error(tmp_path):
     arguments = {**SAVING, "lr_scheduler_type": "linear"}
     scenario = Scenario(models.Mlp, data.classes(), arguments=arguments)

@@ -87,7 +87,7 @@ def test_a_step_that_loads_its_own_data_stays_within_the_budget_of_calls(make_tr
     counter, files, report = count_a_step(make_trainer, model)
     assert sum(counter.calls.values()) <= 40, report
     assert len(counter.calls) <= 25, report
-    assert files <= 13, report
+    assert files <= 11, report
 
 
 class ReadCounter(TorchDispatchMode):

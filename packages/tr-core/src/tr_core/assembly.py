@@ -59,6 +59,7 @@ class Assembly:
     ) -> None:
         check_model(model, model_init)
         self.args = args if args is not None else TrainingArguments()
+        self.args.check()  # once more: they may have been changed since they were built
         refuse_unsupported(self.args)
         self.strategy: Strategy = strategy if strategy is not None else choose_strategy(self.args)
         self._bind_process()
@@ -165,6 +166,10 @@ class Assembly:
         if self._checkpointer is None:
             self._checkpointer = saving.build_checkpointer(cast("Trainer", self))
         return self._checkpointer
+
+    def end(self) -> None:
+        """Leave the process group, at the very end of a script; without this it is left when the process ends."""
+        self.strategy.close()
 
     def save_checkpoint(self, run: Run) -> None:
         """Save everything that the run needs to go on from here."""

@@ -76,6 +76,13 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     run.hides_nan = args.logging_nan_inf_filter
     if resume not in (None, False) and _restore(trainer, run, resume):
         run = _continue(trainer, run)
+    elif args.save_strategy != "no" and (earlier := trainer.checkpointer().steps()):
+        trainer.logger.warning(
+            "%s holds checkpoints of an earlier run, up to step %d: resuming with True would take those once this run "
+            "ends before that step; give every run an output_dir of its own, or remove them",
+            args.output_dir,
+            earlier[-1],
+        )
     _announce(trainer, run)
     return run
 
