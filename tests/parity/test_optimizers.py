@@ -4,7 +4,8 @@ import parity_data as data
 import parity_models as models
 import pytest
 import torch
-from parity_harness import OURS, REFERENCE
+from parity_harness import OURS, REFERENCE, Scenario, assert_same, build, make_model, warnings_of
+from torch.nn.functional import cross_entropy
 
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"])
@@ -54,8 +55,6 @@ def test_settings_of_a_schedule_are_the_same(parity):
 
 
 def test_an_optimizer_and_a_schedule_that_are_given_are_used_in_the_same_way(tmp_path):
-    from parity_harness import Scenario, assert_same, build, make_model, warnings_of
-
     outcomes = []
     for side in (REFERENCE, OURS):
         scenario = Scenario(models.Mlp, data.classes())
@@ -79,3 +78,10 @@ def test_bf16_is_the_same(parity, model):
 
 def test_bf16_with_accumulation_and_clipping_is_the_same(parity):
     parity(models.Mlp, data.classes(), bf16=True, gradient_accumulation_steps=2, max_grad_norm=0.1)
+
+
+def test_bf16_with_a_loss_function_is_the_same(parity):
+    def summed(outputs, labels, num_items_in_batch=None):
+        return cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    parity(models.Mlp, data.classes(), bf16=True, options={"compute_loss_func": summed}, gradient_accumulation_steps=2)

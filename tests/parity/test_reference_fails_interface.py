@@ -134,3 +134,13 @@ def test_a_column_that_the_collator_needs_is_named_when_it_was_dropped(tmp_path)
     scenario.arguments = {"remove_unused_columns": False}
     reference, ours = run_both(scenario, tmp_path / "kept")
     assert ours.losses == reference.losses
+
+
+def test_a_whole_number_as_label_ids_is_a_label(tmp_path):
+    samples = data.classes()
+    for sample in samples.samples:
+        sample["label_ids"] = sample.pop("labels")
+    with pytest.raises(TypeError, match="not subscriptable"):
+        run(REFERENCE, Scenario(models.Mlp, samples), tmp_path / "reference")
+    ours, plain = (run(OURS, Scenario(models.Mlp, s), tmp_path / "ours") for s in (samples, data.classes()))
+    assert ours.losses == plain.losses

@@ -63,6 +63,8 @@ def test_random_collation_goes_on_after_a_resume(tmp_path):
         assert same_tensors(whole.weights, again.weights) == (side is OURS)
 
 
+# From Python 3.12 on a fork beside other threads warns; torch's own threads are idle here.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_random_collation_does_not_depend_on_the_number_of_workers(tmp_path):
     for side in (REFERENCE, OURS):
         losses = []
@@ -275,3 +277,21 @@ def test_two_callbacks_of_one_class_keep_their_states(tmp_path):
         again = resume(side, scenario, tmp_path, 5)
         found = [c.count for c in again.trainer.callback_handler.callbacks if isinstance(c, Counts)]
         assert found == ([10, 100] if side is OURS else [5, 50])  # the reference's began again from 0
+
+
+def test_the_last_checkpoint_stays_beside_the_best_one(tmp_path):
+    """The reference deletes it at the end of the run: resuming the finished run then trains from the best one on."""
+    evaluation = data.classes(9, seed=8)
+    arguments = {
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "save_total_limit": 1,
+        "metric_for_best_model": "epoch",
+        "greater_is_better": False,  # the first one is the best
+    }
+    for side, kept in ((REFERENCE, [5]), (OURS, [5, 10])):
+        scores = iter([1.0, 2.0])
+        options = {"compute_metrics": lambda prediction, scores=scores: {"epoch": next(scores)}}
+        finished(side, Scenario(models.Mlp, data.classes(), evaluation, arguments, options), tmp_path)
+        folders = (tmp_path / side.name).glob("checkpoint-*")
+        assert sorted(int(path.name.removeprefix("checkpoint-")) for path in folders) == kept

@@ -106,3 +106,12 @@ def test_no_checkpoint_to_resume_from_is_an_error_in_both(tmp_path):
     for side in (REFERENCE, OURS):
         with pytest.raises(ValueError, match="No valid checkpoint|no valid checkpoint"):
             run(side, Scenario(models.Mlp, data.classes()), tmp_path / side.name, resume_from_checkpoint=True)
+
+
+def test_the_log_of_an_epoch_is_complete_after_a_resume_at_its_last_step(tmp_path):
+    """The checkpoint of step 5 is written before the log of the epoch that it ends."""
+    scenario = Scenario(models.Mlp, data.classes(), arguments={**SAVING, "logging_strategy": "epoch"})
+    reference = run(REFERENCE, scenario, tmp_path / "reference")
+    run(OURS, scenario, tmp_path / "ours")
+    again = resumed(OURS, scenario, tmp_path, 5)
+    assert again.history[:-1] == reference.history[:-1]

@@ -71,6 +71,8 @@ def test_the_sequential_order_is_the_same(parity):
     parity(models.Mlp, data.classes(), train_sampling_strategy="sequential")
 
 
+# From Python 3.12 on a fork beside other threads warns; torch's own threads are idle here.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_worker_processes_give_the_same(parity):
     parity(models.Mlp, data.classes(), dataloader_num_workers=2, num_train_epochs=1)
 

@@ -98,6 +98,8 @@ class Run:
             "epoch": self.position.epoch,
             "samples": self.position.samples,
             "last_logged_step": self.last_logged_step,
+            "learning_rate": self.learning_rate,
+            "grad_norm": None if self.grad_norm is None else self.grad_norm.item(),  # sync: once a save
             "window": self.window,
         }
 
@@ -105,6 +107,9 @@ class Run:
         """Take over the place in the data and the log window; another number of ranks shares the window evenly."""
         self.position = DataPosition(state_dict["epoch"], state_dict["samples"])
         self.last_logged_step = state_dict["last_logged_step"]
+        # For the log at the end of an epoch, if the checkpoint is of its last step.
+        self.learning_rate, grad_norm = state_dict["learning_rate"], state_dict["grad_norm"]
+        self.grad_norm = None if grad_norm is None else torch.full_like(self.loss_sum, grad_norm)
         window = state_dict["window"]
         rank, world_size = self.collectives.rank, self.collectives.world_size
         if len(window) == world_size:

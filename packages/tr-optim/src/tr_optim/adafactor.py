@@ -1,0 +1,227 @@
+"""Adafactor: adaptive learning rates from row and column statistics instead of a second moment per weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tr_optim.options import flag, number, number_pair, optional_number, read_options
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_OPTIONS = {
+    "eps": number_pair,
+    "clip_threshold": number,
+    "decay_rate": number,
+    "beta1": optional_number,
+    "scale_parameter": flag,
+}
+
+
+class Adafactor(Optimizer):
+    """Scale each update by a second moment that is kept as its row and column means.
+
+    For a parameter of shape `(..., n, m)` the state is `(..., n)` and `(..., m)` numbers instead of `(..., n, m)`; a
+    parameter with less than two dimensions keeps its full second moment. The update is then scaled down to a root mean
+    square of `clip_threshold`. Half-precision parameters are updated in float32, where their state is too; the weights
+    themselves are rounded back, without a float32 copy.
+
+    No value is read back from the device in a step. The state holds tensors only: `step` (completed steps, a float64 on
+    the CPU), `exp_avg_sq_row` and `exp_avg_sq_col` or `exp_avg_sq`, and `exp_avg` with `beta1`.
+
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018): Algorithm 4
+    (matrices) and Algorithm 5 (vectors), with the decay of section 7.2 and the relative step of section 8. Deviations,
+    shared with the implementations in fairseq and transformers: the factors come from row and column means, not
+    sums, and weight decay is decoupled and taken before the update.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate, a number or a tensor; None with `relative_step`.
+        eps: added to squared gradients; and the least root mean square that `scale_parameter` takes a parameter to
+            have.
+        clip_threshold: greatest root mean square of an update before the learning rate.
+        decay_rate: negative; after t steps the second moment takes in `t ** decay_rate` of the newest squares.
+        beta1: decay of a first moment of the updates; None keeps none.
+        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        scale_parameter: multiply the learning rate by the parameter's root mean square.
+        relative_step: take `min(1e-2, 1 / sqrt(step))` for the learning rate.
+        warmup_init: with `relative_step`, begin with `1e-6 * step` instead of 1e-2.
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts another.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor | None = None,
+        *,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+    ) -> None:
+        _check_step_size(lr, relative_step, warmup_init)
+        _check_ranges(eps, clip_threshold, decay_rate, beta1)
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+        }
+        super().__init__(params, defaults)
+
+    @classmethod
+    def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> Adafactor:
+        """Build as training arguments say: `learning_rate`, and `optim_args` for the rest.
+
+        The learning rate is that of the arguments and their schedule, so neither relative steps nor the parameters'
+        scale change it, unless `optim_args` sets `scale_parameter`. It takes eps, clip_threshold, decay_rate and beta1
+        too. Weight decay is that of each group.
+
+        Raises:
+            ValueError: `optim_args` has what Adafactor does not take.
+        """
+        options = read_options(args.optim_args, _OPTIONS, "adafactor")
+        return cls(params, args.learning_rate, **{"scale_parameter": False, **options}, relative_step=False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient. Returns what `closure` returns, if one is given.
+
+        Raises:
+            RuntimeError: a gradient is sparse or complex.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel() > 0:
+                    _update(parameter, group, self.state[parameter])
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, of this class or of transformers' Adafactor."""
+        super().load_state_dict(state_dict)
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if saved is not None:
+                # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
+                dtype = _computing_dtype(parameter)
+                self.state[parameter] = {
+                    name: torch.as_tensor(value).to(parameter.device, dtype, copy=True)
+                    for name, value in saved.items()
+                    if name.startswith("exp_avg")
+                }
+                self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
+
+
+def _update(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    if parameter.grad.is_sparse or parameter.grad.is_complex():  # type: ignore[union-attr]
+        kind = "sparse" if parameter.grad.is_sparse else "complex"  # type: ignore[union-attr]
+        raise RuntimeError(
+            f"Adafactor has a {kind} gradient of shape {tuple(parameter.shape)}; it needs dense real ones "
+            "(for nn.Embedding: sparse=False)"
+        )
+    dtype = _computing_dtype(parameter)
+    gradient = parameter.grad.to(dtype)  # type: ignore[union-attr]
+    weights = parameter.to(dtype)  # the parameter itself, unless it is of low precision
+    if not state:
+        _start(state, gradient, group["beta1"] is not None)
+    state["step"] += 1
+
+    update = _normalised(gradient, state, group)
+    update.div_((_rms(update) / group["clip_threshold"]).clamp_(min=1.0))
+    step_size = _step_size(weights, group, state["step"])
+    update.mul_(step_size)
+    if group["beta1"] is not None:
+        update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+    if group["weight_decay"] != 0:
+        weights.sub_(weights * (group["weight_decay"] * step_size))
+    weights.sub_(update)
+    if weights is not parameter:
+        parameter.copy_(weights)
+
+
+def _start(state: dict[str, Any], gradient: torch.Tensor, with_first_moment: bool) -> None:
+    # On the CPU, where arithmetic with it costs the device nothing, and in float64, which every step can be counted in.
+    state["step"] = torch.zeros((), dtype=torch.float64)
+    if with_first_moment:
+        state["exp_avg"] = torch.zeros_like(gradient)
+    if gradient.dim() >= 2:
+        state["exp_avg_sq_row"] = gradient.new_zeros(gradient.shape[:-1])
+        state["exp_avg_sq_col"] = gradient.new_zeros((*gradient.shape[:-2], gradient.shape[-1]))
+    else:
+        state["exp_avg_sq"] = torch.zeros_like(gradient)
+
+
+def _normalised(gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """Take the squared gradient into the second moment and divide the gradient by its root."""
+    share = state["step"].pow(group["decay_rate"])  # 0-dim on the CPU: other devices take it as a number
+    new, old = share.to(gradient.dtype), (1.0 - share).to(gradient.dtype)
+    squares = gradient.square().add_(group["eps"][0])
+    if gradient.dim() < 2:
+        moment = state["exp_avg_sq"].mul_(old).add_(squares.mul_(new))
+        return moment.rsqrt().mul_(gradient)
+    row = state["exp_avg_sq_row"].mul_(old).add_(squares.mean(dim=-1).mul_(new))
+    column = state["exp_avg_sq_col"].mul_(old).add_(squares.mean(dim=-2).mul_(new))
+    row_factor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+    return torch.mul(row_factor, column.rsqrt().unsqueeze(-2)).mul_(gradient)
+
+
+def _step_size(weights: torch.Tensor, group: dict[str, Any], step: torch.Tensor) -> float | torch.Tensor:
+    rate = group["lr"]
+    if group["relative_step"]:
+        start = step * 1e-6 if group["warmup_init"] else torch.full_like(step, 1e-2)
+        rate = torch.minimum(start, step.rsqrt()).to(weights.dtype)
+    if group["scale_parameter"]:
+        rate = _rms(weights).clamp_(min=group["eps"][1]) * rate
+    return rate
+
+
+def _rms(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.norm(2) / tensor.numel() ** 0.5
+
+
+def _computing_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
+
+
+def _check_step_size(lr: float | torch.Tensor | None, relative_step: bool, warmup_init: bool) -> None:
+    if lr is not None and relative_step:
+        raise ValueError(f"lr={lr} and relative_step=True both set the step size; set relative_step=False to use lr")
+    if lr is None and not relative_step:
+        raise ValueError("relative_step=False needs a learning rate; give lr, for instance 1e-3")
+    if lr is not None and not isinstance(lr, torch.Tensor) and lr < 0:
+        raise ValueError(f"lr={lr:g} must not be negative")
+    if warmup_init and not relative_step:
+        raise ValueError("warmup_init=True warms up relative steps; set relative_step=True, or use a schedule for lr")
+
+
+def _check_ranges(eps: tuple[float, float], clip_threshold: float, decay_rate: float, beta1: float | None) -> None:
+    if len(eps) != 2 or min(eps) < 0:
+        raise ValueError(f"eps={eps} must be two numbers from 0: added to squared gradients, least parameter scale")
+    if clip_threshold <= 0:
+        raise ValueError(
+            f"clip_threshold={clip_threshold:g} must be positive: the greatest root mean square of an update"
+        )
+    if decay_rate >= 0:
+        raise ValueError(f"decay_rate={decay_rate:g} must be negative, for instance -0.8")
+    if beta1 is not None and not 0 <= beta1 < 1:
+        raise ValueError(f"beta1={beta1:g} must be from 0 to below 1, or None for no first moment")

@@ -1,0 +1,107 @@
+"""Read the options of an optimizer that a configuration gives as text, and refuse what it does not take."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Converter = Callable[[Any], Any]
+
+
+def read_options(given: str | Mapping[str, Any] | None, takes: Mapping[str, Converter], owner: str) -> dict[str, Any]:
+    """Return options by name, converted to the types that their optimizer takes.
+
+    Args:
+        given: a mapping, JSON text of one, `name=value` parts separated by commas (not within brackets), or None.
+        takes: for each option the function that converts its value, and raises ValueError or TypeError for a bad one.
+        owner: whose options these are, for messages.
+
+    Raises:
+        ValueError: the text cannot be read, an option is not known, or a value is not of its type.
+    """
+    options: dict[str, Any] = {}
+    for name, value in _by_name(given).items():
+        if name not in takes:
+            close = difflib.get_close_matches(name, takes, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"optim_args: {owner} does not take {name!r}; it takes {', '.join(sorted(takes))}{hint}")
+        try:
+            options[name] = takes[name](value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optim_args: {name}={value!r} of {owner} {error}") from None
+    return options
+
+
+def number(value: Any) -> float:
+    """Convert to a float.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    raise ValueError("needs a number")
+
+
+def optional_number(value: Any) -> float | None:
+    """Convert to a float, or None from None or the word.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None or str(value).lower() in ("none", "null"):
+        return None
+    return number(value)
+
+
+def number_pair(value: Any) -> tuple[float, float]:
+    """Convert a sequence of two, or text such as `(1e-30, 1e-3)`, to two floats.
+
+    Raises:
+        ValueError: it is not two numbers.
+    """
+    parts = re.split(r"[\s,;]+", value.strip("()[] ")) if isinstance(value, str) else value
+    try:
+        first, second = parts
+    except (TypeError, ValueError):
+        raise ValueError("needs two numbers, such as (1e-30, 1e-3)") from None
+    return number(first), number(second)
+
+
+def flag(value: Any) -> bool:
+    """Convert true or false, as a word or a value, to a bool.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    words = {"true": True, "false": False}
+    if str(value).lower() not in words:
+        raise ValueError("needs true or false")
+    return words[str(value).lower()]
+
+
+def _by_name(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if given.lstrip().startswith("{"):
+        try:
+            return json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"optim_args={given!r} is not JSON: {error}; give a mapping or name=value parts") from None
+    options: dict[str, Any] = {}
+    for part in re.split(r",(?![^(\[]*[)\]])", given):
+        name, equals, value = (text.strip() for text in part.partition("="))
+        if not part.strip():
+            continue
+        if not equals or not name:
+            raise ValueError(f"optim_args={given!r} cannot be read at {part.strip()!r}; write name=value,name=value")
+        options[name] = value
+    return options

@@ -1,0 +1,273 @@
+import copy
+import math
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tr_optim import Adafactor
+
+VARIANTS = [
+    {"lr": 1e-2, "scale_parameter": False, "relative_step": False},
+    {"lr": 1e-2, "scale_parameter": True, "relative_step": False, "weight_decay": 0.1},
+    {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "weight_decay": 0.1, "beta1": 0.9},
+    {"lr": None, "scale_parameter": True, "relative_step": True},
+    {"lr": None, "scale_parameter": True, "relative_step": True, "warmup_init": True, "beta1": 0.5},
+    {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "clip_threshold": 0.5, "decay_rate": -0.5},
+    {"lr": 1e-2, "scale_parameter": True, "relative_step": False, "eps": (1e-8, 0.5)},
+]
+SHAPES = [(5, 3), (4,), (), (2, 3, 4), (1, 6), (3, 2, 2, 2)]
+
+
+def _parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def _set_gradients(parameters, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for number, parameter in enumerate(parameters):
+        # The last one has no gradient in every third step, so parameters have step counts of their own.
+        skipped = number == len(parameters) - 1 and step % 3 == 1
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = None if skipped else gradient
+
+
+def _train(optimizer, parameters, steps, start=0):
+    for step in range(start, start + steps):
+        _set_gradients(parameters, step)
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_those_of_transformers_adafactor(variant, dtype):
+    reference_class = pytest.importorskip("transformers.optimization").Adafactor
+    ours, theirs = _parameters(dtype), _parameters(dtype)
+    options = dict(variant)
+    found = _train(Adafactor(ours, options.pop("lr"), **options), ours, 20)
+    expected = _train(reference_class(theirs, **variant), theirs, 20)
+    for shape, mine, other in zip(SHAPES, found, expected, strict=True):
+        # float32: another order of the same operations. bfloat16: equal but where that falls on a rounding boundary.
+        tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(
+            mine, other, rtol=tolerance, atol=1e-6, msg=lambda text, shape=shape: f"{shape}: {text}"
+        )
+
+
+def test_one_step_on_a_matrix_by_hand():
+    gradient, start, rate, clip = [[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]], 0.25, 0.1, 0.9
+    weight = nn.Parameter(torch.full((2, 3), start, dtype=torch.float64))
+    weight.grad = torch.tensor(gradient, dtype=torch.float64)
+    Adafactor([weight], rate, scale_parameter=False, relative_step=False, clip_threshold=clip).step()
+
+    squares = [[g * g + 1e-30 for g in line] for line in gradient]  # decay 1 - 1 ** -0.8 is 0 in the first step
+    rows = [sum(line) / 3 for line in squares]
+    columns = [(squares[0][j] + squares[1][j]) / 2 for j in range(3)]
+    mean = sum(rows) / 2
+    update = [[gradient[i][j] / math.sqrt(rows[i] * columns[j] / mean) for j in range(3)] for i in range(2)]
+    size = math.sqrt(sum(u * u for line in update for u in line) / 6)
+    assert size / clip > 1, "clipping must have something to do"
+    expected = [[start - rate * u / (size / clip) for u in line] for line in update]
+    torch.testing.assert_close(weight.detach(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_two_steps_on_a_vector_by_hand():
+    weight = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    optimizer = Adafactor([weight], None, eps=(0.0, 1e-3), clip_threshold=10.0)
+    moment, expected = [0.0, 0.0], [3.0, 4.0]
+    for step, gradient in enumerate(([1.0, 2.0], [2.0, -1.0]), start=1):
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+        new = step**-0.8
+        moment = [(1 - new) * m + new * g * g for m, g in zip(moment, gradient, strict=True)]
+        rate = min(1e-2, 1 / math.sqrt(step)) * math.sqrt(sum(w * w for w in expected) / 2)
+        expected = [w - rate * g / math.sqrt(m) for w, g, m in zip(expected, gradient, moment, strict=True)]
+    torch.testing.assert_close(weight.detach(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_the_state_of_a_matrix_is_a_row_and_a_column_of_tensors():
+    weight = nn.Parameter(torch.ones(7, 5, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = Adafactor([weight], 1e-2, relative_step=False)
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert {name: (tuple(value.shape), value.dtype) for name, value in state.items()} == {
+        "step": ((), torch.float64),
+        "exp_avg_sq_row": ((7,), torch.float32),
+        "exp_avg_sq_col": ((5,), torch.float32),
+    }
+
+
+class _Reads(TorchDispatchMode):
+    """Counts values that are read from a tensor to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.is_nonzero,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.equal,
+        ):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_reads_nothing_back(variant):
+    options = dict(variant)
+    parameters = _parameters(torch.bfloat16)
+    optimizer = Adafactor(parameters, options.pop("lr"), **options)
+    with _Reads() as reads:
+        assert torch.ones(()).item() == 1.0
+        assert len(reads.names) == 1, "the counter must see a read"
+        _train(optimizer, parameters, 3)
+    assert len(reads.names) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_ends_with_the_same_bits(dtype):
+    whole = _parameters(dtype)
+    options = {"beta1": 0.9, "weight_decay": 0.1, "relative_step": False}
+    expected = _train(Adafactor(whole, 1e-2, **options), whole, 8)
+    first = _parameters(dtype)
+    optimizer = Adafactor(first, 1e-2, **options)
+    _train(optimizer, first, 4)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = Adafactor(first, 5e-1, **options)
+    resumed.load_state_dict(saved)
+    found = _train(resumed, first, 4, start=4)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_loaded_state_is_not_shared_with_its_source():
+    source, target = _parameters(), _parameters()
+    first = Adafactor(source, 1e-2, relative_step=False)
+    _train(first, source, 2)
+    second = Adafactor(target, 1e-2, relative_step=False)
+    second.load_state_dict(first.state_dict())
+    before = first.state[source[0]]["exp_avg_sq_row"].clone()
+    _train(second, target, 1, start=2)
+    assert torch.equal(first.state[source[0]]["exp_avg_sq_row"], before)
+
+
+def test_a_state_of_transformers_adafactor_is_taken_over():
+    reference_class = pytest.importorskip("transformers.optimization").Adafactor
+    theirs = _parameters()
+    options = {"lr": 1e-2, "scale_parameter": True, "relative_step": False}
+    reference = reference_class(theirs, **options)
+    _train(reference, theirs, 4)
+    ours = copy.deepcopy(theirs)
+    optimizer = Adafactor(ours, 1e-2, relative_step=False)
+    optimizer.load_state_dict(reference.state_dict())
+    expected = _train(reference, theirs, 4, start=4)
+    for mine, other in zip(_train(optimizer, ours, 4, start=4), expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_learning_rate_schedule_is_followed():
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = Adafactor([weight], 1.0, scale_parameter=False, relative_step=False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    moves = []
+    for _ in range(3):
+        before = weight.detach().clone()
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        schedule.step()
+        moves.append((weight.detach() - before).tolist()[0])
+    assert moves == pytest.approx([-1.0, -0.5, -0.25])
+
+
+def test_a_closure_is_called_with_gradients_enabled():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Adafactor([weight], 0.1, scale_parameter=False, relative_step=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 2.0
+    assert weight.tolist() == pytest.approx([0.9, 0.9])
+
+
+def test_empty_and_unused_parameters_are_passed_over():
+    empty, unused = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(2))
+    empty.grad = torch.zeros(0, 3)
+    Adafactor([empty, unused]).step()
+    assert unused.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": 1e-3}, "lr=0.001 and relative_step=True both set the step size; set relative_step=False"),
+        ({"relative_step": False}, "relative_step=False needs a learning rate"),
+        ({"lr": -1.0, "relative_step": False}, "lr=-1 must not be negative"),
+        ({"lr": 1.0, "relative_step": False, "warmup_init": True}, "warmup_init=True warms up relative steps"),
+        ({"eps": (1e-30,)}, r"eps=\(1e-30,\) must be two numbers from 0"),
+        ({"eps": (-1.0, 0.0)}, "must be two numbers from 0"),
+        ({"clip_threshold": 0.0}, "clip_threshold=0 must be positive"),
+        ({"decay_rate": 0.8}, "decay_rate=0.8 must be negative"),
+        ({"beta1": 1.0}, "beta1=1 must be from 0 to below 1"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Adafactor([nn.Parameter(torch.ones(1))], **arguments)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_a_gradient_of_another_kind_is_refused(kind):
+    if kind == "sparse":
+        table = nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([1])).sum().backward()
+        parameter = table.weight
+    else:
+        parameter = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match=rf"Adafactor has a {kind} gradient of shape \(4, 2\)"):
+        Adafactor([parameter]).step()
+
+
+def _from_arguments(optim_args):
+    groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "weight_decay": 0.1}]
+    return Adafactor.from_arguments(groups, types.SimpleNamespace(learning_rate=3e-4, optim_args=optim_args))
+
+
+def test_training_arguments_set_the_learning_rate_and_the_groups_the_decay():
+    (group,) = _from_arguments(None).param_groups
+    chosen = {name: group[name] for name in ("lr", "weight_decay", "scale_parameter", "relative_step", "beta1")}
+    assert chosen == {
+        "lr": 3e-4,
+        "weight_decay": 0.1,
+        "scale_parameter": False,
+        "relative_step": False,
+        "beta1": None,
+    }
+
+
+def test_optim_args_reach_the_optimizer():
+    (group,) = _from_arguments("beta1=0.9, eps=(1e-20, 1e-2), scale_parameter=true").param_groups
+    assert (group["beta1"], group["eps"], group["scale_parameter"]) == (0.9, (1e-20, 1e-2), True)
+    (group,) = _from_arguments({"clip_threshold": "2", "decay_rate": -0.7, "beta1": "none"}).param_groups
+    assert (group["clip_threshold"], group["decay_rate"], group["beta1"]) == (2.0, -0.7, None)
+
+
+def test_an_option_that_adafactor_does_not_take_is_refused():
+    with pytest.raises(
+        ValueError, match="optim_args: adafactor does not take 'clip_treshold'.*did you mean clip_threshold"
+    ):
+        _from_arguments("clip_treshold=1")
+    with pytest.raises(ValueError, match="does not take 'relative_step'"):
+        _from_arguments("relative_step=true")

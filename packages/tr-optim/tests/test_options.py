@@ -1,0 +1,44 @@
+import pytest
+
+from tr_optim.options import flag, number, number_pair, optional_number, read_options
+
+TAKES = {"rate": number, "beta": optional_number, "eps": number_pair, "scale": flag}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        ("", {}),
+        ("rate=1e-3", {"rate": 1e-3}),
+        (" rate = 2 , scale=False,", {"rate": 2.0, "scale": False}),
+        ("eps=(1e-30, 1e-3),rate=1", {"eps": (1e-30, 1e-3), "rate": 1.0}),
+        ("eps=[1,2]", {"eps": (1.0, 2.0)}),
+        ('{"rate": 1, "eps": [1, 2], "beta": null}', {"rate": 1.0, "eps": (1.0, 2.0), "beta": None}),
+        ({"beta": "None", "scale": True, "rate": "3"}, {"beta": None, "scale": True, "rate": 3.0}),
+    ],
+)
+def test_options_are_read_from_text_json_and_mappings(given, expected):
+    assert read_options(given, TAKES, "test") == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("rate", "optim_args='rate' cannot be read at 'rate'; write name=value"),
+        ("=3", "cannot be read at '=3'"),
+        ("{rate: 1}", "is not JSON"),
+        ("speed=1", "test does not take 'speed'; it takes beta, eps, rate, scale$"),
+        ("rat=1", "did you mean rate?"),
+        ("rate=fast", "optim_args: rate='fast' of test needs a number"),
+        ({"rate": True}, "rate=True of test needs a number"),
+        ("beta=x", "beta='x' of test needs a number"),
+        ("eps=1", "eps='1' of test needs two numbers, such as"),
+        ({"eps": 1}, "eps=1 of test needs two numbers"),
+        ({"eps": ["a", 1]}, "of test needs a number"),
+        ("scale=1", "scale='1' of test needs true or false"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        read_options(given, TAKES, "test")
