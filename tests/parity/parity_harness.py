@@ -55,7 +55,7 @@ class Scenario:
     """A run that both trainers can make.
 
     Attributes:
-        model: makes the model; called once, with the generators seeded, and copied for each side.
+        model: makes the model; called for each side, with torch's generator seeded alike.
         train: the training data, or a function that makes it for each side.
         evaluation: the evaluation data, likewise.
         arguments: training arguments beside the common ones (see `arguments_of`).
@@ -143,7 +143,7 @@ def build(side: Side, scenario: Scenario, folder: Path, model: nn.Module | None 
             **scenario.options,
         )
     if side is REFERENCE:
-        # It takes total_flos out of the dict that becomes the result; see test_reference_fails_reports.py.
+        # It takes total_flos out of the dict that becomes the result; see test_reference_fails_interface.py.
         trainer.remove_callback(transformers.PrinterCallback)
     return Outcome(side, folder, trainer, recorder, batches)
 
@@ -307,4 +307,4 @@ def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made(data: Any) -> Any:
-    return data() if isinstance(data, type) or callable(data) else copy.deepcopy(data)
+    return data() if callable(data) else copy.deepcopy(data)

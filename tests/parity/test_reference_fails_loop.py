@@ -81,6 +81,14 @@ def test_dropping_the_last_batch_of_a_stream_drops_it(tmp_path):
     assert sizes == [[4, 4, 4, 4, 2, 4], [4, 4, 4, 4, 4, 4]]
 
 
+def test_samples_a_second_are_those_that_were_used(tmp_path):
+    scenario = Scenario(models.Mlp, data.classes(), arguments={"dataloader_drop_last": True})
+    for outcome, per_step in zip(run_both(scenario, tmp_path), (18 / 4, 4), strict=True):
+        metrics = outcome.output.metrics
+        rate = metrics["train_samples_per_second"] / metrics["train_steps_per_second"]
+        assert rate == pytest.approx(per_step, rel=0.01)
+
+
 def test_a_run_that_fails_is_closed(tmp_path):
     class Fault(Exception):
         pass

@@ -115,3 +115,31 @@ def test_the_log_of_an_epoch_is_complete_after_a_resume_at_its_last_step(tmp_pat
     run(OURS, scenario, tmp_path / "ours")
     again = resumed(OURS, scenario, tmp_path, 5)
     assert again.history[:-1] == reference.history[:-1]
+
+
+def test_the_best_model_of_a_run_that_goes_on_in_another_folder_is_loaded_the_same(tmp_path):
+    outcomes, best = [], {}
+    for side in (REFERENCE, OURS):
+        scores = iter([0.1, 0.9, 0.3, 0.2, 0.4, 0.3, 0.2, 0.4])  # five of the first run, three after step 4 again
+        scenario = Scenario(
+            models.Mlp,
+            data.classes(),
+            EVALUATION,
+            {
+                "save_strategy": "steps",
+                "save_steps": 2,
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "score",
+                "greater_is_better": True,
+            },
+            {"compute_metrics": lambda prediction, scores=scores: {"score": next(scores)}},
+        )
+        first = run(side, scenario, tmp_path / side.name)
+        best[side.name] = first.weights
+        checkpoint = tmp_path / side.name / "checkpoint-4"
+        again = run(side, scenario, tmp_path / f"{side.name}-again", resume_from_checkpoint=str(checkpoint))
+        outcomes.append(again)
+    assert_same(*outcomes)
+    assert same_tensors(best["ours"], outcomes[1].weights)

@@ -66,6 +66,13 @@ def test_the_best_model_by_a_metric_of_one_of_several_sets_is_the_same(parity):
     parity(models.Mlp, data.classes(), several, metric_for_best_model="far_loss", save_strategy="best", **BEST)
 
 
+def test_the_step_of_the_best_evaluation_is_known_without_checkpoints_too(parity):
+    reference, ours = parity(models.Mlp, data.classes(), EVALUATION, metric_for_best_model="loss", **BEST)
+    assert ours.trainer.state.best_metric is not None
+    assert ours.trainer.state.best_global_step is not None
+    assert reference.trainer.state.best_global_step is None
+
+
 @pytest.mark.parametrize("greater", [True, False])
 @pytest.mark.parametrize("scores", [[1.0, 3.0, 2.0, 3.0, 4.0], [float("nan"), 3.0, 1.0, float("nan"), 2.0]])
 def test_what_is_better_is_the_same(tmp_path, scores, greater):

@@ -140,11 +140,10 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: TrainingArgu
     model, tokenizer, names = load_model(model_args, args, data)
     trainer, test, order = build_trainer(model, tokenizer, names, model_args, args, data)
     results: dict[str, float] = {}
-    if args.do_train:
-        if metrics := trainer.train().metrics:  # none where the run that is resumed was finished
-            trainer.save_model()
-            trainer.save_state()
-            report_metrics(trainer, "train", metrics)
+    if args.do_train and (metrics := trainer.train().metrics):  # none where the run that is resumed was finished
+        trainer.save_model()
+        trainer.save_state()
+        report_metrics(trainer, "train", metrics)
     if args.do_eval:
         metrics = trainer.evaluate()
         report_metrics(trainer, "eval", metrics)

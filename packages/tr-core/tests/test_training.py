@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -455,3 +456,23 @@ def test_building_a_trainer_changes_no_random_number(make_trainer):
     torch.manual_seed(5)
     make_trainer(model_init=Classifier)
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_without_a_usable_evaluation_the_last_weights_stay_and_the_log_says_so(make_trainer, monkeypatch):
+    errors = []
+    monkeypatch.setattr(Trainer.logger, "error", lambda text, *args: errors.append(text % args))
+    trainer = make_trainer(
+        8,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_delay=100,
+        eval_dataset=samples(4),
+        load_best_model_at_end=True,
+        save_strategy="best",
+        checkpointer=SimpleNamespace(steps=list),
+    )
+    assert trainer.train().global_step == 2
+    assert errors == [
+        "load_best_model_at_end=True, but no evaluation of this run gave a 'loss' that is a number; the weights are "
+        "those of step 2. Lower eval_steps or eval_delay if no evaluation was made"
+    ]

@@ -1,3 +1,4 @@
+import multiprocessing.util
 import os
 import signal
 import time
@@ -32,6 +33,18 @@ def _fail(rank, kind):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
     return None
+
+
+def _load_with_workers():
+    loader = torch.utils.data.DataLoader(list(range(4)), batch_size=2, num_workers=1)
+    return os.environ["SEEN_BY_RANKS"], [batch.tolist() for batch in loader]
+
+
+def test_ranks_have_the_callers_variables_and_may_start_workers(monkeypatch):
+    run_ranks(_identify, 1, "so that the fork server is there")
+    monkeypatch.setenv("SEEN_BY_RANKS", "yes")
+    monkeypatch.setenv("MASTER_PORT", "not a port")
+    assert run_ranks(_load_with_workers, 1) == [("yes", [[0, 1], [2, 3]])]
 
 
 def test_results_come_in_rank_order():
@@ -71,6 +84,15 @@ def test_a_rank_that_hangs_is_killed_and_its_place_told():
         run_ranks(_fail, 2, 1, "sleep", timeout_s=5)
     assert "in _fail" in str(caught.value)
     assert time.monotonic() - started < 30
+
+
+def _crash_at_the_end():
+    multiprocessing.util.Finalize(None, os.abort, exitpriority=0)
+
+
+def test_a_crash_after_the_result_is_told():
+    with pytest.raises(RankError, match="returned, and then ended with an exit code: rank 0 with -6, rank 1 with -6"):
+        run_ranks(_crash_at_the_end, 2)
 
 
 def test_a_nested_function_is_refused():

@@ -27,7 +27,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
-        enable_full_determinism(seed)
+        _use_deterministic_kernels()
 
 
 def enable_full_determinism(seed: int) -> None:
@@ -35,7 +35,10 @@ def enable_full_determinism(seed: int) -> None:
 
     Sets CUBLAS_WORKSPACE_CONFIG and FLASH_ATTENTION_DETERMINISTIC for this process where they are unset.
     """
-    set_seed(seed)
+    set_seed(seed, deterministic=True)
+
+
+def _use_deterministic_kernels() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)

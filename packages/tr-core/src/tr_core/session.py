@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tr_core.batches import batches_of
 from tr_core.loop import read_loss, run_epochs, store_flops
-from tr_core.randomness import enable_full_determinism, set_seed
+from tr_core.randomness import set_seed
 from tr_core.results import TrainOutput
 from tr_core.run import Run
 from tr_core.saving import checkpoint_parts
@@ -58,7 +58,7 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     args, strategy = trainer.args, trainer.strategy
     # Ranks differ, so that dropout does; weights do not depend on it: a strategy makes them the same.
     seed = args.seed + strategy.rank
-    enable_full_determinism(seed) if args.full_determinism else set_seed(seed)
+    set_seed(seed, deterministic=args.full_determinism)
     trainer.renew_model()
     trainer.prepare()
     loader = trainer.get_train_dataloader()
@@ -196,10 +196,17 @@ def _finish(trainer: Trainer, run: Run) -> TrainOutput:
 def _load_best(trainer: Trainer) -> None:
     state, checkpointer = trainer.state, trainer.checkpointer()
     if state.best_global_step is None:
-        raise ValueError(
-            "load_best_model_at_end=True, but no evaluation was made in this run; lower eval_steps or eval_delay"
+        # Not raised: the weights of a whole training would go with it.
+        trainer.logger.error(
+            "load_best_model_at_end=True, but no evaluation of this run gave a %r that is a number; the weights are "
+            "those of step %d. Lower eval_steps or eval_delay if no evaluation was made",
+            trainer.args.metric_for_best_model,
+            state.global_step,
         )
+        return
     folder = checkpointer.path(state.best_global_step)
+    if state.best_global_step not in checkpointer.steps():  # the run began in another folder
+        folder = state.best_model_checkpoint or folder
     weights = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
     checkpointer.restore({"model": weights}, source=folder)
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)

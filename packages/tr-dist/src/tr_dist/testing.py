@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 receiver, sender = context.Pipe(duplex=False)
                 variables = _variables(rank, world_size, str(Path(folder, "meet")))
                 stack = str(Path(folder, f"stack_{rank}"))
-                process = context.Process(target=_run_rank, args=(sender, variables, work, stack), daemon=True)
+                process = context.Process(target=_run_rank, args=(sender, variables, work, stack))
                 process.start()
                 sender.close()  # only the rank's own end is left, so its death ends the connection
                 processes.append(process)
@@ -79,11 +80,19 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             _end(processes, connections)
     if any(outcome is None or outcome[0] != "returned" for outcome in outcomes):
         _raise_first_cause(outcomes, processes, [f"time limit {timeout_s:g} s", *stacks])
+    _check_ends(processes)
     return [pickle.loads(outcome[1]) for outcome in outcomes if outcome is not None]
 
 
 def _variables(rank: int, world_size: int, meeting_file: str) -> dict[str, str]:
+    """Return the variables of a rank: those of this process now, and over them what a launcher sets."""
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC_", "MASTER_"))  # the test itself may run under a launcher
+    }
     return {
+        **others,
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
@@ -142,6 +151,13 @@ def _end(processes: list[BaseProcess], connections: list[Connection]) -> None:
         connection.close()
 
 
+def _check_ends(processes: list[BaseProcess]) -> None:
+    """Refuse a rank that crashed after it had returned; one that was still ending when it was killed is no crash."""
+    crashed = [f"rank {rank} with {p.exitcode}" for rank, p in enumerate(processes) if p.exitcode not in (0, -9)]
+    if crashed:
+        raise RankError(f"returned, and then ended with an exit code: {', '.join(crashed)}")
+
+
 def _raise_first_cause(outcomes: list[_Outcome], processes: list[BaseProcess], details: list[str]) -> NoReturn:
     reports = {rank: o for rank, o in enumerate(outcomes) if o is not None and o[0] == "raised"}
     notes = [f"rank {rank} of {len(outcomes)}:\n{report[2]}" for rank, report in reports.items()]
@@ -170,8 +186,8 @@ def _run_rank(
     stack_file = open(stack + ".new", "w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack_file)
     os.replace(stack + ".new", stack)
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
-        del os.environ[name]  # the test itself may run under a launcher
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)
     module_name, file, qualified_name, arguments = work
@@ -182,6 +198,14 @@ def _run_rank(
         report = ("raised", _pickled(error), "".join(traceback.format_exception(error)))
     sender.send(report)
     sender.close()
+
+
+def _end_with_parent() -> None:
+    """End when the calling process is gone, which then cannot kill this one. A daemon process could have no workers."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _load(module_name: str, file: str | None) -> Any:
