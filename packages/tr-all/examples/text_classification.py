@@ -10,6 +10,7 @@ several processes: `torchrun --nproc-per-node 2 text_classification.py ...`.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from tr_all import ArgumentParser, DataCollatorWithPadding, EvalPrediction, Trainer, TrainingArguments, set_seed
 from tr_args import ArgumentsError
+
+_ABOUT = "Fine-tune a pretrained encoder to classify texts, evaluate it, and predict."
 
 
 @dataclass
@@ -112,15 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: its words; None takes this program's.
     """
-    parser = ArgumentParser((ModelArguments, DataArguments, TrainingArguments), description=__doc__.partition("\n")[0])
+    parser = ArgumentParser((ModelArguments, DataArguments, TrainingArguments), description=_ABOUT)
     words = list(sys.argv[1:] if argv is None else argv)
-    rank = 0
     try:
         model_args, data_args, args = parser.parse_args_into_dataclasses(words)
-        rank = args.process_index
         run(model_args, data_args, args, words)
     except (ArgumentsError, InputError) as error:
-        if rank == 0:
+        if os.environ.get("RANK", "0") == "0":  # all processes find the same; one says it
             print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

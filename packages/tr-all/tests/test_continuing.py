@@ -79,7 +79,10 @@ def test_a_stopped_run_is_continued_to_its_end(monkeypatch, tmp_path):
     assert command(words, done=10, of=40, max_steps=40) == resumed
 
 
-@pytest.mark.parametrize("flag", [["--overwrite_output_dir"], ["--overwrite-output-dir", "True"]])
+@pytest.mark.parametrize(
+    "flag",
+    [["--overwrite_output_dir"], ["--overwrite-output-dir", "True"], ["--overwrite_output_dir", "--local-rank=0"]],
+)
 def test_flags_that_would_contradict_resuming_are_left_out(monkeypatch, tmp_path, flag):
     monkeypatch.chdir(tmp_path)
     words = [*flag, "--resume_from_checkpoint", "old", "--bf16"]
