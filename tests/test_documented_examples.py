@@ -154,6 +154,13 @@ transformers.utils.logging.set_verbosity(log_level)
 trainer = Trainer(...)
 """
 
+NEFTUNE = """
+from transformers import TrainingArguments, Trainer
+
+training_args = TrainingArguments(..., neftune_noise_alpha=0.1)
+trainer = Trainer(..., args=training_args)
+"""
+
 ANY_LOOP = """
 from accelerate import Accelerator
 from transformers import AdamW, AutoModelForSequenceClassification, get_scheduler
@@ -426,6 +433,30 @@ def test_logging_is_set_up_for_script_and_libraries(tmp_path):
     assert lines[-1] == f"{logging.INFO} {logging.INFO}"
     saved = [line for line in (done.stdout + done.stderr).splitlines() if "saved checkpoint" in line]
     assert len(saved) == 2  # one line for each: the packages' own handler keeps quiet beside the script's
+
+
+class Watch:
+    """Note in training whether the embedding gives what it looks up."""
+
+    def __init__(self, model):
+        self.embedding, self.outputs = model.get_input_embeddings(), []
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        ids = torch.tensor([[5, 6, 7]])
+        self.outputs.append(torch.equal(self.embedding(ids), self.embedding.weight[ids]))
+
+
+def test_neftune_disturbs_the_embedding_in_training_only(namespace):
+    namespace["watch"] = Watch(namespace["model"])
+    # The three dots stand for the arguments of the examples before.
+    arguments = "'your-model', max_steps=3, neftune_noise_alpha"
+    parts = "model, train_dataset=dataset['train'], data_collator=data_collator, callbacks=[watch], args="
+    example = with_our_import(NEFTUNE).replace("..., neftune_noise_alpha", arguments).replace("..., args=", parts)
+    run(example + "trainer.train()\n", namespace)
+    assert namespace["watch"].outputs == [False] * 3
+    namespace["model"].train()
+    namespace["watch"].on_step_begin(None, None, None, None)
+    assert namespace["watch"].outputs[-1]
 
 
 LEVELS = {

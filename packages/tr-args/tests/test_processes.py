@@ -1,11 +1,13 @@
 """Arguments in one of several processes."""
 
 import logging
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -114,41 +116,26 @@ def test_an_unbound_device_is_looked_for_when_it_is_read():
 # --- one process first ---------------------------------------------------------------------------------------------
 
 
-def go(rank, path, behaviour, answers):
-    """Write what happens, as one of three processes."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", TMPDIR=str(path))
-    args = TrainingArguments(str(path / "out"), ddp_timeout=1 if behaviour == "absent" else 30)
-    outcome = "done"
-    try:
-        for round_ in range(1 if behaviour == "absent" else 2):
-            if rank == 0 and behaviour == "absent":
-                break
-            with args.main_process_first(desc="cooking"):
-                if rank == 0:
-                    time.sleep(0.3)
-                    if behaviour == "fail":
-                        raise KeyError("no salt")
-                    (path / f"meal-{round_}").write_text("ready")
-                else:
-                    assert (path / f"meal-{round_}").read_text() == "ready"
-    except Exception as error:
-        outcome = f"{type(error).__name__}: {error}"
-    answers.put((rank, outcome))
-
-
 @pytest.fixture
 def together(tmp_path):
+    """Run the script beside this file as three processes and return what each printed."""
+
     def run(behaviour):
-        context = multiprocessing.get_context("forkserver")
-        answers = context.Queue()
-        processes = [context.Process(target=go, args=(rank, tmp_path, behaviour, answers)) for rank in range(3)]
-        for process in processes:
-            process.start()
+        command = [sys.executable, str(Path(__file__).with_name("cook_together.py")), str(tmp_path), behaviour]
+        shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TMPDIR": str(tmp_path)}
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
         try:
-            return [outcome for _, outcome in sorted(answers.get(timeout=60) for _ in processes)]
+            return [process.communicate(timeout=60)[0].strip() for process in processes]
         finally:
             for process in processes:
-                process.join(timeout=10)
                 process.kill()
 
     return run
