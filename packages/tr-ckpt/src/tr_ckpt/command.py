@@ -1,4 +1,4 @@
-"""Offer `trainer ckpt`: list the checkpoints of a folder, and verify them."""
+"""List and verify the checkpoints of a folder."""
 
 from __future__ import annotations
 
