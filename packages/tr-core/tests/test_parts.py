@@ -299,3 +299,41 @@ def test_metrics_are_printed_readably(make_trainer, capsys):
     assert metric_lines({"b": 1, "long": 2.5}) == ["  b    =   1", "  long = 2.5"]
     make_trainer().log_metrics("train", {"loss": 1.0})
     assert capsys.readouterr().out == "***** train metrics *****\n  loss = 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("polynomial", {"lr_end": 3.0}, "lr_end=3 must be below learning_rate=2"),
+        ("cosine_with_min_lr", {}, r"give one of min_lr \(=None\) and min_lr_rate \(=None\)"),
+        ("cosine_with_min_lr", {"min_lr": 1.0, "min_lr_rate": 0.5}, "not both or neither"),
+        ("warmup_stable_decay", {}, "needs num_decay_steps in lr_scheduler_kwargs"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "decay_type": "exp"}, "decay_type='exp' is not known"),
+        ("linear", {"base_lr": 1.0}, r"lr_scheduler_kwargs has \['base_lr'\]"),
+    ],
+)
+def test_a_schedule_says_what_is_wrong_with_its_arguments(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        rates(name, 2, num_training_steps=4, scheduler_specific_kwargs=options)
+
+
+@pytest.mark.parametrize(("greater", "mode"), [(True, "max"), (False, "min")])
+def test_the_plateau_schedule_follows_the_direction_of_the_metric(make_trainer, greater, mode):
+    values = iter([0.5, 0.4, 0.3, 0.2])
+    trainer = make_trainer(
+        16,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=samples(4),
+        compute_metrics=lambda p: {"score": next(values)},
+        metric_for_best_model="score",
+        greater_is_better=greater,
+        learning_rate=1.0,
+        optim="sgd",
+    )
+    trainer.train()
+    assert trainer.lr_scheduler.mode == mode
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == ([1.0, 1.0, 0.5, 0.25] if greater else [1.0] * 4)

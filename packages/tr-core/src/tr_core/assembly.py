@@ -110,6 +110,10 @@ class Assembly:
             self._is_prepared = True
         return self.model_wrapped
 
+    def get_num_trainable_parameters(self) -> int:
+        """Count the numbers that training changes."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
     def _take_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = model
         self._is_prepared = False

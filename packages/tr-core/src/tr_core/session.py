@@ -158,12 +158,11 @@ def _continue(trainer: Trainer, run: Run) -> Run:
 def _announce(trainer: Trainer, run: Run) -> None:
     args, logger = trainer.args, trainer.logger
     samples = "unknown" if run.data.num_samples is None else f"{run.data.num_samples:,}"
-    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     logger.info(
         "training %s: %s trainable parameters on %s x %d, %s samples an epoch, %d a device and micro-batch, "
         "%d micro-batches a step, %d samples a step, %d steps",
         type(trainer.model).__name__,
-        f"{trainable:,}",
+        f"{trainer.get_num_trainable_parameters():,}",
         trainer.strategy.device,
         trainer.strategy.world_size,
         samples,

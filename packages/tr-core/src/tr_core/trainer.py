@@ -17,7 +17,7 @@ from tr_core.loaders import eval_loader, keeping_columns, train_loader
 from tr_core.model_io import loss_of, to_device
 from tr_core.optimizers import build_optimizer, decay_parameter_names, parameter_groups
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput
-from tr_core.schedules import get_scheduler
+from tr_core.schedules import PLATEAU, get_scheduler
 from tr_core.session import Resume
 from tr_core.session import train as run_session
 from tr_core.speed import speed_metrics
@@ -167,12 +167,15 @@ class Trainer(Assembly):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """Build the schedule that the arguments name and keep it as `self.lr_scheduler`, unless there is one."""
         if self.lr_scheduler is None:
+            options = dict(self.args.lr_scheduler_kwargs or {})
+            if self.args.lr_scheduler_type == PLATEAU:
+                options.setdefault("mode", "max" if self.args.greater_is_better else "min")
             self.lr_scheduler = get_scheduler(
                 self.args.lr_scheduler_type,
                 optimizer if optimizer is not None else self.optimizer,
                 num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
                 num_training_steps=num_training_steps,
-                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+                scheduler_specific_kwargs=options,
             )
         return self.lr_scheduler
 
@@ -193,10 +196,6 @@ class Trainer(Assembly):
     def get_learning_rates(self) -> list[float]:
         """Return the learning rate of each parameter group as it is now."""
         return [group["lr"] for group in self.create_optimizer().param_groups]
-
-    def get_num_trainable_parameters(self) -> int:
-        """Count the numbers that training changes."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:
         """Return the parameter group that holds `param`, or all groups."""
