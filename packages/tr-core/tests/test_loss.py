@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
-from small_models import CountedSum, IgnoresCount, samples
+from small_models import Base, CountedSum, IgnoresCount, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
@@ -161,3 +163,30 @@ def test_losses_are_found_in_dicts_tuples_objects_and_scalars():
 
     for outputs in ({"loss": loss}, (loss, torch.ones(2)), [loss], Output(), loss):
         assert loss_of(outputs, {}) is loss
+
+
+def test_smoothed_labels_act_in_training_and_evaluation_and_do_not_depend_on_accumulation(make_trainer):
+    plain = first_gradient(make_trainer, IgnoresCount(), 1, 8)[1]
+    results = [first_gradient(make_trainer, IgnoresCount(), n, 8 // n, label_smoothing_factor=0.3) for n in (1, 4)]
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-6)
+    assert abs(results[0][1] - plain) > 1e-3
+    trainer = make_trainer(8, model=Base(), label_smoothing_factor=0.3, eval_dataset=samples(4))
+    with pytest.raises(ValueError, match="label_smoothing_factor needs a batch with 'labels'"):
+        trainer.loss_function({"logits": torch.ones(1, 3)}, None)
+
+
+def test_outputs_in_a_tuple_are_all_kept_where_the_loss_is_computed_outside(make_trainer):
+    class OnlyLogits(Base):
+        def forward(self, x, labels=None):
+            return (self.layers(x),)
+
+    output = make_trainer(8, model=OnlyLogits(), label_smoothing_factor=0.1).predict(samples(5))
+    assert output.predictions.shape == (5, 3)
+    assert output.metrics["test_loss"] > 0
+
+
+def test_smoothing_labels_of_several_a_sample_is_refused(make_trainer):
+    model = IgnoresCount()
+    model.config = SimpleNamespace(problem_type="multi_label_classification")
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0.1 has no meaning for problem_type='multi_label"):
+        make_trainer(8, model=model, label_smoothing_factor=0.1)

@@ -16,6 +16,7 @@ from tr_core.checks import check_model, check_setup, refuse_unsupported
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.default_callbacks import default_callbacks
 from tr_core.floating_point import FlopCounter
+from tr_core.label_smoothing import LabelSmoother
 from tr_core.loss import LossRule, takes_argument
 from tr_core.model_io import base_model, can_return_loss, find_label_names
 from tr_core.protocols import Checkpointer, Strategy
@@ -122,9 +123,12 @@ class Assembly:
         self.label_names: list[str] = found if self.args.label_names is None else self.args.label_names
         self.can_return_loss = can_return_loss(inner)
         self.flop_counter = FlopCounter(model)
+        self.loss_function = self.compute_loss_func
+        if self.args.label_smoothing_factor and self.compute_loss_func is None:
+            self.loss_function = LabelSmoother(self.args.label_smoothing_factor, inner)
         self.loss_rule = LossRule(
             inner,
-            self.compute_loss_func,
+            self.loss_function,
             self.strategy,
             average_tokens_across_devices=self.args.average_tokens_across_devices,
         )

@@ -32,7 +32,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "fsdp": ([], "train with strategy='ddp'"),
     "fsdp_config": (None, "train with strategy='ddp'"),
     "include_num_input_tokens_seen": ("no", "count them in a callback"),
-    "label_smoothing_factor": (0.0, "pass compute_loss_func with torch's cross_entropy(label_smoothing=...)"),
     "length_column_name": ("length", "leave it out: samples are not grouped by length"),
     "liger_kernel_config": (None, "patch the model before it is passed"),
     "optim_target_modules": (None, "no optimizer of this version takes target modules"),

@@ -150,7 +150,7 @@ def prediction_step(
     names = trainer.label_names
     named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
     has_labels = bool(names) and all(named.get(name) is not None for name in names)
-    is_positional = isinstance(inputs, list | tuple) and trainer.compute_loss_func is not None
+    is_positional = isinstance(inputs, list | tuple) and trainer.loss_function is not None
     gives_loss = has_labels or is_positional or (not names and trainer.can_return_loss)
     ignored = _ignored_outputs(trainer.model) if ignore_keys is None else ignore_keys
     # Taken before the forward: computing the loss may take them out of the inputs.
@@ -167,7 +167,7 @@ def prediction_step(
         return loss, None, None
     if isinstance(labels, tuple) and len(labels) == 1:
         labels = labels[0]
-    return loss, _logits(outputs, [*ignored, "loss"], skip_first=gives_loss and not is_positional), labels
+    return loss, _logits(outputs, [*ignored, "loss"], skip_first=gives_loss and trainer.loss_function is None), labels
 
 
 def _ignored_outputs(model: torch.nn.Module) -> list[str]:

@@ -250,7 +250,7 @@ class Trainer(Assembly):
         Returns:
             A scalar tensor, or a pair of it and the model's outputs.
         """
-        function, labels = self.compute_loss_func, None
+        function, labels = self.loss_function, None
         if function is not None:
             inputs, labels = self._split_labels(inputs)
         if num_items_in_batch is not None and self.loss_rule.tells_model:
