@@ -129,6 +129,18 @@ def test_ranks_give_the_numbers_of_one_process_with_the_union_batch(tmp_path, mo
         assert all(torch.equal(a, b) for a, b in zip(rank[1], ranks[0][1], strict=True))
 
 
+@pytest.mark.parametrize("model_name", ["Network", "Counting"])
+@pytest.mark.parametrize("number", [26, 38, 50])
+def test_a_rank_that_is_left_without_a_sample_adds_nothing(tmp_path, model_name, number):
+    """The last micro-batch has two samples for three ranks."""
+    alone = train(str(tmp_path / "1"), model_name, number, {"per_device_train_batch_size": 12})
+    ranks = run_ranks(
+        train, 3, str(tmp_path / "n"), model_name, number, {"per_device_train_batch_size": 4}, timeout_s=120
+    )
+    for rank in ranks:
+        assert_close(rank, alone, TOLERANCE)
+
+
 @pytest.mark.parametrize("number", [40, 43])
 def test_every_sample_is_used_once_an_epoch(tmp_path, number):
     options = {"per_device_train_batch_size": 4, "num_train_epochs": 3}

@@ -263,3 +263,10 @@ def test_a_process_killed_by_the_system_is_gone_on_with_bit_equal(tmp_path):
     assert finished.returncode == 0, finished.stderr
     ends = torch.load(tmp_path / "killed" / "end.pt")
     assert all(itertools.starmap(torch.equal, zip(ends, alone.model.state_dict().values(), strict=True)))
+
+
+def test_a_checkpoint_of_the_model_alone_is_not_resumed_in_silence(tmp_path):
+    with pytest.raises(Stop):
+        trainer(tmp_path, None, [StopAt(6)], save_only_model=True).train()
+    with pytest.raises(ValueError, match="optimizer"):
+        trainer(tmp_path, save_only_model=True).train(resume_from_checkpoint=True)

@@ -145,6 +145,8 @@ class LossRule:
             weight: weight of this rank's share of the micro-batch.
         """
         if was_told and self._uses_count():
+            if weight == 0.0:  # a sample of another rank's, here so that this one takes part: it is counted there
+                return loss * 0.0
             return loss * self._strategy.world_size if self._over_ranks else loss
         if weight != 1.0:
             loss = loss * weight

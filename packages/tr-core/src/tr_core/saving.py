@@ -79,6 +79,8 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
     if best is not None and (best == state.global_step or best in checkpointer.steps()):
         state.best_model_checkpoint = str(checkpointer.path(best))
     parts = checkpoint_parts(trainer, run)
+    if trainer.args.save_only_model:
+        parts = {"model": parts["model"], "trainer_state": parts["trainer_state"]}
     folder = checkpointer.save(
         state.global_step,
         parts,
@@ -91,9 +93,6 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
 
 def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
     """Name everything stateful of a run: this dict is what a checkpoint holds, and nothing else is."""
-    model = trainer.strategy.stateful(trainer.model_wrapped, None)
-    if trainer.args.save_only_model:
-        return {**model, "trainer_state": trainer.state}
     return {
         **trainer.strategy.stateful(trainer.model_wrapped, run.optimizer),
         "scheduler": run.schedule,

@@ -76,7 +76,7 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     run.hides_nan = args.logging_nan_inf_filter
     if resume not in (None, False) and _restore(trainer, run, resume):
         run = _continue(trainer, run)
-    elif args.save_strategy != "no" and (earlier := trainer.checkpointer().steps()):
+    elif args.save_strategy != "no" and strategy.rank == 0 and (earlier := trainer.checkpointer().steps()):
         trainer.logger.warning(
             "%s holds checkpoints of an earlier run, up to step %d: resuming with True would take those once this run "
             "ends before that step; give every run an output_dir of its own, or remove them",
@@ -116,6 +116,7 @@ def _restore(trainer: Trainer, run: Run, resume: Resume) -> bool:
     """
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source = None if automatic else str(resume)
+    # All parts, also with save_only_model: going on without optimizer and place in silence would be another run.
     step = trainer.checkpointer().restore(checkpoint_parts(trainer, run), source=source)
     if step is None and resume != "auto":
         raise ValueError(
