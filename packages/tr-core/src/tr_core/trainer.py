@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tr_core import saving
-from tr_core.assembly import Assembly
 from tr_core.evaluation import EvaluationLoop, prediction_step
 from tr_core.loaders import eval_loader, keeping_columns, train_loader
-from tr_core.model_io import loss_of, to_device
 from tr_core.optimizers import build_optimizer, decay_parameter_names, parameter_groups
+from tr_core.reporting import Reporting
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput
 from tr_core.schedules import PLATEAU, get_scheduler
 from tr_core.session import Resume
 from tr_core.session import train as run_session
 from tr_core.speed import speed_metrics
+from tr_core.stepping import Stepping
 
 
-class Trainer(Assembly):
+class Trainer(Stepping, Reporting):
     """A complete training and evaluation loop for a PyTorch model.
 
     Args:
@@ -204,85 +202,7 @@ class Trainer(Assembly):
             return groups
         return next(group for group in groups if any(param is member for member in group["params"]))
 
-    # One step
-
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Compute loss and gradients of one micro-batch.
-
-        Args:
-            model: the wrapped model, in training mode.
-            inputs: the batch, with tensors on the host.
-            num_items_in_batch: targets of the whole step over all ranks, a scalar tensor; None where not counted.
-
-        Returns:
-            This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
-        """
-        inputs = to_device(inputs, self.strategy.device)
-        count = {}
-        if num_items_in_batch is not None and self._loss_takes_count:
-            count = {"num_items_in_batch": self.loss_rule.hand_over(num_items_in_batch)}
-        with self.strategy.autocast():
-            loss = self.compute_loss(model, inputs, **count)
-        if count or self.micro_batches_in_step > 1 or self.micro_batch_weight != 1.0:
-            loss = self.loss_rule.normalise(loss, bool(count), self.micro_batches_in_step, self.micro_batch_weight)
-        self.strategy.backward(loss)
-        return loss.detach()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> Any:
-        """Compute the loss of one batch: the model's own, or that of `compute_loss_func`.
-
-        An override may leave out `num_items_in_batch`; its loss is then a mean over the batch.
-
-        Args:
-            model: the wrapped model.
-            inputs: the batch, on the device.
-            return_outputs: also return what the model gave.
-            num_items_in_batch: what a summed loss is to be divided by, a scalar tensor.
-
-        Returns:
-            A scalar tensor, or a pair of it and the model's outputs.
-        """
-        function, labels = self.loss_function, None
-        if function is not None:
-            inputs, labels = self._split_labels(inputs)
-        if num_items_in_batch is not None and self.loss_rule.tells_model:
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
-        outputs = self.call_model(model, inputs)
-        if function is None:
-            loss = loss_of(outputs, inputs)
-        else:
-            extra = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.counts else {}
-            loss = function(outputs, labels, **extra)
-        return (loss, outputs) if return_outputs else loss
-
-    def call_model(self, model: nn.Module, inputs: Any) -> Any:
-        """Call the model with a batch: mappings by keyword, tuples and lists by position."""
-        if hasattr(inputs, "keys"):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
-
-    def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
-        """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
-        if not self._loss_takes_count:
-            return self.compute_loss(model, inputs, return_outputs=True)
-        count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
-        return self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count)
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of forward and backward of one batch; 0 where not known."""
-        return self.flop_counter.count(inputs)
-
-    def counts_floating_point_ops(self) -> bool:
-        """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
-        return self.flop_counter.knows or type(self).floating_point_ops is not Trainer.floating_point_ops
+    # Evaluation
 
     def prediction_step(
         self,
@@ -321,58 +241,6 @@ class Trainer(Assembly):
         self.logger.debug("%s begins at step %d", description, self.state.global_step)
         return EvaluationLoop(self, loss_only, ignore_keys, metric_key_prefix).run(dataloader)
 
-    # What is written
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add an entry to `state.log_history` and tell the callbacks.
-
-        Args:
-            logs: names and values; `epoch` is added.
-            start_time: accepted for overrides that pass it on.
-        """
-        logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.fire("on_log", logs=logs)
-
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write weights (safetensors), configuration and tokenizer; every rank calls, rank 0 writes."""
-        self.prepare()
-        saving.save_model(self, Path(output_dir or self.args.output_dir))
-
-    def push_to_hub(self, commit_message: str = "End of training", blocking: bool = True) -> Any:
-        """Save the model to `output_dir` and push it to the Hub repository that the arguments name.
-
-        Args:
-            commit_message: what the commit says.
-            blocking: return when it is there; else push in the background.
-
-        Raises:
-            tr_core.plugins.PluginError: the package that pushes is not installed.
-        """
-        self.save_model()
-        self.fire("on_push_begin")
-        if not self.is_world_process_zero():
-            return None
-        hub = saving.find_hub(self.callback_handler.callbacks, self.args)
-        return hub.push_to_hub(self.args.output_dir, commit_message=commit_message, blocking=blocking)
-
-    def save_state(self) -> None:
-        """Write `trainer_state.json` to the output folder."""
-        if self.is_world_process_zero():
-            folder = Path(self.args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(folder / "trainer_state.json")
-
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics readably, on the main process."""
-        if self.is_world_process_zero():
-            print("\n".join([f"***** {split} metrics *****", *saving.metric_lines(metrics)]))
-
-    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        """Write metrics to `<split>_results.json`, and with `combined` into `all_results.json` too."""
-        if self.is_world_process_zero():
-            saving.save_metrics(Path(self.args.output_dir), split, metrics, combined)
-
     # Within
 
     def _collator(self) -> Any:
@@ -388,10 +256,3 @@ class Trainer(Assembly):
         steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.world_size))
         output.metrics.update(speed_metrics(prefix, start_s, output.num_samples, steps))
         return output
-
-    def _split_labels(self, inputs: Any) -> tuple[Any, Any]:
-        """Take the labels out of a batch for `compute_loss_func`: by name, or the last of a tuple."""
-        if isinstance(inputs, list | tuple):
-            return inputs[:-1], inputs[-1]
-        rest = dict(inputs)
-        return rest, rest.pop("labels", None)
