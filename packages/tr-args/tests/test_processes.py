@@ -194,3 +194,13 @@ def test_what_a_broken_run_left_behind_is_not_mistaken_for_an_answer(tmp_path, m
         happened.append("main")
     thread.join(timeout=20)
     assert happened == ["main", "other"]
+
+
+def test_split_batches_divides_the_given_sizes_among_the_processes(monkeypatch):
+    place(monkeypatch, 0, 0)
+    sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 12}
+    whole = TrainingArguments(**sizes)
+    split = TrainingArguments(**sizes, accelerator_config={"split_batches": True})
+    assert (whole.train_batch_size, whole.eval_batch_size) == (8, 12)
+    assert (split.train_batch_size, split.eval_batch_size) == (2, 3)
+    assert split.bind(world_size=2).train_batch_size == 4

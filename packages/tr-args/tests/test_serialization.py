@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from tr_args import ArgumentParser, ArgumentsError, Seq2SeqTrainingArguments, TrainingArguments
+from tr_args import ArgumentParser, ArgumentsError, Duration, Seq2SeqTrainingArguments, TrainingArguments
 from tr_args.flags import members
 from tr_args.schema import schema
 
@@ -44,6 +44,7 @@ def drawn(rng, name, spec):
         str: lambda: "".join(rng.choices("ab-_,.='\"{}[] é1", k=rng.randint(1, 8))),
         dict: lambda: {"a": rng.random(), "b": [None, True, "x"]},
         type(None): lambda: None,
+        Duration: lambda: f"{rng.randint(1, 90)}{rng.choice(['s', 'min', 'h', 'h30min'])}",
     }
     if kind is list:
         words = get_args(get_args(member)[0]) or ("p", "q,r", "[s")

@@ -197,7 +197,8 @@ def test_unset_values_follow_from_others():
 
 
 @pytest.mark.parametrize(
-    ("metric", "greater"), [("loss", False), ("eval_loss", False), ("accuracy", True), ("eval_f1", True)]
+    ("metric", "greater"),
+    [("loss", False), ("eval_loss", False), ("eval_perplexity", False), ("accuracy", True), ("eval_f1", True)],
 )
 def test_whether_greater_is_better_follows_from_the_metric(metric, greater):
     assert TrainingArguments(metric_for_best_model=metric).greater_is_better is greater
@@ -220,12 +221,16 @@ def test_the_watched_metric_is_the_loss_where_one_is_needed(needing):
     "steps",
     [
         {"eval_steps": 50, "save_steps": 100},
-        {"eval_steps": 0.1, "save_steps": 0.3},
+        {"eval_steps": 200, "save_steps": 500},
+        {"eval_steps": 0.1, "save_steps": 500},
         {"eval_steps": 7, "save_strategy": "best"},
+        {"eval_steps": 7, "save_strategy": "epoch"},
+        {"eval_strategy": "10min", "save_strategy": "1h"},
+        {"eval_strategy": "epoch", "save_strategy": "10min"},
     ],
 )
-def test_the_best_model_can_be_loaded_if_it_can_have_been_saved(steps):
-    assert TrainingArguments(load_best_model_at_end=True, eval_strategy="steps", **steps)
+def test_the_best_model_can_be_loaded_whenever_it_evaluates_and_saves(steps):
+    assert TrainingArguments(load_best_model_at_end=True, **{"eval_strategy": "steps", **steps})
 
 
 def test_intervals_may_be_zero_where_they_are_not_used():
@@ -246,7 +251,8 @@ def test_check_completes_and_checks_after_assignments():
     args = TrainingArguments()
     args.eval_strategy = "epoch"
     args.load_best_model_at_end = True
-    with pytest.raises(ArgumentsError, match=r"save_strategy = 'steps' \(default\)"):
+    args.save_strategy = "no"
+    with pytest.raises(ArgumentsError, match=r"save_strategy = 'no' \(assignment\)"):
         args.check()
     args.save_strategy = "epoch"
     assert args.check() is args
@@ -279,6 +285,8 @@ def test_sequence_to_sequence_arguments_add_generation():
     assert (args.predict_with_generate, args.generation_num_beams, args.generation_max_length) == (True, 4, None)
     with pytest.raises(ArgumentsError, match="generation_max_length = 0"):
         Seq2SeqTrainingArguments(generation_max_length=0)
+    with pytest.raises(ArgumentsError, match="sortish_sampler no longer exists; set train_sampling_strategy"):
+        Seq2SeqTrainingArguments(sortish_sampler=True)
 
 
 DOCUMENTED_CALLS = [

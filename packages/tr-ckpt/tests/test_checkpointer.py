@@ -118,8 +118,8 @@ def test_fewer_parts_than_were_saved_may_be_restored(tmp_path):
 def test_a_part_that_was_not_saved_is_an_error_that_says_what_there_is(tmp_path):
     Checkpointer(tmp_path).save(1, {"model": Values(1), "extra": Values(1)})
     message = (
-        "checkpoint-1: there is no 'scheduler' and no 'ema' in it, only extra, model — restore only what is "
-        "there, or save these parts too"
+        "checkpoint-1: there is no 'scheduler' and no 'ema' in it, only extra, model — go on with the options of the "
+        "run that saved it, or restore only what is there"
     )
     with pytest.raises(CheckpointError, match=message):
         Checkpointer(tmp_path).restore({"model": Values(), "scheduler": Values(), "ema": Values()})

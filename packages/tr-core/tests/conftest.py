@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from device_reads import read_counter  # noqa: F401  a fixture
 from small_models import Classifier, samples
 
 from tr_core import Trainer, TrainingArguments

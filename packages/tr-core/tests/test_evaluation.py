@@ -1,11 +1,13 @@
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 from small_models import Classifier, samples
 from torch import nn
 
-from tr_core import EvalPrediction, TrainerCallback
-from tr_core.outputs import Collected
+from tr_core import EvalPrediction, Trainer, TrainerCallback
+from tr_core.collected import Collected
 
 
 class Ragged(nn.Module):
@@ -22,6 +24,17 @@ class Ragged(nn.Module):
 
 def ragged(number):
     return [{"tokens": torch.full((1 + i // 4,), i), "labels": torch.full((1 + i // 4,), i)} for i in range(number)]
+
+
+def assert_same_trees(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, tuple):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same_trees(mine, theirs)
+    else:
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
 
 
 def accuracy(prediction):
@@ -82,7 +95,10 @@ def test_predictions_without_labels_have_no_loss_and_no_metrics(make_trainer):
 
 def test_ragged_outputs_are_padded_with_minus_one_hundred_and_tuples_stay_tuples(make_trainer):
     trainer = make_trainer(model=Ragged(), per_device_eval_batch_size=4)
-    logits, (shifted, first) = trainer.predict(ragged(10)).predictions
+    output = trainer.predict(ragged(10))
+    logits, (shifted, first) = output.predictions
+    assert output.label_ids.shape == (10, 3)
+    assert output.label_ids[0].tolist() == [0, -100, -100]
     assert logits.shape == (10, 3)
     assert logits[0].tolist() == [0, -100, -100]
     assert logits[9].tolist() == [9, 9, 9]
@@ -95,10 +111,18 @@ def test_batches_can_be_kept_apart(make_trainer):
     assert [len(batch) for batch in output.predictions] == [4, 4, 2]
 
 
-def test_moving_outputs_to_the_host_more_often_changes_nothing(make_trainer):
-    results = [make_trainer(eval_accumulation_steps=n, model=Classifier()).predict(samples(9)) for n in (None, 1, 2)]
-    for result in results[1:]:
-        assert result.predictions.shape == results[0].predictions.shape
+@pytest.mark.parametrize("every", [1, 2, 100])
+@pytest.mark.parametrize("model_class", [Classifier, Ragged])
+def test_moving_outputs_to_the_host_more_often_changes_nothing(make_trainer, model_class, every):
+    torch.manual_seed(0)
+    model, data = model_class(), samples(9) if model_class is Classifier else ragged(10)
+    plain, moved = (
+        make_trainer(model=model, per_device_eval_batch_size=2, eval_accumulation_steps=n).predict(data)
+        for n in (None, every)
+    )
+    assert_same_trees(moved.predictions, plain.predictions)
+    assert_same_trees(moved.label_ids, plain.label_ids)
+    assert moved.metrics["test_loss"] == plain.metrics["test_loss"]
 
 
 def test_preprocessing_decides_what_is_kept(make_trainer):
@@ -158,6 +182,122 @@ def test_evaluation_leaves_the_model_in_the_mode_it_was_in(make_trainer, model):
     assert not model.training
 
 
+def test_modules_that_are_frozen_in_evaluation_mode_stay_so(make_trainer, model):
+    model.train()
+    model.layers[2].eval()
+    make_trainer(eval_dataset=samples(4)).evaluate()
+    assert (model.training, model.layers[0].training, model.layers[2].training) == (True, True, False)
+
+
+def test_metrics_and_events_of_an_evaluation_see_the_model_in_evaluation_mode(make_trainer, model):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_evaluate(self, args, state, control, model, **kwargs):
+            seen.append(model.training)
+
+        def on_predict(self, args, state, control, model, **kwargs):
+            seen.append(model.training)
+
+    def metrics(prediction):
+        seen.append(model.training)
+        return {}
+
+    model.train()
+    trainer = make_trainer(eval_dataset=samples(4), compute_metrics=metrics, callbacks=[Look])
+    trainer.evaluate()
+    trainer.predict(samples(4))
+    assert seen == [False] * 4
+    assert model.training
+
+
+def test_metrics_that_fail_leave_the_model_in_training_mode_and_the_next_evaluation_works(make_trainer, model):
+    answers = [RuntimeError("no such thing"), {"fine": 1}]
+
+    def metrics(prediction):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    model.train()
+    trainer = make_trainer(eval_dataset=samples(4), compute_metrics=metrics)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        trainer.evaluate()
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert trainer.evaluate()["eval_fine"] == 1
+
+
+def test_what_surrounds_evaluations_is_entered_once_for_each_and_left_after_its_events(make_trainer):
+    trace = []
+
+    class Watched(Trainer):
+        @contextmanager
+        def evaluation_context(self):
+            trace.append("in")
+            with super().evaluation_context():
+                yield
+            trace.append("out")
+
+    class Ask(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            trace.append("evaluated")
+            if "nested_loss" not in metrics:
+                trainer.evaluate(samples(2), metric_key_prefix="nested")
+
+    trainer = make_trainer(trainer_class=Watched, eval_dataset={"a": samples(4), "b": samples(4)}, callbacks=[Ask()])
+    trainer.evaluate()
+    assert trace == ["in", "evaluated", "evaluated", "out"] * 2
+    trace.clear()
+    trainer.predict(samples(4))
+    assert trace == ["in", "out"]
+    trace.clear()
+    trainer.evaluation_loop(trainer.get_test_dataloader(samples(4)), "by hand")
+    assert trace == ["in", "out"]
+
+
+@pytest.mark.parametrize("answer", [None, 0.5, [("accuracy", 1)]])
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_metrics_that_are_no_dict_are_an_error(make_trainer, answer, by_batch):
+    def metrics(prediction, compute_result=True):
+        return answer
+
+    trainer = make_trainer(eval_dataset=samples(4), compute_metrics=metrics, batch_eval_metrics=by_batch)
+    with pytest.raises(TypeError, match="compute_metrics returned .*; it must return a dict of names and values"):
+        trainer.evaluate()
+
+
+def test_a_data_set_that_nobody_knows_is_an_error_that_names_those_there_are(make_trainer):
+    with pytest.raises(ValueError, match="data set named 'fra'; those of this Trainer are: 'near', 'far'"):
+        make_trainer(eval_dataset={"near": samples(4), "far": samples(4)}).evaluate("fra")
+    with pytest.raises(ValueError, match="named 'far'; those of this Trainer are: none, as eval_dataset is no dict"):
+        make_trainer(eval_dataset=samples(4)).evaluate("far")
+    with pytest.raises(ValueError, match="evaluation needs an eval_dataset; the Trainer has none and none was given"):
+        make_trainer().evaluate()
+
+
+def test_outputs_that_differ_beyond_the_second_dimension_are_an_error(make_trainer):
+    class Attentive(Classifier):
+        def forward(self, x, labels=None):
+            return {**super().forward(x, labels), "attention": torch.zeros(len(x), 2, len(x))}
+
+    trainer = make_trainer(model=Attentive(), per_device_eval_batch_size=4)
+    with pytest.raises(ValueError, match=r"shape \(2, 2, 2\) in one batch .*\(\.\.\., 2, 4\) in another.*ignore_keys"):
+        trainer.predict(samples(6))
+    assert trainer.predict(samples(6), ignore_keys=["attention"]).predictions.shape == (6, 3)
+
+
+def test_outputs_that_come_and_go_are_an_error(make_trainer):
+    class Fickle(Classifier):
+        def forward(self, x, labels=None):
+            outputs = super().forward(x, labels)
+            return {**outputs, "extra": x} if len(x) == 4 else outputs
+
+    with pytest.raises(ValueError, match="different structures: a tuple of 2 before, a tensor now"):
+        make_trainer(model=Fickle(), per_device_eval_batch_size=4).predict(samples(6))
+
+
 def test_a_loss_that_is_not_finite_is_shown_unless_filtered(make_trainer):
     class Broken(Classifier):
         def forward(self, x, labels=None):
@@ -172,24 +312,6 @@ def test_a_loss_that_is_not_finite_is_shown_unless_filtered(make_trainer):
     ).evaluate()
     assert np.isnan(shown["eval_loss"])
     assert np.isfinite(hidden["eval_loss"])
-
-
-def test_bfloat16_outputs_become_float32_arrays():
-    collected = Collected()
-    collected.add(torch.ones(2, 3, dtype=torch.bfloat16))
-    assert collected.arrays().dtype == np.float32
-
-
-def test_every_batch_is_copied_once_and_joined_once(monkeypatch):
-    """Joining as it goes copies everything again with every batch: the time of n samples then grows like n squared."""
-    joined = []
-    original = np.concatenate
-    monkeypatch.setattr(np, "concatenate", lambda arrays: joined.append(len(arrays)) or original(arrays))
-    collected = Collected()
-    for _ in range(50):
-        collected.add(torch.ones(2, 3), flush=True)
-    assert collected.arrays().shape == (100, 3)
-    assert joined == [50]
 
 
 def test_a_prediction_unpacks_into_what_was_asked_for():

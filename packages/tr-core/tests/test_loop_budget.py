@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tr_args
 import tr_core
@@ -15,16 +14,6 @@ import tr_log
 from tr_core.loss import LossRule
 
 FRAMEWORK = tuple(str(Path(package.__file__).parent) for package in (tr_core, tr_args, tr_log))
-READS = {
-    "_local_scalar_dense",
-    "item",
-    "is_nonzero",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "equal",
-}
 
 
 class Watched(nn.Module):
@@ -88,34 +77,6 @@ def test_a_step_that_loads_its_own_data_stays_within_the_budget_of_calls(make_tr
     assert sum(counter.calls.values()) <= 40, report
     assert len(counter.calls) <= 25, report
     assert files <= 11, report
-
-
-class ReadCounter(TorchDispatchMode):
-    """Counts operations that give a tensor's value to Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.reads = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        if name in READS:
-            self.reads.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def read_counter(monkeypatch):
-    counter = ReadCounter()
-    for name in ("tolist", "numpy"):  # these do not pass through the dispatcher
-        original = getattr(torch.Tensor, name)
-
-        def counted(tensor, *args, _name=name, _original=original, **kwargs):
-            counter.reads.append(_name)
-            return _original(tensor, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
-    return counter
 
 
 class CountsTokens(nn.Module):

@@ -2,6 +2,7 @@
 
 from tr_args.accelerator_config import AcceleratorConfig
 from tr_args.argument_field import argument
+from tr_args.duration import Duration
 from tr_args.errors import ArgumentsError, Problem
 from tr_args.optim_args import parse_optim_args
 from tr_args.parser import ArgumentParser, HfArgumentParser
@@ -15,6 +16,7 @@ __all__ = [
     "AcceleratorConfig",
     "ArgumentParser",
     "ArgumentsError",
+    "Duration",
     "HfArg",
     "HfArgumentParser",
     "HubStrategy",

@@ -69,17 +69,20 @@ class Above(Constraint):
 
 @dataclass(frozen=True)
 class Between(Constraint):
-    """A number from `low` to `high`, or below `high` where `open_end`."""
+    """A number from `low` to `high`, or above `low` where `open_start` and below `high` where `open_end`."""
 
     low: float
     high: float
     open_end: bool = False
+    open_start: bool = False
 
     def after(self, value: Any) -> Any:
         """Return `value` if it lies inside."""
-        if not (self.low <= value <= self.high) or (self.open_end and value == self.high):
-            end = "below" if self.open_end else "to"
-            raise RefusedError(f"needs a number from {self.low} {end} {self.high}")
+        on_edge = (self.open_end and value == self.high) or (self.open_start and value == self.low)
+        if on_edge or not (self.low <= value <= self.high):
+            start = "above" if self.open_start else "from"
+            end = ("and below" if self.open_start else "below") if self.open_end else "to"
+            raise RefusedError(f"needs a number {start} {self.low} {end} {self.high}")
         return value
 
 
@@ -92,6 +95,17 @@ class StepsOrRatio(Constraint):
         if not 0 <= value < math.inf or (value > 1 and value != int(value)):
             raise RefusedError("needs a whole number of steps, or a ratio below 1 of all steps")
         return value if 0 < value < 1 else int(value)
+
+
+@dataclass(frozen=True)
+class BatchesOrShare(Constraint):
+    """A whole number of batches from 1, or a share of the data below 1; whole numbers are returned as int."""
+
+    def after(self, value: Any) -> Any:
+        """Return the batches as int, or the share as float."""
+        if not 0 < value < math.inf or (value > 1 and value != int(value)):
+            raise RefusedError("needs a whole number of batches from 1, or a share above 0 and below 1 of the data")
+        return value if value < 1 else int(value)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def fill_in(args: TrainingArguments) -> None:
     if args.metric_for_best_model is None and watches_metric(args):
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
-        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+        args.greater_is_better = not args.metric_for_best_model.endswith(("loss", "perplexity"))
 
 
 def watches_metric(args: TrainingArguments) -> bool:

@@ -174,5 +174,5 @@ def _metavars(member: Any) -> list[str]:
     if dataclasses.is_dataclass(kind):
         return ["JSON"]
     names = {int: "INT", float: "NUMBER", str: "TEXT", bool: "BOOL", type(None): ""}
-    name = names.get(kind, "VALUE")
+    name = names.get(kind) if kind in names else getattr(kind, "metavar", "VALUE")
     return [name] if name else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from tr_args.checked import Rule
@@ -12,7 +11,7 @@ from tr_args.derivations import METRIC_SCHEDULES
 if TYPE_CHECKING:
     from tr_args.training_arguments import TrainingArguments
 
-_EVALUATE = "needs evaluations; set eval_strategy to 'steps' or 'epoch'"
+_EVALUATE = "needs evaluations; set eval_strategy to 'steps', 'epoch' or a time"
 
 
 def conflicts(args: TrainingArguments) -> Iterator[Rule]:
@@ -61,26 +60,24 @@ def _evaluation(args: TrainingArguments) -> Iterator[Rule]:
         yield ("load_best_model_at_end", "eval_strategy"), _EVALUATE
 
 
+def _perplexity(args: TrainingArguments) -> Iterator[Rule]:
+    if args.eval_perplexity and args.label_smoothing_factor:
+        needed = "needs the loss of the labels as they are; turn one of the two off"
+        yield ("eval_perplexity", "label_smoothing_factor"), needed
+
+
 def _best_model(args: TrainingArguments) -> Iterator[Rule]:
-    if not args.load_best_model_at_end or args.save_strategy == "best" or args.eval_strategy == "no":
+    # When it evaluates and when it saves are independent: a model that is the best so far is saved when it is found.
+    if args.load_best_model_at_end and args.save_strategy == "no" and args.eval_strategy != "no":
+        yield ("load_best_model_at_end", "save_strategy"), "needs checkpoints; set save_strategy, such as to 'best'"
+
+
+def _average(args: TrainingArguments) -> Iterator[Rule]:
+    if args.ema_decay is not None:
         return
-    if args.save_strategy != args.eval_strategy:
-        names = ("load_best_model_at_end", "save_strategy", "eval_strategy")
-        needed = f"set save_strategy='{args.eval_strategy}' or 'best'"
-        yield names, f"needs a checkpoint of every model it may load; {needed}"
-    elif args.eval_strategy == "steps" and not _is_multiple(args.save_steps, args.eval_steps):
-        names = ("load_best_model_at_end", "save_steps", "eval_steps")
-        needed = "change one, or set save_strategy='best'"
-        yield names, f"needs save_steps to be a multiple of eval_steps; {needed}"
-
-
-def _is_multiple(save_steps: float, eval_steps: float | None) -> bool:
-    if not eval_steps or not save_steps:
-        return True  # reported as an interval
-    if (save_steps < 1) != (eval_steps < 1):
-        return False
-    # Through text: 0.3 is three tenths here, not the nearest binary fraction.
-    return (Fraction(str(save_steps)) / Fraction(str(eval_steps))).denominator == 1
+    for name, unset in (("ema_start_step", 0), ("ema_update_steps", 1)):
+        if getattr(args, name) != unset:
+            yield (name, "ema_decay"), "has no effect alone; set ema_decay, such as ema_decay=0.999"
 
 
 def _sharding(args: TrainingArguments) -> Iterator[Rule]:
@@ -102,6 +99,8 @@ _RULES: tuple[Callable[[TrainingArguments], Iterator[Rule]], ...] = (
     _intervals,
     _loading,
     _evaluation,
+    _perplexity,
     _best_model,
+    _average,
     _sharding,
 )

@@ -65,7 +65,9 @@ def plain(value: Any) -> Any:
     """Return `value` made of what JSON knows; objects that describe themselves do, others become text."""
     if isinstance(value, Enum):
         return plain(value.value)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, str):
+        return str(value)  # of a subclass too
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}

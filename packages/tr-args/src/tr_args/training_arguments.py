@@ -60,18 +60,22 @@ class TrainingArguments(
     @property
     def train_batch_size(self) -> int:
         """Samples this process takes in one forward and backward pass."""
-        return self.per_device_train_batch_size
+        return self._own_share(self.per_device_train_batch_size)
 
     @property
     def eval_batch_size(self) -> int:
         """Samples this process takes in one forward pass of evaluation."""
-        return self.per_device_eval_batch_size
+        return self._own_share(self.per_device_eval_batch_size)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the steps of warmup in a run of `num_training_steps`; a ratio is rounded up."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
+
+    def _own_share(self, batch_size: int) -> int:
+        """Return the batch size itself, or with `split_batches` this process's part of it."""
+        return batch_size // self.world_size if self.accelerator_config.split_batches else batch_size
 
     def _complete(self) -> None:
         fill_in(self)

@@ -128,7 +128,7 @@ class Restoring:
         if "optimizer" in missing and "model" in described.parts:
             hint = "it was saved with the model only, which no run can go on from; restore only the model"
         else:
-            hint = "restore only what is there, or save these parts too"
+            hint = "go on with the options of the run that saved it, or restore only what is there"
         raise CheckpointError(
             f"there is no {' and no '.join(map(repr, missing))} in it, only "
             f"{', '.join(sorted(described.parts))} — {hint}"

@@ -4,20 +4,28 @@ from tr_args import Seq2SeqTrainingArguments, TrainingArguments
 from tr_core.callback import TrainerCallback
 from tr_core.callbacks.early_stopping import EarlyStoppingCallback
 from tr_core.callbacks.flow import DefaultFlowCallback
-from tr_core.collators import DataCollatorWithPadding, default_data_collator
-from tr_core.optimizers import decay_parameter_names
+from tr_core.collators import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
 from tr_core.plugins import PluginError
-from tr_core.protocols import Checkpointer, Collectives, Stateful, Strategy
+from tr_core.protocols import Checkpointer, Strategy
 from tr_core.randomness import enable_full_determinism, set_seed
 from tr_core.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
 from tr_core.schedules import get_scheduler
+from tr_core.seq2seq_trainer import Seq2SeqTrainer
 from tr_core.single_device import SingleDevice
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.trainer import Trainer
 
 __all__ = [
     "Checkpointer",
-    "Collectives",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorForTokenClassification",
     "DataCollatorWithPadding",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
@@ -25,9 +33,9 @@ __all__ = [
     "EvalPrediction",
     "PluginError",
     "PredictionOutput",
+    "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "SingleDevice",
-    "Stateful",
     "Strategy",
     "TrainOutput",
     "Trainer",
@@ -35,7 +43,6 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
-    "decay_parameter_names",
     "default_data_collator",
     "enable_full_determinism",
     "get_scheduler",

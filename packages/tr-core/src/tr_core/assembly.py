@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,17 +12,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_args import TrainingArguments
 from tr_core import saving
 from tr_core.callback import CallbackList
-from tr_core.checks import check_model, check_setup, refuse_unsupported
+from tr_core.checks import check_given_optimizers, check_model, check_setup, refuse_unsupported
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
+from tr_core.compilation import Compilation
 from tr_core.default_callbacks import default_callbacks
+from tr_core.fast_dev_run import dev_run_arguments
 from tr_core.floating_point import FlopCounter
 from tr_core.label_smoothing import LabelSmoother
+from tr_core.liger import apply_liger_kernel
+from tr_core.loaders import KeptLoaders
 from tr_core.loss import LossRule, takes_argument
+from tr_core.memory_metrics import MemoryMeter
 from tr_core.model_io import base_model, can_return_loss, find_label_names
+from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.randomness import RandomState, separate_randomness
+from tr_core.search.model_init import takes_trial
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.strategies import choose_strategy
+from tr_core.streaming import StreamingMetric
 from tr_log import configure, get_logger
 
 if TYPE_CHECKING:
@@ -37,6 +45,7 @@ class Assembly:
     """
 
     logger = get_logger("tr_core.trainer")
+    trial: Any = None
 
     def __init__(  # noqa: PLR0917  the documented order
         self,
@@ -46,11 +55,12 @@ class Assembly:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[[], nn.Module] | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | StreamingMetric | Mapping[str, StreamingMetric] | None = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         tokenizer: Any = None,
@@ -61,6 +71,7 @@ class Assembly:
         check_model(model, model_init)
         self.args = args if args is not None else TrainingArguments()
         self.args.check()  # once more: they may have been changed since they were built
+        self.args = dev_run_arguments(self.args)
         refuse_unsupported(self.args)
         self.strategy: Strategy = strategy if strategy is not None else choose_strategy(self.args)
         self._bind_process()
@@ -71,29 +82,39 @@ class Assembly:
         self.data_collator = data_collator if data_collator is not None else self._default_collator()
         self.model_init, self._model_is_fresh = model_init, True
         self._take_model(model if model is not None else self.call_model_init())
-        self._given_optimizers = optimizers
+        check_given_optimizers(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
+        self._given_optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
         self.optimizer, self.lr_scheduler = optimizers
-        self._checkpointer = checkpointer
+        self._checkpointer, self.has_own_checkpointer = checkpointer, checkpointer is not None
         self.random_state = RandomState(self.strategy.device)
+        self._prepare_conditions()
         self.control = TrainerControl()
         self.state = TrainerState(
             is_local_process_zero=self.strategy.local_rank == 0, is_world_process_zero=self.strategy.rank == 0
         )
         self.is_in_train, self.micro_batches_in_step, self.micro_batch_weight = False, 1, 1.0
         given = _same("callbacks", callbacks, "callback", callback) or ()
-        self.callback_handler = CallbackList(self, [*default_callbacks(self.args), *given])
+        self.callback_handler = CallbackList(self, [*default_callbacks(self.args, self.strategy), *given])
         self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
+        self.kept_loaders = KeptLoaders()
+        self.told_columns: set[frozenset[str]] = set()
         check_setup(cast("Trainer", self))
-        self.fire("on_init_end")
+        if not requested():  # a preflight calls no callback: the Hub's would make a repository now
+            self.fire("on_init_end")
 
     # What the model is, and where it is
 
-    def call_model_init(self) -> nn.Module:
-        """Make a model with `model_init`, from the seed alone: the same on every rank and every call."""
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model with `model_init`, from the seed alone: the same on every rank and every call.
+
+        Args:
+            trial: what a `model_init` with an argument is given: the trial of a search, else None.
+        """
         if self.model_init is None:
             raise ValueError("this Trainer was given a model, not a model_init")
+        given = (trial,) if takes_trial(self.model_init) else ()
         with separate_randomness(self.args.seed):
-            model = self.model_init()
+            model = self.model_init(*given)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model_init returned {model!r}; it must return a torch.nn.Module")
         return model
@@ -101,12 +122,14 @@ class Assembly:
     def renew_model(self) -> None:
         """Make a new model for a new run, where there is a `model_init` and the model was trained already."""
         if self.model_init is not None and not self._model_is_fresh:
-            self._take_model(self.call_model_init())
+            self._take_model(self.call_model_init(self.trial))
         self._model_is_fresh = False
 
     def prepare(self) -> nn.Module:
         """Hand the model to the strategy, once, and return it wrapped."""
         if not self._is_prepared:
+            if self.args.use_liger_kernel:
+                apply_liger_kernel(self.model, self.args.liger_kernel_config)
             self.model_wrapped = self.strategy.prepare(self.model)
             self._is_prepared = True
         return self.model_wrapped
@@ -182,6 +205,14 @@ class Assembly:
     def save_checkpoint(self, run: Run) -> None:
         """Save everything that the run needs to go on from here."""
         saving.save_checkpoint(cast("Trainer", self), run)
+
+    def _prepare_conditions(self) -> None:
+        args = self.args
+        self.memory = MemoryMeter(self.strategy.device, is_on=not args.skip_memory_metrics)
+        self.given_use_cache: bool | None = None
+        self.compilation: Compilation | None = None
+        if args.torch_compile:
+            self.compilation = Compilation(args.torch_compile_backend or "inductor", args.torch_compile_mode)
 
     def _bind_process(self) -> None:
         strategy = self.strategy

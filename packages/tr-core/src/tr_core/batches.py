@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
@@ -13,6 +13,7 @@ from tr_core.order import EpochSampler, MicroBatch, SampledBatches, num_micro_ba
 from tr_log import progress
 
 
+@runtime_checkable
 class Batches(Protocol):
     """Passes over a loader's data.
 
@@ -34,6 +35,18 @@ class Batches(Protocol):
         """Yield the micro-batches of a pass after `position` samples."""
         ...
 
+    def order_state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold for a later run to have the same order."""
+        ...
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Go on in the order of a saved `order_state`, at `position` samples into a pass.
+
+        Raises:
+            ValueError: that cannot be done.
+        """
+        ...
+
 
 def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
     """Return the passes over a loader: one that the Trainer built, or anything iterable.
@@ -43,6 +56,8 @@ def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
         batch_size: samples per rank and micro-batch.
         world_size: number of ranks.
     """
+    if isinstance(loader, Batches):
+        return loader
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):
         return SampledBatches(loader, loader.batch_sampler)
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, StreamFetch):
@@ -51,7 +66,17 @@ def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
     return _Foreign(loader, (own_batch_size or batch_size) * world_size)
 
 
-class _Stream:
+class _OwnOrder:
+    """Data whose order is its own affair."""
+
+    def order_state(self) -> dict[str, Any]:
+        return {}
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Take nothing: there is nothing to restore."""
+
+
+class _Stream(_OwnOrder):
     """An iterable data set: it may tell a length, and a position is reached by reading."""
 
     def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:
@@ -76,7 +101,7 @@ class _Stream:
             yield MicroBatch(inputs, share.weight, position, total)
 
 
-class _Foreign:
+class _Foreign(_OwnOrder):
     """A loader that the user made: its order is its own, a position is reached by drawing batches from it."""
 
     def __init__(self, loader: Any, per_micro_batch: int) -> None:

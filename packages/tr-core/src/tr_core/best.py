@@ -1,10 +1,10 @@
-"""Keep track of the best evaluation of a run."""
+"""Keep track of the best evaluation of a run, and see beforehand that its metric will be there."""
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -37,12 +37,56 @@ def watched_metric(trainer: Trainer, metrics: dict[str, float]) -> float:
     """Return the value of `metric_for_best_model` in an evaluation's result.
 
     Raises:
-        ValueError: it is not there; the message lists what is.
+        ValueError: it is not there, or no number; the message lists what is there.
     """
-    key = metric_name(trainer.args.metric_for_best_model)
+    name: Any = trainer.args.metric_for_best_model  # set where a best model is chosen
+    key = metric_name(name)
     if key not in metrics:
         raise ValueError(
-            f"metric_for_best_model={trainer.args.metric_for_best_model!r} is not among the results of the "
-            f"evaluation; they are {sorted(metrics)}"
+            f"metric_for_best_model={name!r} is not among the results of the evaluation; they are {sorted(metrics)}"
         )
+    if not isinstance(metrics[key], int | float):
+        raise ValueError(f"metric_for_best_model={name!r} needs a metric that is one number; {key} is {metrics[key]!r}")
     return metrics[key]
+
+
+def check_best_metric(trainer: Trainer) -> None:
+    """Raise, before anything is trained, if no evaluation can give the metric that chooses the best model.
+
+    That can be known only where nothing adds metrics: no `compute_metrics`, and no override, function or callback of
+    the user's that is part of an evaluation. Else the first evaluation says so.
+
+    Raises:
+        ValueError: the message lists the metrics that there will be.
+    """
+    args = trainer.args
+    if args.metric_for_best_model is None or args.eval_strategy == "no" or _may_add_metrics(trainer):
+        return
+    datasets = trainer.eval_dataset
+    prefixes = [f"eval_{name}" for name in datasets] if isinstance(datasets, dict) else ["eval"]
+    results = ["loss", "runtime", "samples_per_second", "steps_per_second", *["perplexity"] * args.eval_perplexity]
+    known = [f"{prefix}_{result}" for prefix in prefixes for result in results]
+    if metric_name(args.metric_for_best_model) not in known:
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} will not be among the results of an evaluation: "
+            f"without compute_metrics they are {', '.join(known)}; name one of them, or pass compute_metrics"
+        )
+
+
+def _may_add_metrics(trainer: Trainer) -> bool:
+    functions = (trainer.compute_metrics, trainer.compute_loss_func, trainer.preprocess_logits_for_metrics)
+    methods = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")
+    events = ("on_evaluate", "on_prediction_step")
+    return (
+        any(function is not None for function in functions)
+        or any(not _is_ours(getattr(type(trainer), name)) for name in methods)
+        or any(
+            not _is_ours(getattr(callback, event, _is_ours))
+            for callback in trainer.callback_handler.callbacks
+            for event in events
+        )
+    )
+
+
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__module__", "").startswith(("tr_core.", "tr_log.", "tr_ckpt.", "tr_optim."))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any
 
 from tr_core.protocols import Stateful
@@ -15,6 +17,7 @@ EVENTS = (
     "on_epoch_begin",
     "on_epoch_end",
     "on_step_begin",
+    "on_micro_batch_end",
     "on_substep_end",
     "on_pre_optimizer_step",
     "on_optimizer_step",
@@ -44,8 +47,12 @@ class TrainerCallback:
     Each gets `(args, state, control, **kwargs)` with the keyword arguments `model`, `processing_class`, `tokenizer`
     (the same object), `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`; `on_log` also gets `logs`,
     `on_evaluate` and `on_predict` get `metrics`, `on_train_end` gets `error`, the exception that ended the run or
-    None. An event returns None, or the control object, or a dict of its flags, as `{"should_training_stop": True}`.
-    A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it.
+    None. `on_micro_batch_end` gets `loss`, `inputs` and `outputs`, and a method `on_step_end` that names `loss` gets
+    the step's. An event returns None, or the control object, or a dict of its flags, as
+    `{"should_training_stop": True}`.
+    `on_optimizer_step` gets `applied`, False where a float16 overflow left the step out.
+    A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it. One that
+    has the model evaluated with other weights than those that train is a `tr_core.protocols.EvaluationWeights`.
 
     Any object with methods of these names will do; only the events that it defines reach it.
     """
@@ -68,6 +75,17 @@ class TrainerCallback:
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Before the first micro-batch of an optimizer step."""
 
+    def on_micro_batch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """After forward and backward of each micro-batch, before `on_substep_end`.
+
+        With `loss`, its share of the step's loss on this rank: a detached scalar on the device, not scaled for float16;
+        the step's micro-batches add up to the step's loss, so that of N it is an N-th of its own mean. With `inputs`,
+        the batch as the loader gave it, with host tensors. With `outputs`, what the model gave, detached, if the method
+        of some callback names that parameter; else None, and nothing is kept. An override of `training_step` that does
+        not call the one it overrides gives none. Reading a tensor that is on the device waits for it:
+        `trainer.log_metric` averages without.
+        """
+
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After each micro-batch of a step but the last."""
 
@@ -78,7 +96,10 @@ class TrainerCallback:
         """After the optimizer's step, before the schedule's and before gradients are cleared."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After a step, with `state.global_step` and `state.epoch` advanced."""
+        """After a step, with `state.global_step` and `state.epoch` advanced.
+
+        A method that names the parameter `loss` gets the step's loss on this rank, a detached scalar on the device.
+        """
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After an evaluation, once for each data set, with `metrics`."""
@@ -108,22 +129,25 @@ class CallbackList:
 
     Attributes:
         callbacks: the callbacks, in the order they are called.
+        wants_outputs: whether one of them wants the outputs of every micro-batch.
     """
 
     def __init__(self, owner: Any, callbacks: Iterable[Any] = ()) -> None:
         self._owner = owner
         self.callbacks: list[Any] = []
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
+        self.wants_outputs = False
         for callback in callbacks:
             self.add(callback)
 
-    def add(self, callback: Any) -> None:
-        """Append a callback; a class is instantiated.
+    def add(self, callback: Any, *, first: bool = False) -> None:
+        """Append a callback, or have it called before all others; a class is instantiated.
 
         Raises:
             TypeError: it defines none of the events.
         """
-        self.callbacks.append(_checked(callback() if isinstance(callback, type) else callback))
+        place = 0 if first else len(self.callbacks)
+        self.callbacks.insert(place, _checked(callback() if isinstance(callback, type) else callback))
         self._index()
 
     def pop(self, callback: Any) -> Any:
@@ -187,11 +211,26 @@ class CallbackList:
             event: [getattr(callback, event) for callback in self.callbacks if _defines(callback, event)]
             for event in EVENTS
         }
+        self.wants_outputs = any(_names(method, "outputs") for method in self._listeners["on_micro_batch_end"])
+        steps = self._listeners["on_step_end"]
+        steps[:] = [self._with_loss(method) if _names(method, "loss") else method for method in steps]
+
+    def _with_loss(self, method: Any) -> Any:
+        @wraps(method)
+        def call(*args: Any, **context: Any) -> Any:
+            return method(*args, loss=self._owner.step_loss, **context)
+
+        return call
 
 
 def _defines(callback: Any, event: str) -> bool:
     method = getattr(callback, event, None)
     return method is not None and getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
+
+
+def _names(method: Any, parameter: str) -> bool:
+    """Whether a method names a parameter, rather than take it among others."""
+    return parameter in inspect.signature(method).parameters
 
 
 def _checked(callback: Any) -> Any:

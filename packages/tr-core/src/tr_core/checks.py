@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tr_core.accelerator_settings import check_accelerator_config
+from tr_core.batch_size_search import check_batch_size_search
+from tr_core.conditions import check_conditions
+from tr_core.evaluation_checks import check_evaluation
+from tr_core.label_names import check_label_names
 from tr_core.loaders import has_length
-from tr_core.loss import takes_argument
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -15,25 +19,10 @@ if TYPE_CHECKING:
 # Options that this version knows by name and does not act on: set to anything else, they are refused.
 # name -> (value that is allowed, what to do instead)
 NOT_YET: dict[str, tuple[Any, str]] = {
-    "accelerator_config": (None, "leave it out: data is divided evenly, seeded and not dispatched"),
-    "activation_checkpointing": (False, "call model.gradient_checkpointing_enable() before training"),
-    "activation_checkpointing_kwargs": (None, "call model.gradient_checkpointing_enable() before training"),
-    "auto_find_batch_size": (
-        False,
-        "lower per_device_train_batch_size and raise gradient_accumulation_steps",
-    ),
-    "bf16_full_eval": (False, "use bf16=True, which evaluates under autocast"),
-    "dataloader_in_order": (True, "leave it at True"),
-    "debug": ([], "use torch.autograd.set_detect_anomaly"),
     "deepspeed": (None, "train with strategy='ddp'"),
     "enable_jit_checkpoint": (False, "save more often with save_steps"),
-    "eval_use_gather_object": (False, "return tensors from the model"),
-    "fp16_full_eval": (False, "use fp16=True, which evaluates under autocast"),
     "fsdp": ([], "train with strategy='ddp'"),
-    "fsdp_config": (None, "train with strategy='ddp'"),
-    "include_num_input_tokens_seen": ("no", "count them in a callback"),
-    "length_column_name": ("length", "leave it out: samples are not grouped by length"),
-    "liger_kernel_config": (None, "patch the model before it is passed"),
+    "fsdp_config": ({}, "train with strategy='ddp'"),
     "optim_target_modules": (None, "no optimizer of this version takes target modules"),
     "parallelism_config": (None, "train with strategy='ddp'"),
     "restore_callback_states_from_checkpoint": (
@@ -41,35 +30,36 @@ NOT_YET: dict[str, tuple[Any, str]] = {
         "leave it out: states of callbacks are always restored",
     ),
     "save_on_each_node": (False, "save to a file system that every machine sees"),
-    "skip_memory_metrics": (True, "use torch.profiler"),
-    "tf32": (None, "call torch.set_float32_matmul_precision('high')"),
-    "torch_compile": (False, "pass torch.compile(model)"),
-    "torch_compile_backend": (None, "pass torch.compile(model, backend=...)"),
-    "torch_compile_mode": (None, "pass torch.compile(model, mode=...)"),
-    "torch_empty_cache_steps": (None, "call torch.cuda.empty_cache() in a callback"),
-    "use_cache": (False, "set model.config.use_cache"),
-    "use_liger_kernel": (False, "patch the model before it is passed"),
+}
+
+# Options that are refused for good. name -> (value that is allowed, why nothing else can be)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "dataloader_in_order": (
+        True,
+        "batches would come in the order in which the loading processes finish them, so the position in the data could "
+        "not be known and a run not be resumed",
+    ),
 }
 
 
 def refuse_unsupported(args: Any) -> None:
-    """Raise for options that would have no effect.
+    """Raise for options that would have no effect, or whose effect cannot be had.
 
     Raises:
         NotImplementedError: one or more are set; the message names each with what to do instead.
+        ValueError: likewise, with the reason why it is refused.
     """
-    problems = []
-    for name, (allowed, instead) in NOT_YET.items():
-        value = getattr(args, name, allowed)
-        is_default = value in (allowed, None) or value == type(value)()
-        if not is_default:
-            problems.append(f"  {name}={value!r}: {instead}")
-    if getattr(args, "train_sampling_strategy", "random") == "group_by_length":
-        problems.append("  train_sampling_strategy='group_by_length': use 'random' or 'sequential'")
-    if problems:
+    if problems := _set_otherwise(args, NOT_YET):
         raise NotImplementedError(
             "options that this version of tr-core does not act on, and what to do instead:\n" + "\n".join(problems)
         )
+    if problems := _set_otherwise(args, REFUSED):
+        raise ValueError("options that cannot be used, and why:\n" + "\n".join(problems))
+
+
+def _set_otherwise(args: Any, table: dict[str, tuple[Any, str]]) -> list[str]:
+    values = {name: (getattr(args, name, allowed), allowed, text) for name, (allowed, text) in table.items()}
+    return [f"  {name}={value!r}: {text}" for name, (value, allowed, text) in values.items() if value != allowed]
 
 
 def check_model(model: Any, model_init: Any) -> None:
@@ -80,6 +70,27 @@ def check_model(model: Any, model_init: Any) -> None:
         raise ValueError("Trainer was given a model and a model_init; pass one of them")
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; Trainer trains a torch.nn.Module")
+    if model is not None and "_orig_mod" in model._modules:
+        raise ValueError(
+            "model is what torch.compile() returned, whose weights have other names than those of the model in it; "
+            "pass the model, and set torch_compile=True"
+        )
+
+
+def check_given_optimizers(args: Any, optimizers: Any, cls_and_kwargs: Any, model_init: Any) -> None:
+    """Raise where an optimizer that is given goes together with what would build or need another one."""
+    if optimizers[0] is not None and cls_and_kwargs is not None:
+        raise ValueError("Trainer was given an optimizer and optimizer_cls_and_kwargs; pass one of them")
+    if any(part is not None for part in optimizers) and model_init is not None:
+        raise ValueError(
+            "Trainer was given optimizers and a model_init: every run makes a new model, whose parameters they do not "
+            "have; pass optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler"
+        )
+    if optimizers[0] is not None and args.parameter_rules:
+        raise ValueError(
+            "parameter_rules has no effect on an optimizer that is given; leave one of them out, or pass "
+            "optimizer_cls_and_kwargs"
+        )
 
 
 def check_setup(trainer: Trainer) -> None:
@@ -89,17 +100,17 @@ def check_setup(trainer: Trainer) -> None:
         ValueError: the message says what is missing.
     """
     args = trainer.args
-    if args.eval_strategy != "no" and trainer.eval_dataset is None and not _overrides_eval(trainer):
+    evaluates_other_data = args.eval_strategy != "no" and args.overfit_batches is None
+    if evaluates_other_data and trainer.eval_dataset is None and not overrides_eval(trainer):
         raise ValueError(
             f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
             "eval_dataset or set eval_strategy='no'"
         )
-    compute = trainer.compute_metrics
-    if args.batch_eval_metrics and compute is not None and not takes_argument(compute, "compute_result"):
-        raise ValueError(
-            "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=bool) after every batch, but "
-            "compute_metrics takes no compute_result"
-        )
+    check_label_names(trainer)
+    check_conditions(trainer)
+    check_accelerator_config(args, trainer.strategy.world_size)
+    check_batch_size_search(args)
+    check_evaluation(trainer)
     train = trainer.train_dataset
     if train is not None and not has_length(train) and args.max_steps <= 0:
         raise ValueError(
@@ -111,6 +122,6 @@ def check_setup(trainer: Trainer) -> None:
         trainer.checkpointer()
 
 
-def _overrides_eval(trainer: Trainer) -> bool:
-    # A subclass that makes its own evaluation loader needs no data set here.
+def overrides_eval(trainer: Trainer) -> bool:
+    """Whether a subclass makes its own evaluation loader, which needs no data set here."""
     return type(trainer).get_eval_dataloader.__module__ != "tr_core.trainer"

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tr_args import Duration
 from tr_core import plugins
+from tr_core.callbacks.ema import EMACallback
+from tr_core.callbacks.empty_cache import EmptyCacheCallback
 from tr_core.callbacks.flow import DefaultFlowCallback
+from tr_core.callbacks.rule_rates import RuleRatesCallback
+from tr_core.callbacks.wall_time import WallTimeCallback
+from tr_core.protocols import Strategy
 from tr_log import MetricsFile, PrinterCallback, ProgressCallback, get_logger
 
 logger = get_logger(__name__)
@@ -14,10 +20,11 @@ logger = get_logger(__name__)
 NOT_TRACKERS = ("hub", "neftune")
 
 
-def default_callbacks(args: Any) -> list[Any]:
+def default_callbacks(args: Any, strategy: Strategy) -> list[Any]:
     """Return the callbacks that the arguments ask for, in the order they are called.
 
-    Read are `disable_tqdm`, `report_to`, `neftune_noise_alpha` and `push_to_hub`.
+    Read are `disable_tqdm`, `report_to`, `neftune_noise_alpha`, `parameter_rules` and `push_to_hub`, and what
+    `steering` reads.
 
     Raises:
         tr_core.plugins.PluginError: a tracker in `report_to` is not installed.
@@ -26,7 +33,24 @@ def default_callbacks(args: Any) -> list[Any]:
     noise = [plugins.load("tr.callbacks", "neftune")(args)] if args.neftune_noise_alpha else []
     hub = [plugins.load("tr.callbacks", "hub")(args)] if args.push_to_hub else []
     display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-    return [DefaultFlowCallback(), *noise, MetricsFile(), *named, display, *hub]
+    rates = [RuleRatesCallback()] if args.parameter_rules else []
+    return [DefaultFlowCallback(), *steering(args, strategy), *rates, *noise, MetricsFile(), *named, display, *hub]
+
+
+def steering(args: Any, strategy: Strategy) -> list[Any]:
+    """Return the callbacks that do what only some runs need: act by the clock, average weights, free memory.
+
+    Read are `max_time`, the strategies of logging, evaluating and saving, `ema_decay` and `torch_empty_cache_steps`.
+    """
+    wanted: list[Any] = []
+    times = (args.max_time, args.logging_strategy, args.eval_strategy, args.save_strategy)
+    if any(isinstance(time, Duration) for time in times):
+        wanted.append(WallTimeCallback(args, strategy))
+    if args.ema_decay is not None:
+        wanted.append(EMACallback.from_arguments(args))
+    if args.torch_empty_cache_steps is not None and strategy.device.type != "cpu":  # a CPU has no such cache
+        wanted.append(EmptyCacheCallback(strategy.device, args.torch_empty_cache_steps))
+    return wanted
 
 
 def trackers(args: Any) -> list[Any]:

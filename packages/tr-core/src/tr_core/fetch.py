@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from tr_core.columns import NarrowedSample, required_columns
 from tr_core.order import Batch, take_slice
 from tr_core.randomness import mix, put_back, seed_host_generators, separate_randomness, set_aside
+from tr_log import get_logger
 
 Collate = Callable[[list[Any]], Any]
+logger = get_logger("tr_core.columns")
 
 
 def identity(batch: Any) -> Any:
@@ -21,42 +25,72 @@ def identity(batch: Any) -> Any:
 
 
 class KeepColumns:
-    """A collator that first drops what the model does not take from samples that are mappings.
+    """A collator that first hides what the model does not take from samples that are mappings.
+
+    The first time something is hidden, a line in the log names it.
 
     Args:
-        collate: the collator that gets what is left.
-        columns: keys to keep.
+        collate: the collator that gets the narrowed samples. Columns that it lists in an attribute
+            `required_columns` stay in sight.
+        columns: names of the columns that the model takes.
         model_name: class name of the model, for messages.
+        told: sets of hidden columns that were named in the log already; more are added.
 
     Raises:
-        ValueError: when called, if nothing is left, or if the collator misses a dropped key; the message names it.
+        ValueError: when called, if no column is in sight and the collator asked for none of the hidden ones.
     """
 
-    def __init__(self, collate: Collate, columns: list[str], model_name: str) -> None:
-        self._collate, self._columns, self._model_name = collate, frozenset(columns), model_name
+    def __init__(
+        self, collate: Collate, columns: Collection[str], model_name: str, told: set[frozenset[str]] | None = None
+    ) -> None:
+        self._collate, self._columns, self._model_name = collate, sorted(set(columns)), model_name
+        self._shown = frozenset(columns) | required_columns(collate)
+        self._told = set() if told is None else told
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Collate the samples without the keys that the model does not take."""
-        if not isinstance(samples[0], Mapping):
+        """Collate the samples without the columns that the model does not take."""
+        if not isinstance(samples[0], Mapping) or all(map(self._shown.issuperset, samples)):
             return self._collate(samples)
-        columns = self._columns
-        if samples[0].keys() <= columns:
-            return self._collate(samples)
-        kept = [{key: value for key, value in sample.items() if key in columns} for sample in samples]
-        if not kept[0]:
-            raise ValueError(self._explain(samples[0], "no column is left"))
+        self._tell(samples[0])
+        asked: set[str] = set()
+        narrowed = [NarrowedSample(sample, self._shown, asked) for sample in samples]
+        if any(narrowed):
+            return self._collate(narrowed)
         try:
-            return self._collate(kept)
-        except KeyError as error:
-            if error.args and error.args[0] in set(samples[0]) - columns:
-                raise ValueError(self._explain(samples[0], f"the data collator asks for {error.args[0]!r}")) from error
-            raise
+            batch = self._collate(narrowed)
+        except Exception as error:
+            if asked:
+                raise
+            raise ValueError(self._nothing_left(samples[0])) from error
+        if not asked:
+            raise ValueError(self._nothing_left(samples[0]))
+        return batch
 
-    def _explain(self, sample: Mapping[str, Any], problem: str) -> str:
-        dropped = sorted(set(sample) - self._columns)
+    def look_ahead(self, dataset: Any) -> None:
+        """Name what will be hidden of map-style data that worker processes load: in every pass they would say it."""
+        with separate_randomness(0):
+            sample = dataset[0]
+        if isinstance(sample, Mapping):
+            self._tell(sample)
+
+    def _tell(self, columns: Collection[str]) -> None:
+        worker = get_worker_info()
+        hidden = frozenset(columns) - self._shown
+        if hidden in self._told or not hidden or (worker is not None and worker.id > 0):
+            return
+        self._told.add(hidden)
+        logger.info(
+            "columns %s of the data are no arguments of the forward of %s and are not given to it; a data collator "
+            "that asks for one by name gets it, and remove_unused_columns=False keeps them all",
+            sorted(hidden),
+            self._model_name,
+        )
+
+    def _nothing_left(self, sample: Mapping[str, Any]) -> str:
         return (
-            f"{problem} after dropping {dropped}, which the forward of {self._model_name} does not take (it takes "
-            f"{sorted(self._columns)}); pass remove_unused_columns=False to keep all columns"
+            f"no column of the data is left: it has {sorted(sample)}, the forward of {self._model_name} takes "
+            f"{self._columns}, and the data collator asks for none by name. Rename columns to what the forward takes, "
+            "or pass remove_unused_columns=False and a data_collator that makes the model's inputs of them"
         )
 
 
@@ -143,7 +177,9 @@ class StreamFetch(IterableDataset[Any]):
     ) -> None:
         self.dataset, self.collate, self.batch_size = dataset, collate, batch_size
         self.seed, self.drop_last, self.rank, self.world_size = seed, drop_last, rank, world_size
-        self.epoch, self.skipped_rounds, self.skipped_samples = 0, 0, 0
+        # Epoch, rounds and samples to pass over, in memory shared with worker processes: those that live through
+        # several passes have a copy of everything else from when they were started.
+        self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     @property
     def per_round(self) -> int:
@@ -158,30 +194,33 @@ class StreamFetch(IterableDataset[Any]):
         Returns:
             How many rounds the next iteration gives without a batch, for those passed over.
         """
-        self.epoch = epoch
-        self.skipped_rounds, self.skipped_samples = divmod(position, self.per_round)
+        rounds, samples = divmod(position, self.per_round)
+        self._place.copy_(torch.tensor([epoch, rounds, samples]))
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        return self.skipped_rounds
+        return rounds
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         part, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if parts > 1 and self.skipped_samples:
+        epoch, skipped_rounds, skipped_samples = self._place.tolist()
+        if parts > 1 and skipped_samples:
             raise ValueError(
-                f"cannot go on {self.skipped_samples} samples into a micro-batch of {self.per_round} with {parts} "
+                f"cannot go on {skipped_samples} samples into a micro-batch of {self.per_round} with {parts} "
                 "workers; resume iterable data with the batch size it was saved with, or dataloader_num_workers=0"
             )
+        if worker is not None and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
         samples = iter(self.dataset)
-        next(islice(samples, self.skipped_samples, self.skipped_samples), None)
+        next(islice(samples, skipped_samples, skipped_samples), None)
         for number in count(part, parts):
             # Round `number` of all workers together: the loader takes one from each worker in turn.
-            seed = mix(self.seed, self.epoch, self.skipped_samples + number * self.per_round)
+            seed = mix(self.seed, epoch, skipped_samples + number * self.per_round)
             with _randomness(seed):
                 read = list(islice(samples, self.per_round))
                 if not read or (self.drop_last and len(read) < self.per_round):
                     return
-                batch = self._collate_mine(read) if number >= self.skipped_rounds else None
+                batch = self._collate_mine(read) if number >= skipped_rounds else None
             yield Round(batch, len(read))
 
     def _collate_mine(self, read: list[Any]) -> Any:

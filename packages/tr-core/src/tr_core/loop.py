@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -18,8 +18,11 @@ from tr_core.batches import Batches
 from tr_core.best import note_best, watched_metric
 from tr_core.order import MicroBatch
 from tr_core.run import Run
+from tr_core.window import log_window, store_tokens
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
     from tr_core.trainer import Trainer
 
 
@@ -29,7 +32,9 @@ def run_epochs(trainer: Trainer, run: Run) -> None:
     while run.position.epoch < run.plan.num_epochs and not control.should_training_stop:
         epoch, first_sample, first_step = run.position.epoch, run.position.samples, trainer.state.global_step
         if not run.is_pass_complete():  # it is where a run resumes from a checkpoint of a pass's last step
-            trainer.fire("on_epoch_begin")
+            if not run.reopens_pass:
+                trainer.fire("on_epoch_begin")
+            run.reopens_pass = False
             for step in iterate_steps(run.data, epoch, first_sample, accumulation, run.count_items):
                 train_step(trainer, run, step, epoch)
                 log_evaluate_save(trainer, run)
@@ -47,27 +52,36 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
     """Make one optimizer step; its loss and gradient norm stay on the device."""
     strategy, model, optimizer, state = trainer.strategy, trainer.model_wrapped, run.optimizer, trainer.state
     fire, number = trainer.callback_handler.fire, 0
+    loss_sum, step_loss = run.loss_sum, run.zero
     trainer.micro_batches_in_step = step.size
     fire("on_step_begin")
     for number, batch in enumerate(step.micro_batches, start=1):
         trainer.micro_batch_weight = batch.weight
-        with strategy.accumulate(model, sync=number == step.size):
+        with strategy.accumulate(model, sync=run.syncs_each_batch or number == step.size):
             loss = trainer.step_function(model, batch.inputs, step.num_items)
-        run.loss_sum += run.finite(loss, state.global_step) if run.hides_nan else loss
+        step_loss = step_loss + loss
+        shown = run.finite(loss, loss_sum, state.global_step) if run.hides_nan else loss
+        loss_sum = (loss_sum + shown).to(loss_sum.dtype)
         run.position.samples = batch.end
-        if run.counts_flops:
-            run.flops += trainer.floating_point_ops(batch.inputs)
+        for count in run.counters:
+            count(batch)
+        fire("on_micro_batch_end", loss=loss, inputs=batch.inputs, outputs=trainer.micro_batch_outputs)
+        trainer.micro_batch_outputs = None
         if number < step.size:
             fire("on_substep_end")
     if number < step.size:
         raise ValueError(_too_few_batches(step.size - number))
-    run.grad_norm = strategy.clip_grad_norm(model, optimizer, run.max_grad_norm)
+    trainer.micro_batch_weight, trainer.step_loss = 1.0, step_loss
+    run.grad_norm = norm = run.update_strategy.clip_grad_norm(model, optimizer, run.max_grad_norm)
     fire("on_pre_optimizer_step")
-    applied = strategy.step(optimizer)
-    fire("on_optimizer_step")
+    run.loss_before_step, run.loss_sum = run.loss_sum, loss_sum
+    applied = run.update_strategy.step(optimizer)
+    fire("on_optimizer_step", applied=applied)
     run.learning_rate = optimizer.param_groups[0]["lr"]
-    if applied and not run.schedule_follows_metric:
-        run.schedule.step()
+    if applied:
+        run.step_schedule()
+        # What is finite less itself is 0; anything else is NaN, which equals nothing.
+        run.num_nonfinite += torch.ne(step_loss - step_loss, norm - norm)
     optimizer.zero_grad(set_to_none=True)
     state.global_step += 1
     micro_batches_done = -(-run.position.samples // run.data.per_micro_batch)
@@ -80,46 +94,25 @@ def log_evaluate_save(trainer: Trainer, run: Run) -> None:
     control = trainer.control
     if control.should_log and trainer.state.global_step > run.last_logged_step:
         log_window(trainer, run)
+    if run.guard is not None and (control.should_evaluate or control.should_save):
+        run.guard.check()
     if control.should_evaluate:
-        metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
-        is_best = note_best(trainer, metrics)
-        if run.schedule_follows_metric:
-            run.schedule.step(watched_metric(trainer, metrics))
-        if trainer.args.save_strategy == "best":
-            control.should_save = is_best
-        elif is_best and trainer.args.load_best_model_at_end:
-            control.should_save = True  # between two checkpoints there would be nothing to load
+        evaluate(trainer, run)
     if control.should_save:
         trainer.save_checkpoint(run)
         trainer.fire("on_save")
 
 
-def log_window(trainer: Trainer, run: Run) -> None:
-    """Log the mean loss of the steps since the last log, the last gradient norm and learning rate."""
-    steps = trainer.state.global_step - run.last_logged_step
-    loss = read_loss(trainer, run)
-    logs: dict[str, Any] = {"loss": loss / steps}
-    if run.grad_norm is not None:
-        logs["grad_norm"] = run.grad_norm.item()  # sync: once a log
-    logs["learning_rate"] = run.learning_rate
-    run.last_logged_step = trainer.state.global_step
-    store_flops(trainer, run)
-    trainer.log(logs)
-
-
-def read_loss(trainer: Trainer, run: Run) -> float:
-    """Take the window's loss from the device, as the mean over ranks, and begin a new window."""
-    strategy = trainer.strategy
-    loss = (strategy.sum(run.loss_sum) / strategy.world_size).item()  # sync: once a log
-    run.loss_sum = torch.zeros_like(run.loss_sum)  # not subtracted from itself: NaN - NaN stays NaN for ever
-    run.logged_loss += loss
-    return loss
-
-
-def store_flops(trainer: Trainer, run: Run) -> None:
-    """Add the floating-point operations of all ranks since the last time to the state."""
-    trainer.state.total_flos += sum(trainer.strategy.gather_objects(run.flops))
-    run.flops = 0.0
+def evaluate(trainer: Trainer, run: Run) -> None:
+    """Evaluate, and have the best noted and the schedule stepped that goes by it."""
+    store_tokens(trainer, run)
+    metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
+    trainer.report_trial(metrics)
+    is_best = note_best(trainer, metrics)
+    if run.schedule_follows_metric:
+        cast("ReduceLROnPlateau", run.schedule).step(watched_metric(trainer, metrics))
+    if is_best and (trainer.args.save_strategy == "best" or trainer.args.load_best_model_at_end):
+        trainer.control.should_save = True  # with the latter because between two checkpoints there is nothing to load
 
 
 CountItems = Callable[[Sequence[MicroBatch]], "torch.Tensor | None"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model inside an adapter wrapper (PEFT's), or the model itself: the one whose forward tells."""
     inner = getattr(model, "get_base_model", None)
-    return inner() if callable(inner) else model
+    return cast("nn.Module", inner()) if callable(inner) else model
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -35,6 +35,12 @@ def can_return_loss(model: nn.Module) -> bool:
     """Whether a model gives a loss without labels: its forward has `return_loss=True`."""
     parameter = forward_parameters(model).get("return_loss")
     return parameter is not None and parameter.default is True
+
+
+def main_input_name(model: nn.Module, processing_class: Any = None) -> str:
+    """Return the name of the input that tells how long a sample is: the tokenizer's first, else the model's."""
+    names = getattr(processing_class, "model_input_names", None)
+    return names[0] if names else getattr(base_model(model), "main_input_name", "input_ids")
 
 
 def kept_columns(model: nn.Module, label_names: list[str]) -> list[str] | None:

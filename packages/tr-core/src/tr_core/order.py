@@ -6,12 +6,13 @@ takes its slice of it. The position counts samples, so another batch size or wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from tr_core.length_grouping import LengthGrouping
 from tr_core.randomness import mix
 
 
@@ -86,6 +87,7 @@ class EpochSampler(Sampler[list[int]]):
         num_samples: samples of the data set.
         batch_size: samples per rank and micro-batch.
         shuffle: permute by seed and epoch; else the data set's own order.
+        grouping: brings shuffled samples of similar length together.
         seed: seed of the order and of what is drawn while loading.
         drop_last: leave out a short last micro-batch.
         rank: this process's number.
@@ -102,9 +104,11 @@ class EpochSampler(Sampler[list[int]]):
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        grouping: LengthGrouping | None = None,
     ) -> None:
         self.num_samples, self.batch_size = num_samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.grouping = grouping
         self.rank, self.world_size = rank, world_size
         self.epoch, self.start = 0, 0
 
@@ -116,8 +120,22 @@ class EpochSampler(Sampler[list[int]]):
         per_step = self.batch_size * self.world_size
         return num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)
 
+    @property
+    def strategy(self) -> str:
+        """The order's name, as `train_sampling_strategy` has it."""
+        if not self.shuffle:
+            return "sequential"
+        return "random" if self.grouping is None else "group_by_length"
+
+    def order(self) -> Sequence[int]:
+        """Return all samples of the epoch in order: the same on every rank, wherever the iteration begins."""
+        if not self.shuffle:
+            return range(self.num_samples)
+        shuffled = permutation(self.num_samples, self.seed, self.epoch)
+        return shuffled if self.grouping is None else self.grouping.arrange(shuffled)
+
     def __iter__(self) -> Iterator[list[int]]:
-        order = permutation(self.num_samples, self.seed, self.epoch) if self.shuffle else range(self.num_samples)
+        order = self.order()
         first_seed = mix(self.seed, self.epoch)
         size, total, rank, world_size = self.batch_size, self.num_samples, self.rank, self.world_size
         for index in range(len(self)):
@@ -172,3 +190,28 @@ class SampledBatches:
             else:
                 share = take_slice(0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size)
                 yield MicroBatch(inputs, share.weight, share.end, share.end - begin)
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what the order depends on beside the arguments that a resumed run may not change."""
+        grouping = self._sampler.grouping
+        return {
+            "strategy": self._sampler.strategy,
+            "samples_per_step": None if grouping is None else grouping.samples_per_step,
+        }
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Go on in the order of a saved `order_state`, at `position` samples into a pass.
+
+        Raises:
+            ValueError: the pass was begun in another order than the arguments ask for now.
+        """
+        sampler, grouping = self._sampler, self._sampler.grouping
+        # Empty if the data was iterable then, or its loader the user's own.
+        saved = state.get("strategy", sampler.strategy)
+        if saved != sampler.strategy and position > 0 and self.remaining(position) > 0:
+            raise ValueError(
+                f"the checkpoint is {position} samples into a pass with train_sampling_strategy={saved!r}; going on "
+                f"with {sampler.strategy!r} would repeat samples and leave others out. Resume with {saved!r}"
+            )
+        if grouping is not None and state.get("samples_per_step") is not None:
+            sampler.grouping = LengthGrouping(grouping.lengths, state["samples_per_step"])

@@ -1,19 +1,15 @@
-"""Collect the outputs of evaluation batches: gathered over ranks, moved to the host, joined once at the end."""
+"""Walk through the outputs of a model, and join those of all ranks in the order of the data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from tr_core.protocols import Strategy
 
 PADDING = -100
-
-# Outputs stay on the device until they hold this much, so that a batch costs no wait and memory stays bounded.
-DEVICE_LIMIT_BYTES = 256 * 2**20
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -25,6 +21,49 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if hasattr(tree, "items"):
         return {key: map_tensors(function, value) for key, value in tree.items()}
     return None
+
+
+def map_objects(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor inside tuples, lists and mappings, which keep their kind, as other leaves do."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, list | tuple):
+        items = [map_objects(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, Mapping):
+        return {key: map_objects(function, value) for key, value in tree.items()}
+    return tree
+
+
+def gather_tree(tree: Any, strategy: Strategy, count: int | None) -> Any:
+    """Join the rows of every tensor in a tree, as `gather_rows`; leaves that are no tensors become None."""
+    return None if tree is None else map_tensors(lambda tensor: gather_rows(tensor, strategy, count), tree)
+
+
+def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: bool) -> Any:
+    """Join a tree that holds other things than tensors: those become lists of all ranks' objects.
+
+    A list holds one object a sample; anything else that is no tensor is one object of its batch. Tuples and mappings
+    are gone through, tensors in them are joined as `gather_rows` does.
+
+    Args:
+        tree: this rank's outputs.
+        strategy: how to gather.
+        count: as in `gather_rows`.
+        counts: whether this rank's samples are its own; False where they only fill up.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, torch.Tensor):
+        return gather_rows(tree, strategy, count)
+    if isinstance(tree, tuple):
+        return tuple(gather_objects(item, strategy, count, counts) for item in tree)
+    if isinstance(tree, Mapping):
+        return {key: gather_objects(value, strategy, count, counts) for key, value in tree.items()}
+    # Pickled with its tensors: on the host, where every rank can take them.
+    mine = map_objects(lambda tensor: tensor.detach().cpu(), tree)  # sync: evaluation only
+    objects = mine if isinstance(mine, list) else [mine]
+    return [each for rank in strategy.gather_objects(objects if counts else []) for each in rank]
 
 
 def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> torch.Tensor:
@@ -43,12 +82,14 @@ def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> 
     width = tensor.shape[1] if tensor.dim() > 1 else 0
     mine = torch.tensor([[tensor.shape[0], width]], device=strategy.device)
     shapes = strategy.gather(mine).tolist()  # sync: evaluation only
-    if count is None:
-        rows = [shape[0] for shape in shapes]
-    else:
-        rows = [(rank + 1) * count // world - rank * count // world for rank in range(world)]
-    height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-    gathered = strategy.gather(_pad(tensor, height, width))
+    rows = [shape[0] for shape in shapes]
+    if count is not None:  # a rank whose share is empty holds another's sample, only to take part
+        rows = [n if rank * count // world < (rank + 1) * count // world else 0 for rank, n in enumerate(rows)]
+    widths = {shape[1] for shape in shapes}
+    if len(widths) > 1 and not tensor.dtype.is_signed:
+        tensor = tensor.long()  # which can hold the padding
+    height = max(shape[0] for shape in shapes)
+    gathered = strategy.gather(_pad(tensor, height, max(widths)))
     return torch.cat([gathered[rank * height : rank * height + number] for rank, number in enumerate(rows)])
 
 
@@ -58,71 +99,8 @@ def _pad(tensor: torch.Tensor, height: int, width: int) -> torch.Tensor:
         shape[1] = width
     if list(tensor.shape) == shape:
         return tensor.contiguous()
-    padded = tensor.new_full(shape, PADDING)
+    # A type that cannot hold the padding has one width on all ranks: only rows that are cut off again are filled.
+    padded = tensor.new_full(shape, PADDING if tensor.dtype.is_signed else 0)
     corner = tuple(slice(0, size) for size in tensor.shape)
     padded[corner] = tensor
     return padded
-
-
-class Collected:
-    """The outputs of one kind, batch by batch, until `arrays` joins them.
-
-    Every batch is copied to the host once and joined once, so the time for `n` samples grows like `n`.
-    """
-
-    def __init__(self) -> None:
-        self._on_device: list[Any] = []
-        self._on_host: list[Any] = []
-        self._bytes = 0
-
-    def add(self, tree: Any, flush: bool = False) -> None:
-        """Keep a batch's outputs; `flush` moves everything held on the device to the host now."""
-        self._on_device.append(tree)
-        map_tensors(self._weigh, tree)
-        if flush or self._bytes > DEVICE_LIMIT_BYTES:
-            self._flush()
-
-    def arrays(self, concatenate: bool = True) -> Any:
-        """Return NumPy arrays of all samples, shaped as the outputs; None if there were none.
-
-        Args:
-            concatenate: join the batches, padding the second dimension with -100; else a list with one entry a batch.
-        """
-        self._flush()
-        if not self._on_host:
-            return None
-        return _join(self._on_host) if concatenate else self._on_host
-
-    def _weigh(self, tensor: torch.Tensor) -> None:
-        self._bytes += tensor.numel() * tensor.element_size()
-
-    def _flush(self) -> None:
-        self._on_host.extend(map_tensors(_to_numpy, tree) for tree in self._on_device)
-        self._on_device.clear()
-        self._bytes = 0
-
-
-def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # NumPy has no such type
-        tensor = tensor.float()
-    return np.atleast_1d(tensor.cpu().numpy())  # sync: evaluation only
-
-
-def _join(batches: list[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, tuple):
-        return tuple(_join([batch[index] for batch in batches]) for index in range(len(first)))
-    if isinstance(first, dict):
-        return {key: _join([batch[key] for batch in batches]) for key in first}
-    if first is None:
-        return None
-    if first.ndim == 1 or len({batch.shape[1] for batch in batches}) == 1:
-        return np.concatenate(batches)
-    width = max(batch.shape[1] for batch in batches)
-    joined = np.full((sum(len(batch) for batch in batches), width, *first.shape[2:]), PADDING, dtype=first.dtype)
-    row = 0
-    for batch in batches:
-        joined[row : row + len(batch), : batch.shape[1]] = batch
-        row += len(batch)
-    return joined

@@ -107,8 +107,18 @@ class Strategy(Collectives, Protocol):
         """
         ...
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the gradients. Returns False where the step was skipped (a float16 overflow), else True."""
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients.
+
+        Args:
+            optimizer: what applies them.
+            skip: scalar on the device, the same on all ranks. Where it is not 0, parameters and optimizer state stay as
+                they are, bit for bit. It is given only with `on_nonfinite="skip"` or `"raise"`, and may be read back
+                only where the optimizer cannot leave out an update on the device.
+
+        Returns:
+            False where a float16 overflow left the update out, else True, also if `skip` did.
+        """
         ...
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
@@ -120,6 +130,28 @@ class Strategy(Collectives, Protocol):
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it. `failed` says that the run ends by an exception."""
+        ...
+
+
+@runtime_checkable
+class EvaluationWeights(Protocol):
+    """A callback that has the model evaluated and exported with other weights than those that train.
+
+    The loop asks: `weight_parts` at every save, and before a restore; `evaluation_weights` around every evaluation,
+    prediction and `save_model`; `keep_evaluation_weights` once, at the end of a run that no exception ended.
+    `model` is always the unwrapped module, on its device.
+    """
+
+    def weight_parts(self, model: nn.Module) -> dict[str, Stateful]:
+        """Return what a checkpoint must hold of these weights, by names of files: saved with `save_only_model` too."""
+        ...
+
+    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a block in which the model holds these weights; one inside another, and none needed, do nothing."""
+        ...
+
+    def keep_evaluation_weights(self, model: nn.Module, state: Any) -> None:
+        """Give the model these weights for good; `state` is the run's `TrainerState`."""
         ...
 
 

@@ -54,7 +54,8 @@ class EvalPrediction:
     """What `compute_metrics` is given; unpacks as `(predictions, label_ids[, inputs][, losses])`.
 
     Attributes:
-        predictions: arrays of shape `(samples, ...)`, sequences padded with -100.
+        predictions: arrays of shape `(samples, ...)`, sequences padded with -100; lists of objects, one a sample, where
+            `eval_use_gather_object` keeps them.
         label_ids: likewise.
         inputs: the main input, where `include_for_metrics` asks for it.
         losses: loss of each sample's batch, shape `(samples,)`, likewise.

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from tr_core.accelerator_settings import syncs_each_batch
 from tr_core.batches import Batches
-from tr_core.protocols import Collectives
+from tr_core.metric_window import MetricWindow
+from tr_core.nonfinite import UpdateGuard, build_guard
+from tr_core.order import MicroBatch
+from tr_core.protocols import Strategy
+from tr_core.state import TrainerState
 from tr_core.steps import Plan
+from tr_core.tokens import TokenCounter, build_token_counter
+from tr_core.window import RankWindow, read_rank_window, share_window, store_counts
+
+if TYPE_CHECKING:
+    from tr_core.trainer import Trainer
 
 
 @dataclass
@@ -34,30 +46,43 @@ class Run:
     Attributes:
         plan: how long the run is.
         data: passes over the training data.
-        collectives: how ranks exchange what they hold.
+        strategy: how updates are applied, and how ranks exchange what they hold.
         optimizer: what applies the gradients.
         schedule: what sets the learning rate.
         loss_sum: sum of the losses of this rank's steps since the last log, a scalar tensor on the device.
+        loss_before_step: the same without the step that is being made.
         position: where in the data the run is.
         count_items: what counts the targets of a step, None where nothing needs the count.
         max_grad_norm: norm that gradients are clipped to; None for no clipping.
         schedule_follows_metric: whether the schedule is stepped with an evaluation's result, not after every step.
-        counts_flops: whether floating-point operations can be told.
+        step_schedule: what is called after every step that was applied.
+        counters: what is called with every micro-batch: floating-point operations and tokens, where they are counted.
+        tokens: what counts input tokens, None where nobody asked.
+        syncs_each_batch: whether gradients are exchanged after every micro-batch, not after a step's last one only.
+        reopens_pass: whether the next pass is one that was begun already, where a step is made again.
         hides_nan: whether losses that are not finite are left out of the log.
+        update_strategy: what clips and applies gradients: the strategy, or a guard before it where not all are applied.
+        guard: that guard, None where every update is applied.
         grad_norm: norm of the last step's gradients before clipping, on the device.
         learning_rate: learning rate of the first parameter group in the last step.
         flops: floating-point operations since they were last added to the state.
         first_step: completed steps of the run when this call began.
+        first_tokens: input tokens seen when this call began.
         last_logged_step: step of the last log.
         logged_loss: sum over the steps of this call of the losses already logged.
+        logged_skips: updates of this call that were left out, of the windows already logged.
         start_s: `time.perf_counter()` at the beginning.
         ignore_keys: outputs of the model that evaluations leave out.
-        window: loss sum and operations of every rank since the last log, as they are to be saved.
+        window: what every rank holds since the last log, as it is to be saved.
+        metrics: what was logged with `log_metric` since the last log.
+        num_nonfinite: steps since the last log whose loss or norm was not finite, on the device.
+        num_skipped: updates since the last log that were left out for it, on the device.
+        zero: the scalar that a step's loss begins with, on the device.
     """
 
     plan: Plan
     data: Batches
-    collectives: Collectives
+    strategy: Strategy
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
     loss_sum: torch.Tensor
@@ -65,62 +90,127 @@ class Run:
     count_items: Any = None
     max_grad_norm: float | None = None
     schedule_follows_metric: bool = False
-    counts_flops: bool = False
+    step_schedule: Callable[[], Any] = lambda: None
+    counters: list[Callable[[MicroBatch], None]] = field(default_factory=list)
+    tokens: TokenCounter | None = None
+    syncs_each_batch: bool = False
+    reopens_pass: bool = False
     hides_nan: bool = False
+    update_strategy: Strategy | UpdateGuard = field(init=False)
+    guard: UpdateGuard | None = None
     grad_norm: torch.Tensor | None = None
     learning_rate: float = 0.0
     flops: float = 0.0
     first_step: int = 0
+    first_tokens: int = 0
     last_logged_step: int = 0
     logged_loss: float = 0.0
+    logged_skips: int = 0
     start_s: float = field(default_factory=time.perf_counter)
     ignore_keys: list[str] | None = None
-    window: list[tuple[float, float]] = field(default_factory=list)
+    window: list[RankWindow] = field(default_factory=list)
+    metrics: MetricWindow = field(init=False)
+    num_nonfinite: torch.Tensor = field(init=False)
+    num_skipped: torch.Tensor = field(init=False)
+    zero: torch.Tensor = field(init=False)
+    loss_before_step: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricWindow(self.strategy)
+        self.num_nonfinite = torch.zeros_like(self.loss_sum, dtype=torch.int64)
+        self.num_skipped = torch.zeros_like(self.num_nonfinite)
+        self.zero = self.loss_before_step = torch.zeros_like(self.loss_sum)
+        self.update_strategy = self.strategy
+
+    def configure(self, trainer: Trainer) -> None:
+        """Take from a Trainer and its arguments what every step needs to know."""
+        args = trainer.args
+        self.count_items = trainer.loss_rule.count if trainer.loss_rule.counts else None
+        self.max_grad_norm = args.max_grad_norm or None
+        self.schedule_follows_metric = isinstance(self.schedule, ReduceLROnPlateau)
+        if not self.schedule_follows_metric:
+            self.step_schedule = self.schedule.step
+        self.hides_nan = args.logging_nan_inf_filter
+        self.syncs_each_batch = syncs_each_batch(args)
+        self.guard = build_guard(trainer, self)
+        self.update_strategy = self.guard or self.strategy
+        self.tokens = build_token_counter(trainer)
+        if self.tokens is not None:
+            self.counters.append(self.tokens.count)
+        if trainer.counts_floating_point_ops():
+            self.counters.append(lambda batch: self._count_flops(trainer.floating_point_ops(batch.inputs)))
 
     def is_pass_complete(self) -> bool:
         """Whether the pass that `position` is in has no batch left; False where that cannot be known."""
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
 
-    def finite(self, loss: torch.Tensor, step: int) -> torch.Tensor:
+    def finite(self, loss: torch.Tensor, loss_sum: torch.Tensor, step: int) -> torch.Tensor:
         """Return a loss for the log: in place of one that is not finite, the mean of the window so far.
 
         Nothing is read from the device.
 
         Args:
             loss: scalar, a micro-batch's share of its step's loss.
+            loss_sum: sum of the window's losses before it.
             step: completed steps.
         """
-        return torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + step - self.last_logged_step))
+        return torch.where(torch.isfinite(loss), loss, loss_sum / (1 + step - self.last_logged_step))
+
+    def mean_loss(self, steps: int) -> float:
+        """Return the mean loss of this call's steps that were applied and logged, of `steps` in all."""
+        applied = steps - self.logged_skips
+        return math.nan if steps and not applied else self.logged_loss / max(applied, 1)
+
+    def begin_window(self, logged_loss: float = 0.0, logged_skips: int = 0) -> None:
+        """Begin a new log window, after one with this sum of losses and so many updates left out."""
+        self.logged_loss += logged_loss
+        self.logged_skips += logged_skips
+        # Not subtracted from themselves: NaN - NaN stays NaN for ever.
+        self.loss_sum = torch.zeros_like(self.loss_sum)
+        self.num_nonfinite = torch.zeros_like(self.num_nonfinite)
+        self.num_skipped = torch.zeros_like(self.num_skipped)
+        self.metrics.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the open log window, that of every rank; see `collect_window`."""
         return {
             "epoch": self.position.epoch,
             "samples": self.position.samples,
+            "order": self.data.order_state(),
             "last_logged_step": self.last_logged_step,
             "learning_rate": self.learning_rate,
-            "grad_norm": None if self.grad_norm is None else self.grad_norm.item(),  # sync: once a save
             "window": self.window,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Take over the place in the data and the log window; another number of ranks shares the window evenly."""
         self.position = DataPosition(state_dict["epoch"], state_dict["samples"])
+        self.data.restore_order(state_dict["order"], self.position.samples)
         self.last_logged_step = state_dict["last_logged_step"]
         # For the log at the end of an epoch, if the checkpoint is of its last step.
-        self.learning_rate, grad_norm = state_dict["learning_rate"], state_dict["grad_norm"]
-        self.grad_norm = None if grad_norm is None else torch.full_like(self.loss_sum, grad_norm)
-        window = state_dict["window"]
-        rank, world_size = self.collectives.rank, self.collectives.world_size
-        if len(window) == world_size:
-            loss, self.flops = window[rank]
-        else:
-            loss = sum(entry[0] for entry in window) / len(window)
-            self.flops = sum(entry[1] for entry in window) / world_size
-        self.loss_sum = torch.full_like(self.loss_sum, loss)
+        self.learning_rate = state_dict["learning_rate"]
+        windows = state_dict["window"]
+        own = share_window(windows, self.strategy.rank, self.strategy.world_size)
+        norm = own["grad_norm"]
+        self.grad_norm = None if norm is None else torch.full_like(self.loss_sum, norm)
+        self.loss_sum = torch.full_like(self.loss_sum, own["loss"])
+        self.num_nonfinite = torch.full_like(self.num_nonfinite, own["nonfinite"])
+        self.num_skipped = torch.full_like(self.num_skipped, own["skipped"])
+        self.metrics.load(own["metrics"])
         # What an earlier call trained belongs to the next log, but not to the mean loss of this call.
-        self.logged_loss = -sum(entry[0] for entry in window) / len(window)
+        self.logged_loss = -sum(window["loss"] for window in windows) / len(windows)
+        self.logged_skips = -own["skipped"]
 
-    def collect_window(self) -> None:
-        """Read the log window of all ranks, to be saved: a log after a resume is then what it would have been."""
-        self.window = self.collectives.gather_objects((self.loss_sum.item(), self.flops))  # sync: once a save
+    def collect_window(self, state: TrainerState) -> None:
+        """Read the log window of all ranks, to be saved: a log after a resume is then what it would have been.
+
+        Operations and tokens are added to the state, where a checkpoint has them.
+        """
+        windows = self.strategy.gather_objects(read_rank_window(self))  # sync: once a save
+        store_counts(state, windows)
+        for window in windows:
+            window["flops"], window["tokens"] = 0.0, 0
+        self.window = windows
+
+    def _count_flops(self, operations: float) -> None:
+        self.flops += operations

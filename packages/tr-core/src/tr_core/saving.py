@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from tr_core import plugins
+from tr_core.conditions import configuration_as_given
+from tr_core.evaluation_weights import evaluation_weights, weight_parts
+from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful
 
 if TYPE_CHECKING:
@@ -40,30 +43,35 @@ def build_checkpointer(trainer: Trainer) -> Checkpointer:
 def save_model(trainer: Trainer, folder: Path) -> None:
     """Write weights in safetensors, configuration and tokenizer; rank 0 writes, all ranks call."""
     strategy = trainer.strategy
-    parts = strategy.stateful(trainer.model_wrapped, None)
-    state = parts["model"].state_dict()
-    if strategy.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        model = trainer.model
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(str(folder), state_dict=state)
-        else:
-            save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
-        save_companions(trainer, folder)
+    with evaluation_weights(trainer), configuration_as_given(trainer):
+        state = strategy.stateful(trainer.model_wrapped, None)["model"].state_dict()
+        if strategy.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            model = trainer.model
+            save_pretrained: Any = getattr(model, "save_pretrained", None)
+            if save_pretrained is not None:
+                save_pretrained(str(folder), state_dict=state)
+            else:
+                save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
+            save_companions(trainer, folder)
     strategy.barrier()
 
 
 def save_companions(trainer: Trainer, folder: Path) -> None:
     """Write what belongs to a model beside its weights: configuration, tokenizer, and the arguments as JSON."""
     model = trainer.model
+    # The configuration of a model inside an adapter wrapper is not the wrapper's: beside an adapter it would have
+    # from_pretrained look for the weights of the whole model.
+    owner = model if base_model(model) is model else None
     for companion in (
-        getattr(model, "config", None),
-        getattr(model, "generation_config", None),
+        getattr(owner, "config", None),
+        getattr(owner, "generation_config", None),
         trainer.processing_class,
     ):
         save = getattr(companion, "save_pretrained", None)
         if callable(save):
-            save(str(folder))
+            with configuration_as_given(trainer):
+                save(str(folder))
     (folder / "training_args.json").write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
 
 
@@ -71,16 +79,13 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
     """Save everything that the run needs to go on from here, through the checkpointer."""
     state = trainer.state
     checkpointer = trainer.checkpointer()
-    run.collect_window()
-    state.total_flos += sum(entry[1] for entry in run.window)
-    run.window = [(loss, 0.0) for loss, _ in run.window]
-    run.flops = 0.0
+    run.collect_window(state)
     best = state.best_global_step
     if best is not None and (best == state.global_step or best in checkpointer.steps()):
         state.best_model_checkpoint = str(checkpointer.path(best))
     parts = checkpoint_parts(trainer, run)
     if trainer.args.save_only_model:
-        parts = {"model": parts["model"], "trainer_state": parts["trainer_state"]}
+        parts = {name: parts[name] for name in ("model", *weight_parts(trainer), "trainer_state")}
     folder = checkpointer.save(
         state.global_step,
         parts,
@@ -92,8 +97,12 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
 
 
 def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
-    """Name everything stateful of a run: this dict is what a checkpoint holds, and nothing else is."""
-    return {
+    """Name everything stateful of a run: this dict is what a checkpoint holds, and nothing else is.
+
+    Raises:
+        ValueError: a callback gives a part the name of one of these.
+    """
+    parts = {
         **trainer.strategy.stateful(trainer.model_wrapped, run.optimizer),
         "scheduler": run.schedule,
         "rng": trainer.random_state,
@@ -101,6 +110,10 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
         "callbacks": trainer.callback_handler,
         "trainer_state": trainer.state,
     }
+    weights = weight_parts(trainer)
+    if taken := sorted(set(weights) & set(parts)):
+        raise ValueError(f"a callback gives its part of the checkpoint the name {taken[0]!r}, which is taken")
+    return {**parts, **weights}
 
 
 def find_hub(callbacks: Sequence[Any], args: Any) -> Any:
@@ -129,16 +142,18 @@ def format_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
             readable[name] = f"{hours}:{minutes:02d}:{seconds:05.2f}"
         elif name == "total_flos":
             readable[name] = f"{value / 2**30:.0f}GF"
+        elif "_mem_" in name:
+            readable[name] = f"{value >> 20}MB"
         else:
             readable[name] = round(value, 4) if isinstance(value, float) else value
     return readable
 
 
-def metric_lines(metrics: dict[str, Any]) -> list[str]:
-    """Return one aligned line for each metric, sorted by name."""
-    readable = {name: str(value) for name, value in format_metrics(metrics).items()}
-    names, values = max(map(len, readable), default=0), max(map(len, readable.values()), default=0)
-    return [f"  {name:<{names}} = {readable[name]:>{values}}" for name in sorted(readable)]
+def metric_lines(readable: dict[str, Any]) -> list[str]:
+    """Return one aligned line for each of the metrics that `format_metrics` returned, sorted by name."""
+    texts = {name: str(value) for name, value in readable.items()}
+    names, values = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
+    return [f"  {name:<{names}} = {texts[name]:>{values}}" for name in sorted(texts)]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from typing import Any, cast
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from tr_core.greedy import GreedyLR
+
 Multiplier = Callable[..., float]
 
 
@@ -204,6 +206,9 @@ SCHEDULES: dict[str, Multiplier] = {
     "warmup_stable_decay": warmup_stable_decay,
 }
 PLATEAU = "reduce_lr_on_plateau"
+GREEDY = "greedy"
+FOLLOW_METRIC: dict[str, Callable[..., LRScheduler]] = {PLATEAU: ReduceLROnPlateau, GREEDY: GreedyLR}
+"""Schedules that are stepped with the result of an evaluation, and their classes."""
 
 
 def get_scheduler(
@@ -216,8 +221,9 @@ def get_scheduler(
     """Make the schedule called `name` for an optimizer.
 
     Args:
-        name: a key of `SCHEDULES`; `reduce_lr_on_plateau`, torch's own, which is stepped with a metric; or a function
-            `(step, *, warmup_steps, total_steps, **kwargs) -> multiplier`, also given `base_lr` if it takes that.
+        name: a key of `SCHEDULES`; `reduce_lr_on_plateau`, torch's own, or `greedy`, which are stepped with a metric;
+            or a function `(step, *, warmup_steps, total_steps, **kwargs) -> multiplier`, also given `base_lr`, the
+            first group's, if it takes that.
         optimizer: whose learning rates, as they are now, are multiplied.
         num_warmup_steps: optimizer steps of the warm-up.
         num_training_steps: optimizer steps of the run.
@@ -227,8 +233,8 @@ def get_scheduler(
         ValueError: the name or an argument is unknown, or the length of the run is needed and missing.
     """
     extra = dict(scheduler_specific_kwargs or {})
-    if str(name) == PLATEAU:
-        return ReduceLROnPlateau(optimizer, **extra)
+    if str(name) in FOLLOW_METRIC:
+        return _following(str(name), optimizer, num_warmup_steps, extra)
     function = name if callable(name) else _named(name)
     if num_training_steps is None and not str(name).startswith("constant"):
         raise ValueError(f"the schedule {name!r} needs num_training_steps, the optimizer steps of the run")
@@ -243,8 +249,21 @@ def get_scheduler(
 def _named(name: str) -> Multiplier:
     key = str(name)
     if key not in SCHEDULES:
-        raise ValueError(f"unknown lr_scheduler_type={key!r}; known are {', '.join(sorted([*SCHEDULES, PLATEAU]))}")
+        raise ValueError(
+            f"unknown lr_scheduler_type={key!r}; known are {', '.join(sorted([*SCHEDULES, *FOLLOW_METRIC]))}"
+        )
     return SCHEDULES[key]
+
+
+def _following(name: str, optimizer: Optimizer, num_warmup_steps: int, extra: dict[str, Any]) -> LRScheduler:
+    kind = FOLLOW_METRIC[name]
+    _check_arguments(name, set(inspect.signature(kind.__init__).parameters) - {"self", "optimizer"}, extra)
+    if num_warmup_steps:
+        raise ValueError(
+            f"the schedule {name!r} follows evaluations and has no warm-up, but warmup_steps asks for "
+            f"{num_warmup_steps} steps of it; set warmup_steps=0"
+        )
+    return kind(optimizer, **extra)
 
 
 def _check_arguments(name: str | Multiplier, taken: set[str], extra: dict[str, Any]) -> None:

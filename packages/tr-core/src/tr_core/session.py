@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tr_core.batches import batches_of
-from tr_core.loop import read_loss, run_epochs, store_flops
+from tr_core.batch_size_search import lower, run_epochs_within_memory
+from tr_core.conditions import while_training
+from tr_core.evaluation_weights import keep_evaluation_weights, weight_parts
+from tr_core.first_batches import training_batches
+from tr_core.loop import run_epochs
+from tr_core.memory_metrics import ReadMemory
 from tr_core.randomness import set_seed
 from tr_core.results import TrainOutput
 from tr_core.run import Run
@@ -18,6 +23,7 @@ from tr_core.saving import checkpoint_parts
 from tr_core.speed import speed_metrics
 from tr_core.state import TrainerState
 from tr_core.steps import make_plan, steps_left
+from tr_core.window import close_window
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -27,53 +33,61 @@ Resume = str | Path | bool | None
 
 def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
     """Run training from its beginning or from a checkpoint to its end; the closing event fires in any case."""
-    run = _begin(trainer, resume, ignore_keys)
-    if run.first_step >= run.plan.max_steps:
-        trainer.logger.info(
-            "nothing to do: the checkpoint is at step %d of %d, and the run is complete",
-            run.first_step,
-            run.plan.max_steps,
-        )
-        return TrainOutput(trainer.state.global_step, _last_train_loss(trainer), {})
-    trainer.is_in_train = True
+    # Ranks differ, so that dropout does; weights do not depend on it: a strategy makes them the same.
+    set_seed(trainer.args.seed + trainer.strategy.rank, deterministic=trainer.args.full_determinism)
+    trainer.renew_model()
+    with while_training(trainer), trainer.memory.stage("train") as read_memory:
+        run = _begin(trainer, resume, ignore_keys)
+        if run.first_step >= run.plan.max_steps:
+            return _leave_finished(trainer, run)
+        with _in_training(trainer, run):
+            trainer.random_state.reapply()
+            if trainer.args.eval_on_start and run.first_step == 0:
+                trainer.evaluate(ignore_keys=ignore_keys)
+            trainer.model_wrapped.train()
+            (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(trainer, run)
+            return _finish(trainer, run, read_memory)
+
+
+@contextmanager
+def _in_training(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Begin and end training with their events; the closing one fires after an exception too, and is given it."""
+    trainer.is_in_train, trainer.metric_window = True, run.metrics
     error: BaseException | None = None
     try:
         trainer.fire("on_train_begin")
-        trainer.random_state.reapply()
-        if trainer.args.eval_on_start and run.first_step == 0:
-            trainer.evaluate(ignore_keys=ignore_keys)
-        trainer.model_wrapped.train()
-        run_epochs(trainer, run)
-        return _finish(trainer, run)
+        yield
     except BaseException as caught:
         error = caught
         raise
     finally:
-        trainer.is_in_train = False
+        trainer.is_in_train, trainer.metric_window = False, None
         trainer.fire("on_train_end", error=error)
 
 
+def _leave_finished(trainer: Trainer, run: Run) -> TrainOutput:
+    trainer.logger.info(
+        "nothing to do: the checkpoint is at step %d of %d, and the run is complete",
+        run.first_step,
+        run.plan.max_steps,
+    )
+    _settle_weights(trainer)
+    return TrainOutput(trainer.state.global_step, _last_train_loss(trainer), {})
+
+
 def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Run:
-    """Seed, prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
+    """Prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
     args, strategy = trainer.args, trainer.strategy
-    # Ranks differ, so that dropout does; weights do not depend on it: a strategy makes them the same.
-    seed = args.seed + strategy.rank
-    set_seed(seed, deterministic=args.full_determinism)
-    trainer.renew_model()
     trainer.prepare()
     loader = trainer.get_train_dataloader()
-    data = batches_of(loader, args.train_batch_size, strategy.world_size)
+    data = training_batches(loader, args, strategy.world_size)
     plan = make_plan(args, data)
     optimizer, schedule = trainer.renew_optimizer(plan.max_steps)
     trainer.state = _fresh_state(trainer, plan.max_steps, plan.num_epochs)
     trainer.loaders["train_dataloader"] = loader
     loss_sum = torch.zeros((), device=strategy.device)
     run = Run(plan, data, strategy, optimizer, schedule, loss_sum, ignore_keys=ignore_keys)
-    run.count_items = trainer.loss_rule.count if trainer.loss_rule.counts else None
-    run.max_grad_norm = args.max_grad_norm or None
-    run.schedule_follows_metric = isinstance(schedule, ReduceLROnPlateau)
-    run.counts_flops = trainer.counts_floating_point_ops()
-    run.hides_nan = args.logging_nan_inf_filter
+    run.configure(trainer)
     if resume not in (None, False) and _restore(trainer, run, resume):
         run = _continue(trainer, run)
     elif args.save_strategy != "no" and strategy.rank == 0 and (earlier := trainer.checkpointer().steps()):
@@ -105,6 +119,7 @@ def _fresh_state(trainer: Trainer, max_steps: int, num_epochs: int) -> TrainerSt
         train_batch_size=args.train_batch_size,
         is_local_process_zero=strategy.local_rank == 0,
         is_world_process_zero=strategy.rank == 0,
+        **trainer.trial_state(),
     )
 
 
@@ -129,7 +144,9 @@ def _restore(trainer: Trainer, run: Run, resume: Resume) -> bool:
 def _continue(trainer: Trainer, run: Run) -> Run:
     """Fit plan and state to a restored place: the arguments of now, the position of then."""
     args, state = trainer.args, trainer.state
-    run.first_step = state.global_step
+    if args.auto_find_batch_size:
+        _take_found_size(trainer, run)
+    run.first_step, run.first_tokens = state.global_step, state.num_input_tokens_seen
     if args.ignore_data_skip:
         run.position.samples = 0
     fresh = _fresh_state(trainer, run.plan.max_steps, run.plan.num_epochs)
@@ -156,6 +173,15 @@ def _continue(trainer: Trainer, run: Run) -> Run:
     return run
 
 
+def _take_found_size(trainer: Trainer, run: Run) -> None:
+    """Go on with the micro-batch that the saved run found to fit, if steps can be made of such."""
+    args, found = trainer.args, trainer.state.train_batch_size
+    if found is None or found >= args.train_batch_size:
+        return
+    if args.train_batch_size * args.gradient_accumulation_steps % found == 0:
+        lower(trainer, run, found)
+
+
 def _announce(trainer: Trainer, run: Run) -> None:
     args, logger = trainer.args, trainer.logger
     samples = "unknown" if run.data.num_samples is None else f"{run.data.num_samples:,}"
@@ -174,23 +200,30 @@ def _announce(trainer: Trainer, run: Run) -> None:
     )
 
 
-def _finish(trainer: Trainer, run: Run) -> TrainOutput:
+def _finish(trainer: Trainer, run: Run, read_memory: ReadMemory) -> TrainOutput:
     """Log the run's own figures and load the best weights, if that was asked for."""
     state = trainer.state
     steps = state.global_step - run.first_step
-    read_loss(trainer, run)
-    store_flops(trainer, run)
+    close_window(trainer, run)
     share = steps / max(run.plan.max_steps, 1)
     metrics = speed_metrics("train", run.start_s, num_samples=run.plan.num_samples * share, num_steps=steps)
     metrics["total_flos"] = state.total_flos
-    metrics["train_loss"] = run.logged_loss / max(steps, 1)
+    metrics["train_loss"] = run.mean_loss(steps)
+    metrics |= read_memory()
     trainer.log(dict(metrics))
-    if trainer.args.load_best_model_at_end:
-        _load_best(trainer)
+    _settle_weights(trainer)
     if trainer.args.push_to_hub:
         trainer.save_model()  # what is pushed when training ends is this model, not an older file
-    metrics["epoch"] = state.epoch
+        trainer.create_model_card()
+    trainer.stamp(metrics)
     return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+
+
+def _settle_weights(trainer: Trainer) -> None:
+    """Leave the model with the weights that the arguments ask for at the end: of the last or the best step."""
+    if trainer.args.load_best_model_at_end:
+        _load_best(trainer)
+    keep_evaluation_weights(trainer)
 
 
 def _load_best(trainer: Trainer) -> None:
@@ -208,7 +241,7 @@ def _load_best(trainer: Trainer) -> None:
     if state.best_global_step not in checkpointer.steps():  # the run began in another folder
         folder = state.best_model_checkpoint or folder
     weights = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
-    checkpointer.restore({"model": weights}, source=folder)
+    checkpointer.restore({"model": weights, **weight_parts(trainer)}, source=folder)
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tr_core.protocols import Stateful
+from tr_core.skipping import step_unless
 
 
 def choose_device(use_cpu: bool = False) -> torch.device:
@@ -99,13 +100,17 @@ class SingleDevice:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm)
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the gradients; under fp16 a step that overflowed is skipped."""
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients, unless `skip` is set; under fp16 a step that overflowed is skipped."""
         if self._scaler is None:
-            optimizer.step()
+            if skip is None:
+                optimizer.step()
+            else:
+                step_unless(skip, optimizer)
             return True
         before = self._scaler.get_scale()  # sync: fp16 alone must know whether it stepped, for the schedule's sake
-        self._scaler.step(optimizer)
+        if skip is None or not skip.item():  # sync: likewise
+            self._scaler.step(optimizer)
         self._scaler.update()
         return self._scaler.get_scale() >= before  # sync
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from tr_core.assembly import Assembly
-from tr_core.model_io import loss_of, to_device
+from tr_core.loss_parts import split_loss
+from tr_core.model_io import batch_size_of, loss_of, to_device
+from tr_core.outputs import map_tensors
+from tr_core.reporting import Reporting
 
 
-class Stepping(Assembly):
-    """What is done with one micro-batch."""
+class Stepping(Reporting):
+    """What is done with one micro-batch.
+
+    Attributes:
+        step_loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
+        micro_batch_outputs: what the model gave for this micro-batch, where a callback asks for it.
+    """
+
+    step_loss: torch.Tensor | None = None
+    micro_batch_outputs: Any = None
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None = None
@@ -28,14 +41,23 @@ class Stepping(Assembly):
             This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
         """
         inputs = to_device(inputs, self.strategy.device)
-        count = {}
+        count: dict[str, Any] = {}
         if num_items_in_batch is not None and self._loss_takes_count:
             count = {"num_items_in_batch": self.loss_rule.hand_over(num_items_in_batch)}
-        with self.strategy.autocast():
-            loss = self.compute_loss(model, inputs, **count)
+        wants_outputs, outputs = self.callback_handler.wants_outputs, None
+        with self.loss_context():
+            if wants_outputs:
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count)
+            else:
+                loss = self.compute_loss(model, inputs, **count)
+        if not isinstance(loss, torch.Tensor):
+            loss, parts = split_loss(loss)
+            self._log_parts(parts, was_told=bool(count))
         if count or self.micro_batches_in_step > 1 or self.micro_batch_weight != 1.0:
             loss = self.loss_rule.normalise(loss, bool(count), self.micro_batches_in_step, self.micro_batch_weight)
         self.strategy.backward(loss)
+        if wants_outputs:
+            self.micro_batch_outputs = map_tensors(torch.Tensor.detach, outputs)
         return loss.detach()
 
     def compute_loss(
@@ -47,7 +69,11 @@ class Stepping(Assembly):
     ) -> Any:
         """Compute the loss of one batch: the model's own, or that of `compute_loss_func`.
 
-        An override may leave out `num_items_in_batch`; its loss is then a mean over the batch.
+        An override may leave out `num_items_in_batch`; its loss is then a mean over the batch. It may return a dict of
+        scalars in place of the loss, `{"loss": ..., "ce": ..., "aux": ...}`: `loss` is trained, and the other entries
+        are logged as the loss is, with the same mean over micro-batches, steps and ranks, so that parts of a loss add
+        up in the log. In an evaluation they are metrics beside `<prefix>_loss`. For values of another kind there is
+        `log_metric`.
 
         Args:
             model: the wrapped model.
@@ -71,6 +97,21 @@ class Stepping(Assembly):
             loss = function(outputs, labels, **extra)
         return (loss, outputs) if return_outputs else loss
 
+    def compute_loss_context_manager(self) -> AbstractContextManager[object]:
+        """Surround forward and loss of one micro-batch, in training and evaluation; an override may add a context."""
+        return self.autocast_smart_context_manager()
+
+    def autocast_smart_context_manager(self) -> AbstractContextManager[object]:
+        """Return the context of mixed precision, one that does nothing without it."""
+        return self.strategy.autocast()
+
+    @cached_property
+    def loss_context(self) -> Callable[[], AbstractContextManager[object]]:
+        """What makes the context of forward and loss; looked up once, so that overrides alone cost calls in a step."""
+        names = ("compute_loss_context_manager", "autocast_smart_context_manager")
+        usual = all(getattr(getattr(self, name), "__func__", None) is getattr(Stepping, name) for name in names)
+        return self.strategy.autocast if usual else self.compute_loss_context_manager
+
     def call_model(self, model: nn.Module, inputs: Any) -> Any:
         """Call the model with a batch: mappings by keyword, tuples and lists by position."""
         if hasattr(inputs, "keys"):
@@ -79,10 +120,16 @@ class Stepping(Assembly):
 
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
-        if not self._loss_takes_count:
-            return self.compute_loss(model, inputs, return_outputs=True)
         count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
-        return self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count)
+        told = {"num_items_in_batch": count} if self._loss_takes_count else {}
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **told)
+        if isinstance(loss, Mapping):
+            loss, parts = split_loss(loss)
+            weight = (batch_size_of(inputs) or 0) if count is None else count
+            if self.metric_window is not None:
+                for name, value in parts.items():
+                    self.log_metric(name, value, weight)
+        return loss, outputs
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of forward and backward of one batch; 0 where not known."""
@@ -91,6 +138,14 @@ class Stepping(Assembly):
     def counts_floating_point_ops(self) -> bool:
         """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
         return self.flop_counter.knows or type(self).floating_point_ops is not Stepping.floating_point_ops
+
+    def _log_parts(self, parts: dict[str, torch.Tensor], was_told: bool) -> None:
+        """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""
+        window, size, ranks = self.metric_window, self.micro_batches_in_step, self.strategy.world_size
+        if window is not None:
+            for name, value in parts.items():
+                share = self.loss_rule.normalise(value, was_told, size, self.micro_batch_weight)
+                window.add_part(name, share / ranks if ranks > 1 else share, size * ranks)
 
     def _split_labels(self, inputs: Any) -> tuple[Any, Any]:
         """Take the labels out of a batch for `compute_loss_func`: by name, or the last of a tuple."""

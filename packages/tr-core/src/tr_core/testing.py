@@ -5,6 +5,7 @@ Each function raises `AssertionError` with the promise that was broken.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.protocols import Checkpointer, Strategy
+from tr_core.protocols import Checkpointer, EvaluationWeights, Stateful, Strategy
+from tr_core.state import TrainerControl, TrainerState
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -39,6 +41,11 @@ def check_strategy(strategy: Strategy) -> None:
         torch.testing.assert_close(
             state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs from one process"
         )
+    for optimizer in (
+        torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(wrapped.parameters(), lr=0.1, fused=True),
+    ):
+        _check_skipping(strategy, wrapped, optimizer, data[0, 0, strategy.rank])
 
 
 def check_collectives(strategy: Strategy) -> None:
@@ -145,6 +152,63 @@ def _train_shared(strategy: Strategy, model: nn.Module, data: torch.Tensor) -> l
     return norms
 
 
+def _check_skipping(
+    strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
+) -> None:
+    """Make a step, one that is to be skipped, with a gradient that is not finite, and another one."""
+    states = []
+    for factor, skips in ((1.0, 0.0), (float("nan"), 1.0), (1.0, 0.0)):
+        with strategy.accumulate(model, sync=True):
+            with strategy.autocast():
+                loss = model(batch.to(strategy.device)).square().mean() * factor
+            strategy.backward(loss)
+        strategy.clip_grad_norm(model, optimizer, None)
+        strategy.step(optimizer, skip=torch.full((), skips, device=strategy.device))
+        optimizer.zero_grad()
+        tensors = (value for state in optimizer.state.values() for value in state.values())
+        states.append([t.detach().clone() for t in (*model.parameters(), *tensors) if isinstance(t, torch.Tensor)])
+    name = type(optimizer).__name__
+    pairs = [zip(states[number], states[number + 1], strict=True) for number in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in pairs[0]), f"a step of {name} that was to be skipped changed something"
+    assert not any(torch.equal(a, b) for a, b in pairs[1]), f"a step of {name} after a skipped one changed nothing"
+
+
 def _missing(thing: object, protocol: type) -> str:
     names = [name for name in dir(protocol) if not name.startswith("_") and not hasattr(thing, name)]
     return f"{type(thing).__name__} lacks {', '.join(names)}, which {protocol.__name__} has"
+
+
+def check_evaluation_weights(callback: Any) -> None:
+    """Train a small model for two steps under a callback that has other weights evaluated, and look at all of them.
+
+    The callback must hold other weights than the model by then.
+    """
+    promised: Any = EvaluationWeights
+    assert isinstance(callback, promised), _missing(callback, promised)
+    model, state, control = _small_model(), TrainerState(max_steps=2), TrainerControl()
+    weight = next(model.parameters())
+    callback.on_train_begin(None, state, control, model=model)
+    for _ in range(2):
+        with torch.no_grad():
+            weight.add_(1.0)
+        callback.on_optimizer_step(None, state, control, model=model, applied=True)
+        state.global_step += 1
+    parts = callback.weight_parts(model)
+    assert parts, "nothing is saved of the weights"
+    assert all(isinstance(part, Stateful) for part in parts.values()), "a part has no state_dict or load_state_dict"
+    own, inside = weight.detach().clone(), []
+    with contextlib.suppress(KeyError), callback.evaluation_weights(model):
+        inside.append(weight.detach().clone())
+        with callback.evaluation_weights(model):
+            inside.append(weight.detach().clone())
+        inside.append(weight.detach().clone())
+        raise KeyError
+    assert torch.equal(weight, own), "after an exception the model has not its own weights"
+    assert not torch.equal(own, inside[0]), "the weights inside the block are those outside"
+    assert torch.equal(inside[1], inside[0]), "a block inside another changed the weights"
+    assert torch.equal(inside[2], inside[0]), "a block inside another ended the outer one"
+    callback.keep_evaluation_weights(model, state)
+    assert torch.equal(weight, inside[0]), "what is kept is not what was evaluated"
+    callback.on_train_end(None, state, control)
+    with callback.evaluation_weights(model):
+        assert torch.equal(weight, inside[0]), "after the end of a run the weights were changed again"

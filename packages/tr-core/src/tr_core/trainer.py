@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from tr_core.evaluation import EvaluationLoop, prediction_step
+from tr_core.best import check_best_metric
+from tr_core.evaluation import EvaluationLoop, evaluating, evaluation_state
+from tr_core.first_batches import evaluation_source
 from tr_core.loaders import eval_loader, keeping_columns, train_loader
-from tr_core.optimizers import build_optimizer, decay_parameter_names, parameter_groups
-from tr_core.reporting import Reporting
+from tr_core.model_io import main_input_name
+from tr_core.optimizing import Optimizing
+from tr_core.own_order import ask_for_sampler
+from tr_core.prediction import prediction_step
+from tr_core.preflight.requested import stop_if_requested
+from tr_core.publishing import Publishing
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput
-from tr_core.schedules import PLATEAU, get_scheduler
+from tr_core.searching import Searching
 from tr_core.session import Resume
 from tr_core.session import train as run_session
 from tr_core.speed import speed_metrics
 from tr_core.stepping import Stepping
+from tr_core.streaming import is_streaming
 
 
-class Trainer(Stepping, Reporting):
+class Trainer(Stepping, Publishing, Optimizing, Searching):
     """A complete training and evaluation loop for a PyTorch model.
 
     Args:
@@ -32,11 +40,16 @@ class Trainer(Stepping, Reporting):
         train_dataset: map-style or iterable data.
         eval_dataset: likewise, or a dict of several.
         processing_class: a tokenizer or processor, saved with the model; `tokenizer` is the same.
-        model_init: makes a new model for every call of `train`, in place of `model`.
+        model_init: makes a new model for every call of `train`, in place of `model`; if it takes an argument, that is
+            the trial of a hyper-parameter search, else None.
         compute_loss_func: `(outputs, labels, num_items_in_batch=)` → loss, in place of the model's own.
-        compute_metrics: `(EvalPrediction)` → dict of metrics.
+        compute_metrics: `(EvalPrediction)` → dict of metrics; or an object with `update(preds, target)`, `compute()`
+            and `reset()`, as those of torchmetrics, or a dict of several by name: they see each batch, and nothing is
+            kept for them.
         callbacks: callbacks or their classes; `callback` is the same.
         optimizers: an optimizer and a schedule to use; None has the arguments decide.
+        optimizer_cls_and_kwargs: a class of optimizers and its keyword arguments, in place of the one that the
+            arguments name; it is given the parameter groups.
         preprocess_logits_for_metrics: `(logits, labels)` → what is kept of each evaluation batch.
         strategy: where and how to compute; by default what the arguments and the launcher say.
         checkpointer: where checkpoints go; by default what the arguments name.
@@ -48,11 +61,14 @@ class Trainer(Stepping, Reporting):
         NotImplementedError: arguments ask for what this version does not do.
     """
 
+    is_in_evaluation = False
+
     # Running
 
     def train(
         self,
         resume_from_checkpoint: Resume = None,
+        trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train to the end of the run.
@@ -60,16 +76,26 @@ class Trainer(Stepping, Reporting):
         Args:
             resume_from_checkpoint: True continues from the newest valid checkpoint in `output_dir` and fails if there
                 is none; `auto` begins anew instead; a folder names one. None takes the argument of that name.
+            trial: what `model_init` is given if it takes an argument, and what the state notes as the run's
+                parameters: the trial of a search, or a dict. It changes no argument.
             ignore_keys_for_eval: outputs of the model that evaluations during training leave out.
 
         Returns:
             Steps, mean loss and metrics. Resuming a finished run changes nothing.
 
         Raises:
-            ValueError: nothing to train on, nothing to resume from, or a damaged checkpoint was named.
+            ValueError: nothing to train on, nothing to resume from, a damaged checkpoint was named, or no evaluation
+                can give the metric that chooses the best model.
         """
+        stop_if_requested(self, resume=resume_from_checkpoint, trains=True)
+        check_best_metric(self)
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        return run_session(self, resume, ignore_keys_for_eval)
+        resume = None if self.args.fast_dev_run else resume
+        self.trial = trial
+        try:
+            return run_session(self, resume, ignore_keys_for_eval)
+        finally:
+            self.trial = None
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -81,7 +107,12 @@ class Trainer(Stepping, Reporting):
                 `<prefix>_<name>` before each one's metrics; a string names one of the Trainer's.
             ignore_keys: outputs of the model that are left out.
             metric_key_prefix: what the metrics' names begin with.
+
+        Raises:
+            ValueError: there is nothing to evaluate on.
+            TypeError: `compute_metrics` returned no dict.
         """
+        stop_if_requested(self, evaluation_data=eval_dataset)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, dict):
             merged: dict[str, float] = {}
@@ -89,11 +120,12 @@ class Trainer(Stepping, Reporting):
                 source = name if eval_dataset is None else dataset
                 merged |= self.evaluate(source, ignore_keys, f"{metric_key_prefix}_{name}")
             return merged
-        loader = self.get_eval_dataloader(eval_dataset)
-        output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
-        self.log(dict(output.metrics))
-        output.metrics["epoch"] = self.state.epoch
-        self.fire("on_evaluate", metrics=output.metrics)
+        loader = evaluation_source(self, eval_dataset)
+        with evaluating(self):
+            output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
+            self.log(dict(output.metrics))
+            self.stamp(output.metrics)
+            self.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
 
     def predict(
@@ -106,9 +138,11 @@ class Trainer(Stepping, Reporting):
             ignore_keys: outputs of the model that are left out.
             metric_key_prefix: what the metrics' names begin with.
         """
+        stop_if_requested(self, evaluation_data=test_dataset)
         loader = self.get_test_dataloader(test_dataset)
-        output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
-        self.fire("on_predict", metrics=output.metrics)
+        with evaluating(self):
+            output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
+            self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
     # Data
@@ -120,20 +154,43 @@ class Trainer(Stepping, Reporting):
         """
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset; it is None")
-        return train_loader(self.train_dataset, self._collator(), self.args, self.strategy)
+        name = main_input_name(self.model, self.processing_class)
+        sampler = ask_for_sampler(self._get_train_sampler, self.train_dataset)
+        return train_loader(self.train_dataset, self._collator(), self.args, self.strategy, name, sampler=sampler)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return what gives the indices of the training samples, with a length; None has the arguments decide.
+
+        For overrides, as with a `WeightedRandomSampler`: every epoch goes through it anew, all ranks share its order,
+        and a resumed run goes on in it.
+        """
+        return None
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Return what gives the indices of evaluation samples, with a length; None is every sample in order."""
+        return None
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Build the loader of evaluation data.
+        """Build the loader of evaluation data; where its workers live on, the one of the last time is used again.
 
         Args:
             eval_dataset: the data, or the name of one of the Trainer's data sets; None is the Trainer's own.
+
+        Raises:
+            ValueError: there is no such data.
         """
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+        own = eval_dataset is None or isinstance(eval_dataset, str)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(eval_dataset, str):
+            dataset = _named(eval_dataset, self.eval_dataset)
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; the Trainer has none and none was given")
-        return eval_loader(dataset, self._collator(), self.args, self.strategy)
+        sampler = ask_for_sampler(self._get_eval_sampler, dataset)
+        build = partial(eval_loader, dataset, self._collator(), self.args, self.strategy, sampler=sampler)
+        if not own:
+            return build()
+        name = (eval_dataset, self.args.eval_batch_size)
+        return self.kept_loaders.get(name, (dataset, self.data_collator, self.model), build)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Build the loader of the data to predict."""
@@ -145,62 +202,6 @@ class Trainer(Stepping, Reporting):
             return len(dataloader.dataset)
         except (AttributeError, TypeError):
             return len(dataloader) * self.args.train_batch_size
-
-    # Optimizer and schedule
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Build the optimizer and the schedule, unless they were given."""
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps)
-
-    def create_optimizer(self) -> torch.optim.Optimizer:
-        """Build the optimizer that the arguments name and keep it as `self.optimizer`, unless there is one."""
-        self.prepare()
-        if self.optimizer is None:
-            names = self.get_decay_parameter_names(self.model)
-            groups = parameter_groups(self.model, self.args.weight_decay, names)
-            self.optimizer = build_optimizer(groups, self.args)
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """Build the schedule that the arguments name and keep it as `self.lr_scheduler`, unless there is one."""
-        if self.lr_scheduler is None:
-            options = dict(self.args.lr_scheduler_kwargs or {})
-            if self.args.lr_scheduler_type == PLATEAU:
-                options.setdefault("mode", "max" if self.args.greater_is_better else "min")
-            self.lr_scheduler = get_scheduler(
-                self.args.lr_scheduler_type,
-                optimizer if optimizer is not None else self.optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
-                num_training_steps=num_training_steps,
-                scheduler_specific_kwargs=options,
-            )
-        return self.lr_scheduler
-
-    def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
-        """Build optimizer and schedule for a new run; those that were given are used as they are."""
-        self.optimizer, self.lr_scheduler = self._given_optimizers
-        self.create_optimizer_and_scheduler(num_training_steps)
-        if self.optimizer is None or self.lr_scheduler is None:
-            raise ValueError(
-                "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; it must set both"
-            )
-        return self.optimizer, self.lr_scheduler
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters that weight decay applies to: no biases, no scales of norms."""
-        return decay_parameter_names(model)
-
-    def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group as it is now."""
-        return [group["lr"] for group in self.create_optimizer().param_groups]
-
-    def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:
-        """Return the parameter group that holds `param`, or all groups."""
-        groups = self.create_optimizer().param_groups
-        if param is None:
-            return groups
-        return next(group for group in groups if any(param is member for member in group["params"]))
 
     # Evaluation
 
@@ -218,6 +219,15 @@ class Trainer(Stepping, Reporting):
         """
         return prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
 
+    def evaluation_context(self) -> AbstractContextManager[object]:
+        """Surround an evaluation or prediction, from its first batch to its last event; they are never nested.
+
+        By default the model is in evaluation mode and has the weights that callbacks give for evaluation; afterwards,
+        also after an exception, each of its modules is in its own mode again and the weights are those that train. An
+        override that adds something enters this context too.
+        """
+        return evaluation_state(self)
+
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -231,12 +241,12 @@ class Trainer(Stepping, Reporting):
         Args:
             dataloader: batches of this rank.
             description: what this is, for the log.
-            prediction_loss_only: keep no predictions; None keeps them only where metrics are computed of them.
+            prediction_loss_only: keep no predictions, and compute no metrics of them but those that stream; None
+                takes the argument of that name.
             ignore_keys: outputs of the model that are left out.
             metric_key_prefix: what the metrics' names begin with.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self.prepare()
         self.loaders["eval_dataloader"] = dataloader
         self.logger.debug("%s begins at step %d", description, self.state.global_step)
         return EvaluationLoop(self, loss_only, ignore_keys, metric_key_prefix).run(dataloader)
@@ -246,13 +256,24 @@ class Trainer(Stepping, Reporting):
     def _collator(self) -> Any:
         if not self.args.remove_unused_columns:
             return self.data_collator
-        return keeping_columns(self.data_collator, self.model, self.label_names)
+        return keeping_columns(self.data_collator, self.model, self.label_names, self.told_columns)
 
     def _timed_loop(self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         start_s = time.perf_counter()
-        # Without metrics nobody looks at the predictions of an evaluation.
-        loss_only = True if description == "Evaluation" and self.compute_metrics is None else None
-        output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+        # Without a function of all predictions nobody looks at those of an evaluation.
+        unseen = self.compute_metrics is None or is_streaming(self.compute_metrics)
+        loss_only = True if description == "Evaluation" and unseen else None
+        with self.memory.stage(prefix) as read_memory:
+            output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+            output.metrics.update(read_memory())
         steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.world_size))
         output.metrics.update(speed_metrics(prefix, start_s, output.num_samples, steps))
         return output
+
+
+def _named(name: str, datasets: Any) -> Any:
+    known = datasets if isinstance(datasets, dict) else {}
+    if name not in known:
+        names = ", ".join(map(repr, known)) or "none, as eval_dataset is no dict"
+        raise ValueError(f"there is no evaluation data set named {name!r}; those of this Trainer are: {names}")
+    return known[name]

@@ -160,12 +160,17 @@ class DDP:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
         """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
 
         All ranks decide alike, for they hold the same averaged gradients. Only float16 reads from the device.
+
+        Args:
+            optimizer: what applies them.
+            skip: scalar on the device, the same on all ranks; where it is not 0, parameters and optimizer state stay as
+                they are. Optimizers other than torch's fused ones have it read from the device.
         """
-        return self._precision.step(optimizer)
+        return self._precision.step(optimizer, skip=skip)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from tr_dist.skipping import step_unless
+
 
 class MixedPrecision:
     """Autocast, scaled backward and scaled step of one precision on one device.
@@ -53,13 +55,20 @@ class MixedPrecision:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the gradients. Returns False where float16 overflowed and the step was left out."""
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients, unless the scalar `skip` is set on the device.
+
+        Returns False where float16 overflowed and the step was left out, else True.
+        """
         if self.scaler is None:
-            optimizer.step()
+            if skip is None:
+                optimizer.step()
+            else:
+                step_unless(skip, optimizer)
             return True
         before = self.scaler.get_scale()  # sync
-        self.scaler.step(optimizer)  # sync: float16 must know on the host whether a gradient overflowed
+        if skip is None or not skip.item():  # sync
+            self.scaler.step(optimizer)  # sync: float16 must know on the host whether a gradient overflowed
         self.scaler.update()
         return self.scaler.get_scale() >= before  # sync; the scale falls exactly when a step was left out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tr_args.constraints import CommaSeparated
+from tr_args.constraints import BatchesOrShare, CommaSeparated
 from tr_args.hints import NonNegativeInt, OptionalCount
 
 
@@ -41,6 +41,10 @@ class DataFields:
 
     length_column_name: str = "length"
     """Column that holds the samples' lengths, for group_by_length."""
+
+    overfit_batches: Annotated[float | None, BatchesOrShare()] = None
+    """Train on the first so many micro-batches alone, in the same order in every pass; below 1 it is a share of the
+    training data. Evaluations during training use them too. A model that cannot learn these by heart has a fault."""
 
     remove_unused_columns: bool = True
     """Drop dataset columns that the model's forward does not take."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tr_args.constraints import CommaSeparated
+from tr_args.duration import Duration, WallTime
 from tr_args.hints import Count, NonNegative, OptionalCount, OptionalSteps
 from tr_args.strategies import IntervalStrategy
 
@@ -16,8 +17,9 @@ class EvaluationFields:
 
     _title = "Evaluation"
 
-    eval_strategy: IntervalStrategy = IntervalStrategy.NO
-    """When to evaluate: no, steps (every eval_steps) or epoch."""
+    eval_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy)] = IntervalStrategy.NO
+    """When to evaluate: no, steps (every eval_steps), epoch, or every so much wall time, such as 10min or 2h30min.
+    With steps and with a time the last step is evaluated too."""
 
     eval_steps: OptionalSteps = None
     """Steps between evaluations; below 1 it is a ratio of all steps. Unset is logging_steps."""
@@ -41,10 +43,13 @@ class EvaluationFields:
     """Concatenate the outputs of all batches; off, they stay a list with one entry a batch."""
 
     eval_use_gather_object: bool = False
-    """Gather outputs that are not tensors from all processes, as Python objects."""
+    """Keep outputs that are not tensors, gathered from all processes as Python objects: a list holds one a sample."""
 
     include_for_metrics: Annotated[list[Literal["inputs", "loss"]], CommaSeparated()] = field(default_factory=list)
     """What compute_metrics gets beside predictions and labels: inputs, loss."""
 
     batch_eval_metrics: bool = False
     """Call compute_metrics on every batch, the last time with compute_result=True."""
+
+    eval_perplexity: bool = False
+    """Report perplexity, exp of the mean loss of a token; only for a loss over tokens that is not smoothed."""

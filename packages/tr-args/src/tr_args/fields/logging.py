@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tr_args.constraints import CommaSeparated
+from tr_args.duration import Duration, WallTime
 from tr_args.hints import OptionalPath, Steps
 from tr_args.strategies import IntervalStrategy
 from tr_args.token_counting import TokenCounting
@@ -19,8 +20,8 @@ class LoggingFields:
 
     _title = "Logging"
 
-    logging_strategy: IntervalStrategy = IntervalStrategy.STEPS
-    """When to log the loss: no, steps (every logging_steps) or epoch."""
+    logging_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy)] = IntervalStrategy.STEPS
+    """When to log the loss: no, steps (every logging_steps), epoch, or every so much wall time, such as 30s."""
 
     logging_steps: Steps = 500
     """Steps between logs; below 1 it is a ratio of all steps."""
@@ -30,6 +31,10 @@ class LoggingFields:
 
     logging_nan_inf_filter: bool = False
     """Leave losses that are NaN or infinite out of the logged mean. Off, a diverging run shows."""
+
+    on_nonfinite: Literal["log", "raise", "skip"] = "log"
+    """When a step's loss or gradient norm is NaN or infinite: log it as it is and say how many steps there were; raise
+    an error before such weights are evaluated or saved; or skip the update, which is then counted as skipped_steps."""
 
     logging_dir: OptionalPath = None
     """Folder for the files of trackers such as TensorBoard; unset is a folder in output_dir."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from tr_args.hints import Beta, NonNegative, Options, Steps
 from tr_args.optim_args import OptimizerOptions
+from tr_args.parameter_rules import ParameterRules
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -38,6 +39,9 @@ class OptimizerFields:
 
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay; biases and weights of normalisation layers are left out."""
+
+    parameter_rules: Annotated[list[dict[str, Any]] | None, ParameterRules()] = None
+    """Learning rate, weight decay or optimizer options for some parameters: {"params": "encoder", "lr_scale": 0.1}."""
 
     adam_beta1: Beta = 0.9
     """First-moment decay of the Adam family."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tr_args.constraints import AtLeast, Between
-from tr_args.hints import Count
+from tr_args.hints import Count, NonNegativeInt
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -29,3 +29,14 @@ class RegularizationFields:
 
     neftune_noise_alpha: Annotated[float | None, AtLeast(0)] = None
     """Strength of the noise added to embeddings while training (NEFTune); 5 to 15 is usual."""
+
+    ema_decay: Annotated[float | None, Between(0, 1, open_start=True, open_end=True)] = None
+    """Keep an exponential moving average of the weights, in float32: after an update a share of 1 - ema_decay is of
+    the new weights; 0.999 is usual. Evaluation, prediction, save_model, load_best_model_at_end and the model that
+    train leaves are the average. Checkpoints hold the raw weights, to resume from, and the average beside them."""
+
+    ema_start_step: NonNegativeInt = 0
+    """Optimizer steps before the average begins; until then the weights stand for it."""
+
+    ema_update_steps: Count = 1
+    """Optimizer steps between updates of the average; ema_decay is that of one update."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tr_args.constraints import AtLeast, UserPath
+from tr_args.duration import Duration, WallTime
 from tr_args.hints import Steps
 from tr_args.strategies import SaveStrategy
 
@@ -16,8 +17,9 @@ class SavingFields:
 
     _title = "Saving, best model and resuming"
 
-    save_strategy: SaveStrategy = SaveStrategy.STEPS
-    """When to write a checkpoint: no, steps (every save_steps), epoch, or best (when the metric improves)."""
+    save_strategy: Annotated[SaveStrategy | Duration, WallTime(SaveStrategy)] = SaveStrategy.STEPS
+    """When to write a checkpoint: no, steps (every save_steps), epoch, best (when the metric improves), or every so
+    much wall time, such as 30min. With steps and with a time the last step is saved too."""
 
     save_steps: Steps = 500
     """Steps between checkpoints; below 1 it is a ratio of all steps."""
@@ -38,7 +40,8 @@ class SavingFields:
     """On SIGTERM, write a checkpoint at the next step and stop."""
 
     load_best_model_at_end: bool = False
-    """After training, load the best checkpoint's weights."""
+    """After training, load the best checkpoint's weights. Whatever save_strategy says, a model that an evaluation
+    finds the best so far is saved at once."""
 
     metric_for_best_model: str | None = None
     """Metric that tells which model is best, with or without eval_ before it. Unset is the loss, where one is

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
+from tr_core.best import metric_name
 from tr_core.callback import TrainerCallback
 from tr_core.state import TrainerControl, TrainerState
 
@@ -17,38 +19,44 @@ class EarlyStoppingCallback(TrainerCallback):
         early_stopping_threshold: how much better than the best so far counts as improvement, at least 0.
 
     Which metric and which direction are those of `metric_for_best_model` and `greater_is_better`. With several
-    evaluation data sets only the results that hold the metric count. The counter is saved with every checkpoint.
+    evaluation data sets only the results that hold the metric count: of a dict of data sets, name the metric with the
+    name of one (`metric_for_best_model="english_loss"`). A metric that is NaN is no improvement. The counter is saved
+    with every checkpoint; a run that is not resumed begins at 0.
 
     Raises:
-        ValueError: at the beginning of training, if there is no evaluation or no metric to watch.
+        ValueError: an argument is out of its range; or, at the beginning of training, there is no evaluation or no
+            metric to watch.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         if early_stopping_patience < 1:
             raise ValueError(f"early_stopping_patience={early_stopping_patience} must be at least 1")
+        if not early_stopping_threshold >= 0:
+            raise ValueError(f"early_stopping_threshold={early_stopping_threshold} must be at least 0")
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check that there is something to watch."""
+        """Check that there is something to watch, and begin to count unless the run was resumed."""
         if args.metric_for_best_model is None or args.eval_strategy == "no":
             raise ValueError(
                 f"EarlyStoppingCallback has nothing to watch: metric_for_best_model={args.metric_for_best_model!r}, "
                 f"eval_strategy={str(args.eval_strategy)!r}; set both, as in metric_for_best_model='loss', "
                 "eval_strategy='epoch'"
             )
+        if state.global_step == 0:
+            self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Compare with the best *before* this evaluation, count, and stop the run when patience is used up."""
-        name = args.metric_for_best_model
-        name = name if name.startswith("eval_") else f"eval_{name}"
-        value = kwargs["metrics"].get(name)
-        if value is None:
+        value = kwargs["metrics"].get(metric_name(args.metric_for_best_model or ""))
+        if not isinstance(value, int | float):
             return
         better = operator.gt if args.greater_is_better else operator.lt
-        best = state.best_metric
-        if best is None or (better(value, best) and abs(value - best) > self.early_stopping_threshold):
+        best = value if state.best_metric is None else state.best_metric
+        is_first = state.best_metric is None and not math.isnan(value)
+        if is_first or (better(value, best) and abs(value - best) > self.early_stopping_threshold):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1

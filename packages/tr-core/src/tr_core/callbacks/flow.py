@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tr_args import Duration
 from tr_core.callback import TrainerCallback
 from tr_core.state import TrainerControl, TrainerState
 
@@ -12,23 +13,25 @@ class DefaultFlowCallback(TrainerCallback):
     """Ask for logs, evaluations and checkpoints when their strategies say so, and end the run at its last step.
 
     The last step of a run is evaluated and saved under the `steps` strategies even where the count does not fall on
-    it. The `best` saving strategy is not here: it is decided when an evaluation's result is known.
+    it, and under a strategy of wall time even if it is not due (`WallTimeCallback` asks for what is). The `best` saving
+    strategy is not here: it is decided when an evaluation's result is known.
     """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the `steps` strategies and the end of the run."""
         step = state.global_step
-        is_last = step >= state.max_steps
         if (step == 1 and args.logging_first_step) or (
             args.logging_strategy == "steps" and step % state.logging_steps == 0
         ):
             control.should_log = True
-        if args.eval_strategy == "steps" and args.eval_delay <= step and (is_last or step % state.eval_steps == 0):
+        if args.eval_strategy == "steps" and args.eval_delay <= step and step % state.eval_steps == 0:
             control.should_evaluate = True
-        if args.save_strategy == "steps" and (is_last or step % state.save_steps == 0):
+        if args.save_strategy == "steps" and step % state.save_steps == 0:
             control.should_save = True
-        if is_last:
+        if step >= state.max_steps:
             control.should_training_stop = True
+            control.should_evaluate |= _acts_at_the_end(args.eval_strategy) and args.eval_delay <= step
+            control.should_save |= _acts_at_the_end(args.save_strategy)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the `epoch` strategies."""
@@ -38,3 +41,7 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_evaluate = True
         if args.save_strategy == "epoch":
             control.should_save = True
+
+
+def _acts_at_the_end(strategy: str) -> bool:
+    return strategy == "steps" or isinstance(strategy, Duration)

@@ -1,4 +1,4 @@
-"""Make batches of samples."""
+"""Stack samples into a batch, as they are."""
 
 from __future__ import annotations
 
@@ -37,44 +37,6 @@ def default_data_collator(features: list[Any]) -> Any:
         elif key != "label_ids":
             batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(values)
     return batch
-
-
-class DataCollatorWithPadding:
-    """Pad the samples of a batch to one length with a tokenizer, and name the labels `labels`.
-
-    Args:
-        tokenizer: an object whose `pad(samples, padding=, max_length=, pad_to_multiple_of=, return_tensors="pt")`
-            pads, as those of transformers do.
-        padding: True or `longest`, `max_length`, or False.
-        max_length: length for `max_length`.
-        pad_to_multiple_of: make lengths a multiple of this.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        padding: bool | str = True,
-        max_length: int | None = None,
-        pad_to_multiple_of: int | None = None,
-    ) -> None:
-        self.tokenizer, self.padding = tokenizer, padding
-        self.max_length, self.pad_to_multiple_of = max_length, pad_to_multiple_of
-
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the padded batch as tensors."""
-        batch = dict(
-            self.tokenizer.pad(
-                features,
-                padding=self.padding,
-                max_length=self.max_length,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                return_tensors="pt",
-            )
-        )
-        for key in ("label", "label_ids"):
-            if key in batch:
-                batch["labels"] = batch.pop(key)
-        return batch
 
 
 def _labels(values: list[Any]) -> torch.Tensor:

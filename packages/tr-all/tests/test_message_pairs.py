@@ -1,0 +1,166 @@
+"""Reading messages and their translations from catalogs, splitting them, and measuring translations of them."""
+
+import struct
+
+import message_pairs
+import pytest
+from chrf import chrf
+from lookup import most_frequent_translations, nearest_translations
+from message_pairs import Pair, installed_catalogs, is_usable, meaning, read_catalog, read_pairs, split
+
+
+def catalog(messages, order="<"):
+    """Return the bytes of a gettext catalog: a header, the offsets of messages and of translations, the texts."""
+    header, texts = 28, b""
+    tables = [[], []]
+    start = header + 16 * len(messages)
+    for table, column in zip(tables, zip(*messages.items(), strict=True), strict=True):
+        for text in column:
+            table.append((len(text.encode()), start + len(texts)))
+            texts += text.encode() + b"\0"
+    numbers = [number for table in tables for entry in table for number in entry]
+    fields = [0x950412DE, 0, len(messages), header, header + 8 * len(messages), 0, start, *numbers]
+    return struct.pack(f"{order}{len(fields)}I", *fields) + texts
+
+
+CATALOGS = {
+    "Django": {
+        "django/conf/locale/zh_Hans/LC_MESSAGES/django.mo": catalog(
+            {
+                "": "Content-Type: text/plain; charset=UTF-8\n",
+                "Save": "保存",
+                "month\x04May": "五月",
+                "%d hour\0%d hours": "%d 小时",
+                "Hello, %(name)s": "您好 %(name)s",
+                "URL": "URL",
+                "Untranslated": "",
+            }
+        ),
+        "django/conf/locale/ko/LC_MESSAGES/django.mo": catalog({"Save": "저장"}),
+        "django/__init__.py": b"raise AssertionError('imported')",
+    },
+    "wagtail": {"wagtail/locale/zh_Hans/LC_MESSAGES/django.mo": catalog({"SAVE…": "储存", "Sign in": "登录"})},
+    "pycountry": {"pycountry/locales/zh_CN/LC_MESSAGES/iso3166-1.mo": catalog({"China": "中国"}, order=">")},
+    "jupyterlab-language-pack-zh-CN": {
+        "jupyterlab_language_pack_zh_CN/locale/zh_CN/LC_MESSAGES/notebook.mo": catalog({"Open": "打开" * 40})
+    },
+}
+
+
+@pytest.fixture
+def catalogs(install):
+    for name, files in CATALOGS.items():
+        install(name, files)
+
+
+def test_the_first_translation_of_a_meaning_is_read_without_format_and_contexts_and_what_is_long(catalogs):
+    assert read_pairs("zh", 60) == [
+        Pair("Save", "保存"),
+        Pair("May", "五月"),
+        Pair("Sign in", "登录"),
+        Pair("China", "中国"),
+    ]
+
+
+def test_a_catalog_yields_its_messages_without_plural_forms(catalogs):
+    path, *_ = installed_catalogs("zh")
+    assert [pair.english for pair in read_catalog(path)] == ["Save", "May", "Hello, %(name)s", "URL", "Untranslated"]
+
+
+def test_without_the_packages_it_says_what_to_install(nothing_installed):
+    nothing_installed(message_pairs)
+    with pytest.raises(SystemExit, match=r"--no-deps Django==\S+ wagtail==\S+ pycountry==\S+ jupyterlab-\S+ar-SA==4"):
+        installed_catalogs("ar")
+
+
+def test_one_missing_package_is_named_alone(install):
+    for name in ("Django", "wagtail", "pycountry"):
+        install(name, {f"{name.lower()}/empty": b""})
+    with pytest.raises(SystemExit, match=r"--no-deps jupyterlab-language-pack-ko-KR==4\.5\.post3$"):
+        installed_catalogs("ko")
+
+
+def test_what_is_no_catalog_is_refused(tmp_path):
+    (tmp_path / "x.mo").write_bytes(b"msgid")
+    with pytest.raises(ValueError, match=r"x\.mo is no gettext catalog: it begins with b'msgi'"):
+        list(read_catalog(tmp_path / "x.mo"))
+
+
+@pytest.mark.parametrize(
+    ("language", "translation"), [("zh", "保存"), ("ko", "저장"), ("ar", "حفظ"), ("zh", "Python 3 代码")]
+)
+def test_a_translation_is_usable_if_its_letters_are_of_its_language(language, translation):
+    assert is_usable(Pair("Save", translation), language, 60)
+    other = {"zh": "ko", "ko": "ar", "ar": "zh"}[language]
+    assert not is_usable(Pair("Save", translation), other, 60)
+
+
+@pytest.mark.parametrize(
+    "english", ["{count} files", "<b>Save</b>", "a\nb", "100%", "&nbsp;Save", "`code`", "1 - 2", ""]
+)
+def test_a_message_with_format_or_without_words_is_not_usable(english):
+    assert not is_usable(Pair(english, "保存"), "zh", 60)
+
+
+def test_case_spaces_and_punctuation_do_not_change_a_meaning():
+    assert meaning("Save  as…") == meaning("SAVE AS:") == "saveas"
+    assert meaning("Saves") != meaning("Save")
+
+
+def test_no_meaning_is_in_two_splits_and_all_pairs_are_in_one():
+    pairs = [Pair(text, "译") for number in range(1000) for text in (f"Text {number}", f"TEXT {number}!")]
+    splits = split(pairs)
+    meanings = {name: {meaning(pair.english) for pair in part} for name, part in splits.items()}
+    assert sum(map(len, splits.values())) == 2000
+    assert sum(map(len, meanings.values())) == 1000
+    assert 40 < len(meanings["test"]) < 100
+    assert 10 < len(meanings["validation"]) < 60
+
+
+def test_a_pair_stays_in_its_split_when_others_come():
+    few, many = ([Pair(f"Text {number}", "译") for number in range(count)] for count in (100, 300))
+    for name, part in split(few).items():
+        assert set(part) <= set(split(many)[name])
+
+
+def test_chrf_of_translations_that_are_right_is_100_and_of_those_with_nothing_in_common_0():
+    assert chrf(["保存文件", "a b"], ["保存文件", "ab"]) == 100
+    assert chrf(["保存"], ["打开"]) == 0
+    assert chrf([""], ["打开"]) == 0
+
+
+def test_chrf_is_that_computed_by_hand():
+    # abcd for abed: of 4, 3, 2 and 1 n-grams each, 3, 1, 0 and 0 are in common; none has 5 characters.
+    # Precision and recall are both (3/4 + 1/3 + 0 + 0) / 4, and so is their mean.
+    assert chrf(["abcd"], ["abed"]) == pytest.approx(100 * (3 / 4 + 1 / 3) / 4)
+    # ab for abc: precision (2/2 + 1/1) / 2, recall (2/3 + 1/2) / 2; F with beta 2 is 5PR / (4P + R).
+    precision, recall = 1, 7 / 12
+    assert chrf(["ab"], ["abc"]) == pytest.approx(100 * 5 * precision * recall / (4 * precision + recall))
+
+
+def test_chrf_counts_over_all_texts_and_no_character_twice():
+    # Single characters: 1 of 3 and 1 of 1 in common; pairs: 0 of 2 (the second text has none); triples: 0 of 1.
+    assert chrf(["aaa", "b"], ["acd", "b"]) == pytest.approx(100 * (2 / 4 + 0 + 0) / 3)
+
+
+def test_chrf_is_that_of_sacrebleu():
+    # What sacrebleu 2.6 gives for these.
+    translations = ["the cat", "一个 猫", "x", "long enough to have all n-grams"]
+    references = ["the bat sat", "一只猫在这里", "xyz abc", "long enough for all the n-grams"]
+    assert chrf(translations, references) == pytest.approx(41.912836591783766)
+
+
+def test_as_many_translations_as_references_are_needed():
+    with pytest.raises(ValueError, match="zip"):
+        chrf(["a"], ["a", "b"])
+
+
+def test_the_nearest_message_shares_most_trigrams_and_the_most_frequent_translation_is_the_same_for_all():
+    train = [
+        Pair("Open file", "打开文件"),
+        Pair("Save file", "保存文件"),
+        Pair("Save document", "保存文件"),
+        Pair("Go", "去"),
+    ]
+    assert nearest_translations(train, ["save the file", "open a File", "go!"]) == ["保存文件", "打开文件", "去"]
+    assert most_frequent_translations(train, ["x", "y"]) == ["保存文件", "保存文件"]

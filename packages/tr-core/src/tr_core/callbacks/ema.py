@@ -1,0 +1,227 @@
+"""Keep an exponential moving average of the weights, and evaluate and export that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_core.callback import TrainerCallback
+from tr_core.protocols import Stateful
+from tr_core.state import TrainerControl, TrainerState
+
+
+class WeightAverage:
+    """An exponential moving average of a module's weights, held in float32 on the weights' device.
+
+    Averaged are the parameters that are trainable when this is built, each once however many names it has, and the
+    floating-point buffers that are saved with the module (running statistics of norms). Other buffers, and frozen
+    parameters, are the module's own at any time. Float64 stays float64.
+
+    Nothing here reads a value from the device.
+
+    Args:
+        model: the module, on its device.
+        decay: share of the average that an update keeps, between 0 and 1.
+
+    Attributes:
+        model: the module.
+        restored: whether a state was loaded and not yet begun from.
+
+    Raises:
+        ValueError: a weight is sharded or packed, so that this process does not hold its numbers.
+
+    Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as exponential average
+    in Tarvainen and Valpola 2017, "Mean teachers are better role models", equation 2.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay = model, decay
+        self.restored = False
+        self._parameters = {name: p for name, p in model.named_parameters() if _is_averaged(p)}
+        # By place: a module may put a new tensor where a buffer was.
+        self._buffers = _buffer_places(model)
+        for name, tensor in zip(self._names(), self._live(), strict=True):
+            if type(tensor.data) is not torch.Tensor:
+                raise ValueError(
+                    f"ema_decay averages whole tensors, but {name} is a {type(tensor.data).__name__}; leave ema_decay "
+                    "out with a strategy that shards or packs the weights"
+                )
+        self._average = [_widened(tensor) for tensor in self._live()]
+        self._is_mixed = any(a.dtype != t.dtype for a, t in zip(self._average, self._live(), strict=True))
+        self._is_swapped = False
+
+    def reset(self) -> None:
+        """Begin anew from the weights as they are."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._average, self._live())
+
+    def update(self) -> None:
+        """Move the average towards the weights: average ← decay · average + (1 - decay) · weights."""
+        live = self._live()
+        with torch.no_grad():
+            if self._is_mixed:
+                live = [tensor.to(average.dtype) for tensor, average in zip(live, self._average, strict=True)]
+            torch._foreach_lerp_(self._average, live, 1 - self.decay)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Have the module hold the average inside the block, and its own weights again afterwards.
+
+        Costs one more copy of the weights while it lasts. Inside another such block it does nothing.
+
+        Raises:
+            ValueError: a parameter was frozen when training began and is not any more.
+        """
+        if self._is_swapped:
+            yield
+            return
+        self._check_complete()
+        own = [tensor.detach().clone() for tensor in self._live()]
+        self._is_swapped = True
+        try:
+            self._put_in(self._average)
+            yield
+        finally:
+            self._put_in(own)
+            self._is_swapped = False
+
+    def keep(self) -> None:
+        """Give the module the average for good."""
+        self._check_complete()
+        self._put_in(self._average)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the average by the names that the tensors have in the module's own state."""
+        return dict(zip(self._names(), self._average, strict=True))
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], /) -> None:
+        """Take over an average.
+
+        Raises:
+            ValueError: it is one of other weights; the message names them.
+        """
+        own = self.state_dict()
+        if odd := sorted(set(own) ^ set(state_dict)):
+            raise ValueError(
+                f"the average was kept of other weights: {', '.join(odd[:5])}{', ...' if odd[5:] else ''} are only in "
+                "one of them; the same parameters must be frozen as when it was saved"
+            )
+        for name, average in own.items():
+            if average.shape != state_dict[name].shape:
+                raise ValueError(
+                    f"the average of {name} has the shape {tuple(state_dict[name].shape)}, the weight "
+                    f"{tuple(average.shape)}"
+                )
+            average.copy_(state_dict[name])
+        self.restored = True
+
+    def _names(self) -> list[str]:
+        return [*self._parameters, *self._buffers]
+
+    def _live(self) -> list[torch.Tensor]:
+        return [*self._parameters.values(), *(module._buffers[name] for module, name in self._buffers.values())]  # pyright: ignore[reportReturnType]
+
+    def _put_in(self, tensors: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._live(), tensors)
+
+    def _check_complete(self) -> None:
+        late = [n for n, p in self.model.named_parameters() if _is_averaged(p) and n not in self._parameters]
+        if late:
+            raise ValueError(
+                f"there is no average of {', '.join(late[:5])}{', ...' if late[5:] else ''}: frozen when training "
+                "began, trainable now; with ema_decay, freeze by a learning rate of 0 instead"
+            )
+
+
+class EMACallback(TrainerCallback):
+    """Keep an average of the weights while a run trains; evaluation, `save_model` and the end of the run take it.
+
+    A checkpoint holds the raw weights as its part `model` and the average as its part `ema`, so `ema.safetensors` has
+    the names of the model's own file. A run that ends by an exception leaves the raw weights.
+
+    Args:
+        decay: as of `WeightAverage`, for one update.
+        start_step: optimizer steps before the average begins; up to there the weights themselves stand for it.
+        update_steps: optimizer steps from one update to the next.
+    """
+
+    def __init__(self, decay: float, start_step: int = 0, update_steps: int = 1) -> None:
+        self.decay, self.start_step, self.update_steps = decay, start_step, update_steps
+        self._average: WeightAverage | None = None
+        self._is_training = self._has_begun = False
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> EMACallback:
+        """Build from training arguments: `ema_decay`, `ema_start_step` and `ema_update_steps`."""
+        return cls(args.ema_decay, args.ema_start_step, args.ema_update_steps)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Begin from the weights as they are, or from the average of the checkpoint that was restored."""
+        average = self._of(kwargs["model"])
+        if not average.restored:
+            average.reset()
+        average.restored = False
+        self._is_training, self._has_begun = True, state.global_step >= self.start_step
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Update the average, unless the step was left out or it is not its turn."""
+        since_start = state.global_step + 1 - self.start_step  # the state does not count this step yet
+        if since_start == 0:
+            self._of(kwargs["model"]).reset()
+            self._has_begun = True
+        elif since_start > 0 and since_start % self.update_steps == 0 and kwargs.get("applied", True):
+            self._of(kwargs["model"]).update()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop swapping: from here on the model is what it is."""
+        self._is_training = False
+
+    def weight_parts(self, model: nn.Module) -> dict[str, Stateful]:
+        """Return the average, to be saved and restored with the weights."""
+        average = self._of(model)
+        if self._is_training and not self._has_begun:
+            average.reset()  # what is saved is what would be evaluated
+        return {"ema": average}
+
+    def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Have the model hold the average inside the block, during training."""
+        return self._of(model).swapped_in() if self._is_training and self._has_begun else nullcontext()
+
+    def keep_evaluation_weights(self, model: nn.Module, state: TrainerState) -> None:
+        """Give the model the average for good: the run is over."""
+        average = self._of(model)
+        if state.global_step >= self.start_step:
+            average.keep()
+        average.restored = self._is_training = False
+
+    def _of(self, model: nn.Module) -> WeightAverage:
+        if self._average is None or self._average.model is not model:
+            self._average = WeightAverage(model, self.decay)
+        return self._average
+
+
+def _is_averaged(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.is_floating_point()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+
+def _buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return module and name of each floating-point buffer that is saved with the model, by its whole name."""
+    places: dict[str, tuple[nn.Module, str]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            if buffer.is_floating_point():
+                seen.add(id(buffer))
+                places[f"{prefix}.{name}" if prefix else name] = (module, name)
+    return places

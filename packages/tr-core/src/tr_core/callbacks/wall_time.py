@@ -1,0 +1,121 @@
+"""Log, evaluate, save and stop by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tr_args import Duration
+from tr_core.callback import TrainerCallback
+from tr_core.protocols import Collectives
+from tr_core.state import TrainerControl, TrainerState
+from tr_log import get_logger
+
+logger = get_logger(__name__)
+
+# What can be due; its place in this order is its bit in what rank 0 tells the others.
+ACTIONS = ("log", "evaluate", "save", "stop")
+
+
+class WallTimeCallback(TrainerCallback):
+    """Ask for logs, evaluations and checkpoints every so much wall time, and end the run after `max_time`.
+
+    An action is due at the first step that ends its time after the last one ended; for a checkpoint that is the last
+    one of any cause. What had passed since then is saved with a checkpoint, and a resumed run counts on from it; the
+    time between two runs counts for nothing. `max_time` counts from the beginning of this call of `train`.
+
+    Of several ranks the first one's clock decides for all. They exchange one number a step.
+
+    Args:
+        args: training arguments; `logging_strategy`, `eval_strategy`, `save_strategy` and `max_time` are read.
+        collectives: how ranks exchange it.
+        clock: returns seconds, never fewer than before.
+    """
+
+    def __init__(self, args: Any, collectives: Collectives, clock: Callable[[], float] = time.monotonic) -> None:
+        strategies = (args.logging_strategy, args.eval_strategy, args.save_strategy)
+        self._periods_s = {
+            action: strategy.seconds
+            for action, strategy in zip(ACTIONS[:3], strategies, strict=True)
+            if isinstance(strategy, Duration)
+        }
+        self._limit_s = None if args.max_time is None else args.max_time.seconds
+        self._collectives, self._clock = collectives, clock
+        self._began_s = clock()
+        self._last_s: dict[str, float] = {}
+        self._restored_s: dict[str, float] = {}
+        self._under_way: tuple[str, ...] = ()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start the clock, from where a checkpoint stopped it."""
+        self._began_s = self._clock()
+        self._last_s = {action: self._began_s - self._restored_s.get(action, 0.0) for action in self._periods_s}
+        self._restored_s, self._under_way = {}, ()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count anew for what was done since the last step."""
+        for action in self._under_way:
+            self._last_s[action] = self._clock()
+        self._under_way = ()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for what is due."""
+        due = self._agree(self._due())
+        if state.global_step < args.eval_delay:
+            due = [action for action in due if action != "evaluate"]
+        self._under_way = tuple(action for action in due if action != "stop")
+        control.should_log |= "log" in due
+        control.should_evaluate |= "evaluate" in due
+        control.should_save |= "save" in due
+        if "stop" in due and state.global_step < state.max_steps:
+            control.should_training_stop = True
+            # A strategy of epochs saves at the end of the pass, which the stop makes of this step.
+            control.should_save |= args.save_strategy not in ("no", "epoch")
+            logger.info("%s", _farewell(args, state))
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count anew for the next checkpoint."""
+        if "save" in self._last_s:
+            self._last_s["save"] = self._clock()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seconds since each action, as of now: a checkpoint is being made."""
+        now, under_way = self._clock(), (*self._under_way, "save")
+        return {
+            f"seconds_since_{action}": 0.0 if action in under_way else now - last_s
+            for action, last_s in self._last_s.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Take over the seconds; an action that had no period of its own then begins at 0."""
+        prefix = "seconds_since_"
+        self._restored_s = {name.removeprefix(prefix): seconds for name, seconds in state_dict.items()}
+
+    def _due(self) -> list[str]:
+        now = self._clock()
+        due = [action for action, period_s in self._periods_s.items() if now - self._last_s[action] >= period_s]
+        if self._limit_s is not None and now - self._began_s >= self._limit_s:
+            due.append("stop")
+        return due
+
+    def _agree(self, due: list[str]) -> list[str]:
+        """Return what rank 0 found due."""
+        collectives = self._collectives
+        if collectives.world_size == 1:
+            return due
+        mine = sum(1 << ACTIONS.index(action) for action in due) if collectives.rank == 0 else 0
+        told = collectives.sum(torch.tensor(mine, device=collectives.device))
+        bits = int(told.item())  # sync: once a step, with several ranks and something to do by the clock only
+        return [action for place, action in enumerate(ACTIONS) if bits >> place & 1]
+
+
+def _farewell(args: Any, state: TrainerState) -> str:
+    where = f"max_time={str(args.max_time)!r} is over: training stops at step {state.global_step} of {state.max_steps}"
+    if args.save_strategy == "no":
+        return f"{where}; save_strategy='no', so there is no checkpoint to go on from"
+    if args.save_only_model:
+        return f"{where}; save_only_model=True, so its checkpoint holds the weights, but no run can go on from it"
+    return f"{where}, and saves it; train(resume_from_checkpoint=True) with the same arguments goes on from there"

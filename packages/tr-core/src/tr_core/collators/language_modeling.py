@@ -1,0 +1,178 @@
+"""Make batches for language models: the next token, or masked ones, are the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tr_core.collators.rows import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with
+from tr_core.randomness import mix
+
+
+@dataclass
+class DataCollatorForLanguageModeling:
+    """Pad token sequences and make their labels.
+
+    With `mlm` some tokens are chosen at random: they are the labels, and most are replaced in the input. What is drawn
+    comes from torch's host generator, which the Trainer seeds for each batch by seed, epoch and position: a resumed
+    run, or one with other workers, draws the same. Without `mlm` all tokens but the padding are labels.
+
+    Args:
+        tokenizer: an object with `pad`, `pad_token_id`, `eos_token_id` and `padding_side`, and for `mlm` with
+            `mask_token_id`, `__len__` and `get_special_tokens_mask(ids, already_has_special_tokens=True)`, as those of
+            transformers have.
+        mlm: masked language modeling.
+        whole_word_mask: choose whole words instead of tokens; samples need `offset_mapping`, of which a word is a run
+            without a gap.
+        mlm_probability: probability that a token, or word, is chosen; special tokens never are.
+        mask_replace_prob: share of the chosen tokens that become the mask token.
+        random_replace_prob: share of the chosen tokens that become a random one; the rest stays as it is.
+        pad_to_multiple_of: make lengths a multiple of this.
+        return_tensors: `pt`, torch tensors.
+        seed: makes other choices than another seed does, in the same place of the same run.
+
+    Source: Devlin et al. 2018, "BERT: Pre-training of deep bidirectional transformers", section 3.1.
+
+    Raises:
+        ValueError: a probability is out of range, or the tokenizer lacks what is needed.
+    """
+
+    tokenizer: Any
+    mlm: bool = True
+    whole_word_mask: bool = False
+    mlm_probability: float = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_return_tensors(self)
+        for name in ("mlm_probability", "mask_replace_prob", "random_replace_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is no probability; give a number from 0 to 1")
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise ValueError(
+                f"mask_replace_prob={self.mask_replace_prob} and random_replace_prob={self.random_replace_prob} are "
+                "shares of the same tokens; lower one, so that they add up to at most 1"
+            )
+        if self.mlm and getattr(self.tokenizer, "mask_token_id", None) is None:
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} has no mask token, which mlm=True needs; pass mlm=False to train a "
+                "causal language model"
+            )
+        if self.whole_word_mask and not self.mlm:
+            raise ValueError("whole_word_mask=True chooses words to be masked, but mlm=False masks none; drop one")
+
+    @property
+    def required_columns(self) -> list[str]:
+        """Columns of the data that are used here, though no model takes them."""
+        columns = ["special_tokens_mask"] if self.mlm else []
+        return [*columns, "offset_mapping"] if self.whole_word_mask else columns
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Return the padded batch with `labels`.
+
+        Args:
+            features: samples that are mappings with `input_ids`, or rows of token ids. Labels that they bring are
+                replaced.
+
+        Raises:
+            ValueError: samples bring labels that would be lost, or lack a column, or cannot be padded.
+        """
+        batch, is_given = self._pad(features)
+        special = batch.pop("special_tokens_mask", None)
+        if self.mlm:
+            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special, features)
+        else:
+            batch["labels"] = self._next_tokens(batch["input_ids"], is_given)
+            self._check_given_labels(features, batch)
+        return batch
+
+    def _pad(self, features: Sequence[Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """Return the padded batch, and which tokens are no padding, where that is known."""
+        if isinstance(features[0], Mapping):
+            made_here = ("labels", "offset_mapping")
+            rows = [{key: value for key, value in row.items() if key not in made_here} for row in features]
+            batch = pad_with(self.tokenizer, rows, padding=True, pad_to_multiple_of=self.pad_to_multiple_of)
+            mask = batch.get("attention_mask")
+            return batch, None if mask is None else mask.bool()
+        pad_id = self.tokenizer.pad_token_id
+        ids = self._pad_rows(features, 0 if pad_id is None else pad_id)
+        is_given = self._pad_rows([torch.ones(len(row)) for row in features], 0).bool()
+        if pad_id is None and not is_given.all():
+            raise ValueError(
+                f"the samples of a batch differ in length and {type(self.tokenizer).__name__} has no pad token; set "
+                "tokenizer.pad_token, to tokenizer.eos_token if there is no other"
+            )
+        return {"input_ids": ids}, is_given
+
+    def _pad_rows(self, rows: Sequence[Any], value: int, width: int | None = None) -> torch.Tensor:
+        multiple = None if width else self.pad_to_multiple_of
+        return pad_rows(rows, value, width=width, multiple=multiple, side=self.tokenizer.padding_side)
+
+    def _next_tokens(self, input_ids: torch.Tensor, is_given: torch.Tensor | None) -> torch.Tensor:
+        pad_id = self.tokenizer.pad_token_id
+        if pad_id is None:
+            return input_ids.clone()
+        is_padding = input_ids == pad_id
+        if is_given is not None and pad_id == getattr(self.tokenizer, "eos_token_id", None):
+            # One id for both: an end of text that belongs to a sample has to be learned.
+            is_padding &= ~is_given
+        return input_ids.masked_fill(is_padding, IGNORED_LABEL)
+
+    def _mask(
+        self, input_ids: torch.Tensor, special: torch.Tensor | None, features: Sequence[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose tokens and return the inputs with them replaced, and the labels."""
+        tokenizer, generator = self.tokenizer, self._generator()
+        if special is None:
+            find = tokenizer.get_special_tokens_mask
+            special = torch.tensor([find(row, already_has_special_tokens=True) for row in input_ids.tolist()])
+        may_be_chosen = ~special.bool()
+        draws = torch.rand(input_ids.shape, generator=generator)
+        if self.whole_word_mask:
+            draws = draws.gather(1, self._number_words(features, may_be_chosen))  # one draw for a word
+        chosen = may_be_chosen & (draws < self.mlm_probability)
+        fate = torch.rand(input_ids.shape, generator=generator)
+        becomes_mask = chosen & (fate < self.mask_replace_prob)
+        becomes_random = chosen & ~becomes_mask & (fate < self.mask_replace_prob + self.random_replace_prob)
+        random_ids = torch.randint(len(tokenizer), input_ids.shape, generator=generator)
+        masked = input_ids.masked_fill(becomes_mask, tokenizer.mask_token_id)
+        return masked.where(~becomes_random, random_ids), input_ids.masked_fill(~chosen, IGNORED_LABEL)
+
+    def _number_words(self, features: Sequence[Any], may_be_chosen: torch.Tensor) -> torch.Tensor:
+        """Return for each token the number of its word in its row; special tokens go with the word before."""
+        if "offset_mapping" not in features[0]:
+            raise ValueError(
+                "whole_word_mask=True tells words apart by the column 'offset_mapping', which the samples lack; encode "
+                "them with return_offsets_mapping=True"
+            )
+        rows = [feature["offset_mapping"] for feature in features]
+        offsets = self._pad_rows(rows, 0, width=may_be_chosen.shape[1])
+        starts, ends_before = offsets[..., 0], offsets[..., 1].roll(1, dims=1)
+        is_after_a_word = may_be_chosen.roll(1, dims=1)
+        is_after_a_word[:, 0] = False
+        begins = may_be_chosen & ((starts != ends_before) | ~is_after_a_word)
+        return (begins.cumsum(dim=1) - 1).clamp(min=0)
+
+    def _generator(self) -> torch.Generator | None:
+        if self.seed is None:
+            return None
+        place = int(torch.randint(1 << 62, ()))  # what this batch's place in the run has seeded
+        return torch.Generator().manual_seed(mix(self.seed, place))
+
+    def _check_given_labels(self, features: Sequence[Any], batch: dict[str, Any]) -> None:
+        if not isinstance(features[0], Mapping) or features[0].get("labels") is None:
+            return
+        ids, labels = batch["input_ids"], batch["labels"]
+        given = self._pad_rows([feature["labels"] for feature in features], IGNORED_LABEL, width=ids.shape[1])
+        if not ((given == labels) | (given == ids)).all():
+            raise ValueError(
+                "the samples bring labels other than their input_ids, and mlm=False makes labels of all tokens; use "
+                "DataCollatorForSeq2Seq, which keeps the labels given, or leave the column labels out"
+            )

@@ -1,0 +1,49 @@
+"""Ask the callbacks for other weights than those that train: to evaluate with, to save, and to be left with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from tr_core.protocols import EvaluationWeights, Stateful
+
+if TYPE_CHECKING:
+    from tr_core.trainer import Trainer
+
+
+def weight_parts(trainer: Trainer) -> dict[str, Stateful]:
+    """Return what callbacks hold of the weights, by its names in a checkpoint.
+
+    Raises:
+        ValueError: two callbacks use one name.
+    """
+    parts: dict[str, Stateful] = {}
+    for callback in _holders(trainer):
+        given = callback.weight_parts(trainer.model)
+        if taken := sorted(set(given) & set(parts)):
+            raise ValueError(
+                f"two callbacks give a part of the checkpoint the name {taken[0]!r}; the second is a "
+                f"{type(callback).__name__}: remove one of them"
+            )
+        parts |= given
+    return parts
+
+
+@contextmanager
+def evaluation_weights(trainer: Trainer) -> Iterator[None]:
+    """Have the model hold the weights to evaluate and to export inside the block, and those that train after it."""
+    with ExitStack() as stack:
+        for callback in _holders(trainer):
+            stack.enter_context(callback.evaluation_weights(trainer.model))
+        yield
+
+
+def keep_evaluation_weights(trainer: Trainer) -> None:
+    """Leave the model with the weights to evaluate, at the end of a run."""
+    for callback in _holders(trainer):
+        callback.keep_evaluation_weights(trainer.model, trainer.state)
+
+
+def _holders(trainer: Trainer) -> list[EvaluationWeights]:
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EvaluationWeights)]

@@ -1,0 +1,129 @@
+"""Order samples so that those of similar length share a batch, and find out how long they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from tr_core.randomness import separate_randomness
+from tr_log import progress
+
+# The reference's numbers: at most so many steps in a group that is sorted, at least so many groups in a pass.
+STEPS_IN_A_GROUP, GROUPS_IN_A_PASS = 50, 4
+SAMPLES_AT_A_TIME = 1000
+
+
+class LengthGrouping:
+    """Turns a random order into one where neighbours are of similar length.
+
+    The random order is cut into groups of up to 50 steps, and each group is sorted, long samples first. Which groups
+    a sample is with is random still, so passes differ.
+
+    The size of a group depends on the samples of a step. A run keeps the one it began with, through its checkpoints:
+    resumed with another batch size or number of processes, it goes on in the same order. Runs on 1, 2 or 4 processes
+    with the same samples in a step have the same order.
+
+    Args:
+        lengths: length of each sample, whole numbers of shape (samples,).
+        samples_per_step: samples of one optimizer step of all ranks.
+
+    Source: `LengthGroupedSampler` of transformers 5.23, whose order this is for the same permutation. Deviations: the
+    permutation comes from the seed and the epoch, and `samples_per_step` counts all ranks.
+    """
+
+    def __init__(self, lengths: torch.Tensor, samples_per_step: int) -> None:
+        self.lengths, self.samples_per_step = lengths, samples_per_step
+
+    @property
+    def group_size(self) -> int:
+        """Samples that are sorted together."""
+        per_step = self.samples_per_step
+        return max(min(len(self.lengths) // (GROUPS_IN_A_PASS * per_step), STEPS_IN_A_GROUP), 1) * per_step
+
+    def arrange(self, order: Sequence[int]) -> list[int]:
+        """Return the indices of `order` sorted within groups, the longest sample of all first.
+
+        That one comes first so that a pass that does not fit into memory fails at its first step.
+        """
+        if not order:
+            return []
+        shuffled, size = torch.as_tensor(order), self.group_size
+        whole = len(order) // size * size
+        groups = [self._sort(shuffled[:whole].view(whole // size, size)), self._sort(shuffled[whole:].view(1, -1))]
+        arranged = torch.cat([group.flatten() for group in groups])
+        heads = self.lengths[arranged[::size]]
+        # Swapped, not moved: every other sample stays with samples of its length.
+        longest = int(heads.argmax()) * size
+        arranged[[0, longest]] = arranged[[longest, 0]]
+        return arranged.tolist()
+
+    def _sort(self, groups: torch.Tensor) -> torch.Tensor:
+        places = self.lengths[groups].argsort(dim=1, descending=True, stable=True)
+        return groups.gather(1, places)
+
+
+def measure_lengths(dataset: Any, column: str, input_name: str, *, show: bool = True) -> torch.Tensor:
+    """Return the length of every sample of a map-style data set, int64 of shape (samples,).
+
+    It is the number in `column` where the data has that column, else the `len` of the sample's `input_name`, for
+    which every sample is read once. Random numbers drawn while reading leave no trace.
+
+    Args:
+        dataset: the data.
+        column: name of the column of lengths.
+        input_name: name of what is measured without it: the model's main input.
+        show: whether to show how far it is.
+
+    Raises:
+        ValueError: samples have neither, or something else than a length there; the message says what they have.
+    """
+    if column in (getattr(dataset, "column_names", None) or ()):
+        # Without its format a data set gives plain numbers, and nothing is transformed.
+        plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
+        return _as_lengths(plain[column], int, column)
+    if len(dataset) == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    with separate_randomness(0):
+        first = dataset[0]
+        keys = sorted(map(str, first)) if isinstance(first, Mapping) else []
+        name = next((name for name in (column, input_name) if name in keys), None)
+        if name is None:
+            raise ValueError(_unknown_lengths(dataset, first, keys, column, input_name))
+        samples = progress(
+            read_in_order(dataset), total=len(dataset), description="measuring lengths", disable=not show
+        )
+        return _as_lengths((sample[name] for sample in samples), int if name == column else len, name)
+
+
+def read_in_order(dataset: Any) -> Iterator[Any]:
+    """Yield all samples of a map-style data set, many at a time where it can give many."""
+    get_many = getattr(dataset, "__getitems__", None)
+    for start in range(0, len(dataset), SAMPLES_AT_A_TIME):
+        indices = range(start, min(start + SAMPLES_AT_A_TIME, len(dataset)))
+        yield from map(dataset.__getitem__, indices) if get_many is None else get_many(list(indices))
+
+
+def _as_lengths(values: Iterable[Any], length_of: Callable[[Any], int], name: str) -> torch.Tensor:
+    lengths: list[int] = []
+    for value in values:
+        try:
+            lengths.append(length_of(value))
+        except (TypeError, ValueError, RuntimeError) as error:
+            what = "a whole number" if length_of is cast("Any", int) else "something with a length"
+            raise ValueError(
+                f"train_sampling_strategy='group_by_length' takes lengths from {name!r}, but sample {len(lengths)} "
+                f"has {value!r:.60} there; it must be {what}"
+            ) from error
+    return torch.tensor(lengths, dtype=torch.int64)
+
+
+def _unknown_lengths(dataset: Any, first: Any, keys: list[str], column: str, input_name: str) -> str:
+    has = f"have the columns {keys}" if keys else f"are of type {type(first).__name__}"
+    return (
+        f"train_sampling_strategy='group_by_length' needs the length of every sample, but those of "
+        f"{type(dataset).__name__} {has}: neither {column!r}, which length_column_name names, nor {input_name!r}, "
+        "which could be measured. Add a column of whole numbers and set length_column_name to its name, or use "
+        "train_sampling_strategy='random'"
+    )

@@ -1,0 +1,177 @@
+"""Make the checks, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tr_core.preflight.checked_options import check_options
+from tr_core.preflight.data_length import check_length
+from tr_core.preflight.device import check_device
+from tr_core.preflight.disk_space import check_disk_space
+from tr_core.preflight.estimate import check_memory, estimate
+from tr_core.preflight.evaluation_results import check_evaluation
+from tr_core.preflight.events import check_events
+from tr_core.preflight.first_batch import check_first_batch
+from tr_core.preflight.forward_backward import check_forward_backward
+from tr_core.preflight.label_range import check_labels
+from tr_core.preflight.loss_division import check_loss_division
+from tr_core.preflight.optimizer_state import check_optimizer
+from tr_core.preflight.origins import Origins
+from tr_core.preflight.output_folder import check_output_folder
+from tr_core.preflight.plain_tokens import check_tokens
+from tr_core.preflight.plugin_names import check_plugins
+from tr_core.preflight.preserving import preserved
+from tr_core.preflight.raised import last_line, place
+from tr_core.preflight.report import Problem, Report
+from tr_core.preflight.resume_source import check_resume
+from tr_core.preflight.schedule import check_schedule
+from tr_core.preflight.sharding_sizes import check_batch_sizes
+from tr_core.preflight.subject import Subject
+from tr_core.preflight.trainable import check_trainable
+from tr_core.preflight.worker_pickling import check_pickling
+
+if TYPE_CHECKING:
+    from tr_core.trainer import Trainer
+
+Check = Callable[[Subject], Iterator[Problem]]
+
+# Of arguments alone.
+_OF_ARGUMENTS: tuple[Check, ...] = (
+    check_options,
+    check_tokens,
+    check_batch_sizes,
+    check_plugins,
+    check_device,
+    check_events,
+    check_schedule,
+    check_output_folder,
+    check_resume,
+    check_disk_space,
+)
+# Of a Trainer: later ones use what earlier ones found out.
+_OF_A_TRAINER: tuple[Check, ...] = (
+    check_options,
+    check_tokens,
+    check_batch_sizes,
+    check_length,
+    check_events,
+    check_output_folder,
+    check_resume,
+    check_trainable,
+    check_pickling,
+    check_first_batch,
+    check_labels,
+    check_forward_backward,
+    check_loss_division,
+    check_evaluation,
+    check_optimizer,
+    check_schedule,
+    check_memory,
+    check_disk_space,
+    estimate,
+)
+
+
+def check(
+    trainer: Trainer,
+    *,
+    resume: Any = None,
+    evaluation_data: Any = None,
+    trains: bool = True,
+    ends_here: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Find out what would stop or spoil a run of `trainer`, without training a step.
+
+    Two samples go forward and backward; nothing is written, sent or logged, and everything that training depends on
+    is put back: random number generators, weights, buffers, gradients. Every rank must call it.
+
+    Args:
+        trainer: what is checked.
+        resume: what the run is to resume from; None takes `resume_from_checkpoint` of the arguments.
+        evaluation_data: data to be evaluated, where that is not the Trainer's own.
+        trains: whether the run trains, so that there must be training data.
+        ends_here: whether nothing is done with the data afterwards, so that a stream that can be read only once may be
+            read.
+        progress: called with a line of text before each thing that takes time.
+
+    Returns:
+        Problems and figures; `print` shows them.
+    """
+    args = trainer.args
+    if args.fast_dev_run:
+        resume = False  # a trial run begins anew
+    subject = Subject(
+        args,
+        trainer,
+        Origins(args, _script()),
+        resume=args.resume_from_checkpoint if resume is None else resume,
+        evaluation_data=evaluation_data,
+        trains=trains,
+        ends_here=ends_here,
+        progress=progress or (lambda text: None),
+    )
+    return Report(type(trainer).__name__, *_examine(subject))
+
+
+def check_arguments(args: Any, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
+    """Find out what is wrong with arguments alone, without model and data.
+
+    Args:
+        args: the arguments.
+        origin: says where they were written.
+        target: what is checked, for the report.
+        found: problems that are known already.
+    """
+    subject = Subject(args, origin=origin, resume=args.resume_from_checkpoint)
+    if args.max_steps > 0:
+        subject.steps = subject.figures["steps"] = args.max_steps
+    problems = [*found, *_run(_OF_ARGUMENTS, subject)]
+    unknown = "data, model, loss and metrics, and what depends on them"
+    if subject.steps is None:
+        unknown += ", such as the number of steps (max_steps is not set)"
+    problems.append(Problem("T010", f"a configuration file alone says nothing of {unknown}: check the script for that"))
+    return Report(target, problems, subject.figures)
+
+
+def _examine(subject: Subject) -> tuple[list[Problem], dict[str, Any]]:
+    trainer = subject.trainer
+    subject.progress("preparing the model")
+    try:
+        trainer.prepare()
+    except Exception as error:
+        return [Problem("T303", f"the strategy cannot prepare the model: {last_line(error)}", place(error))], {}
+    _describe_model(subject)
+    subject.callbacks = list(trainer.callback_handler.callbacks)
+    with preserved(trainer):
+        problems = list(_run(_OF_A_TRAINER, subject))
+    return problems, subject.figures
+
+
+def _run(checks: tuple[Check, ...], subject: Subject) -> Iterator[Problem]:
+    for each in checks:
+        try:
+            yield from each(subject)
+        except Exception as error:  # whatever a user's object does, the other checks are made
+            name = each.__name__.replace("_", " ")
+            yield Problem("T012", f"{name}: {last_line(error)}; the other checks were made", place(error))
+
+
+def _describe_model(subject: Subject) -> None:
+    trainer = subject.trainer
+    subject.figures |= {
+        "model": type(trainer.model).__name__,
+        "device": str(trainer.strategy.device),
+        "world_size": trainer.strategy.world_size,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "trainable_parameters": trainer.get_num_trainable_parameters(),
+    }
+
+
+def _script() -> Path | None:
+    import __main__
+
+    file = getattr(__main__, "__file__", None)
+    return Path(file) if file else None

@@ -1,0 +1,62 @@
+"""Stop where a run would begin, if `trainer check` started this process.
+
+`trainer check script.py` runs the script with the environment variable `TR_PREFLIGHT` set to the file that the report
+is to go to. What would begin a run, an evaluation, a prediction or the saving of a model calls `stop_if_requested`
+first. So processes that the script starts itself stop at the same place, and no name has to be replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tr_core.trainer import Trainer
+
+VARIABLE = "TR_PREFLIGHT"
+
+
+class PreflightDone(SystemExit):
+    """The preflight is made; the script ends here."""
+
+
+def requested() -> bool:
+    """Whether `trainer check` started this process, so that nothing may be trained, sent or written."""
+    return VARIABLE in os.environ
+
+
+def stop_if_requested(
+    trainer: Trainer, *, resume: Any = None, evaluation_data: Any = None, trains: bool = False
+) -> None:
+    """Make the preflight of `trainer` and end the script, if `trainer check` started this process; else do nothing.
+
+    Args:
+        trainer: whose run would begin.
+        resume: what `train` was told to resume from.
+        evaluation_data: what would be evaluated or predicted, where that is not the Trainer's own data.
+        trains: whether training would begin, so that there must be training data. Where something else comes first and
+            there is training data, training is checked too.
+
+    Raises:
+        PreflightDone: always, where it was asked for.
+    """
+    if VARIABLE not in os.environ:
+        return
+    # Imported here: a process that trains needs none of it.
+    from tr_core.preflight.checking import check
+    from tr_core.preflight.progress_line import say
+
+    path = Path(os.environ[VARIABLE])
+    if not path.exists() or not path.stat().st_size:  # a script may catch what is raised here, and come again
+        report = check(
+            trainer,
+            resume=resume,
+            evaluation_data=evaluation_data,
+            trains=trains or trainer.train_dataset is not None,
+            ends_here=True,
+            progress=say,
+        )
+        if trainer.strategy.rank == 0:
+            path.write_text(report.to_json(), encoding="utf-8")
+    raise PreflightDone(0)

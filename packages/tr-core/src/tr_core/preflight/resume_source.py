@@ -1,0 +1,116 @@
+"""Look whether there is a sound checkpoint to resume from, through whatever keeps the checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tr_core import plugins
+from tr_core.preflight.report import Problem
+from tr_core.preflight.subject import Subject
+
+
+class _Ignored:
+    """A part that a checkpoint must have and that is not loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        pass
+
+
+class _OneProcess:
+    """What a checkpointer wants to know of the processes, where there is one."""
+
+    device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+# Small parts that every checkpoint of a run has, and one of the model alone lacks.
+_PARTS = ("run", "scheduler")
+
+
+def check_resume(subject: Subject) -> Iterator[Problem]:
+    """Read and verify the checkpoint to resume from; nothing is loaded into the run."""
+    checkpointer = checkpointer_of(subject)
+    if checkpointer is None or not subject.trains:
+        return
+    resume = subject.resume
+    if resume in (None, False):
+        yield from _earlier(subject, checkpointer)
+        return
+    automatic = resume is True or str(resume) in ("auto", "True", "true")
+    source, origin = None if automatic else str(resume), subject.origin("resume_from_checkpoint")
+    if source is not None and not Path(source).exists():
+        message = f"resume_from_checkpoint={source!r}: there is no such folder; give a checkpoint's folder, or True"
+        yield Problem("T204", message, origin)
+        return
+    subject.progress("verifying the checkpoint to resume from")
+    try:
+        with _warnings(checkpointer) as warned:
+            step = checkpointer.restore({name: _Ignored() for name in _PARTS}, source=source)
+    except (ValueError, OSError) as error:
+        yield Problem("T205", f"resume_from_checkpoint={resume!r}: {error}", origin)
+        return
+    for text in warned:
+        yield Problem("T206", text, origin)
+    if step is None and str(resume) != "auto":
+        yield Problem(
+            "T204",
+            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {subject.args.output_dir!r}; give "
+            "the folder of one, or 'auto' to begin anew where there is none",
+            origin,
+        )
+    elif step is not None and subject.steps is not None and step >= subject.steps:
+        message = f"the checkpoint is at step {step} of {subject.steps}: there is nothing left to train; raise "
+        yield Problem("T207", f"{message}num_train_epochs or max_steps to go on", origin)
+
+
+def checkpointer_of(subject: Subject) -> Any:
+    """Return what keeps the run's checkpoints; None if it keeps none or nothing of the name is installed."""
+    args = subject.args
+    if args.save_strategy == "no" and subject.resume in (None, False):
+        return None
+    if subject.given_trainer is not None:
+        return subject.trainer.checkpointer()
+    try:
+        return plugins.load("tr.checkpointers", str(args.checkpointer))(args, _OneProcess())
+    except plugins.PluginError:
+        return None  # reported with the names
+
+
+def _earlier(subject: Subject, checkpointer: Any) -> Iterator[Problem]:
+    if steps := checkpointer.steps():
+        yield Problem(
+            "T208",
+            f"{subject.args.output_dir!r} holds checkpoints of an earlier run, up to step {steps[-1]}: resuming with "
+            "True would take those once this run ends before that step; give every run an output_dir of its own, or "
+            "remove them",
+            subject.origin("output_dir"),
+        )
+
+
+@contextmanager
+def _warnings(checkpointer: Any) -> Iterator[list[str]]:
+    """Collect what its package logs as a warning meanwhile: that is how a checkpoint that is passed over shows."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(type(checkpointer).__module__.partition(".")[0])
+    level = logger.level
+    logger.addHandler(handler)
+    if not logger.isEnabledFor(logging.WARNING):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

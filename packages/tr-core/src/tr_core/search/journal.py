@@ -1,0 +1,151 @@
+"""Keep the trials of a search in a file, so that a search that ends goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tr_log.line_file import LineFile
+from tr_log.strict_json import encode
+
+FILE_NAME = "trials.jsonl"
+FINISHED = ("complete", "pruned", "failed")
+
+
+@dataclass
+class TrialRecord:
+    """What is known of a trial.
+
+    Attributes:
+        number: its place among the trials of the search, from 0.
+        state: `running`, or how it ended: `complete`, `pruned` or `failed`.
+        name: what `hp_name` called it.
+        params: what it was asked for, by name.
+        arguments: the training arguments that it set, with the types of the arguments.
+        values: its objectives.
+        reports: the objective at each evaluation during training, by step; empty with several objectives.
+        distributions: what the parameters were drawn from, where the backend needs to know, by name.
+        error: what ended it, where it failed.
+    """
+
+    number: int
+    state: str = "running"
+    name: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
+    reports: dict[int, float] = field(default_factory=dict)
+    distributions: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """What it was asked for and the arguments that it set; of one name, the argument."""
+        return {**self.params, **self.arguments}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        return asdict(self)
+
+
+class Journal:
+    """The trials of a search, each line of the file with the system as soon as it is written.
+
+    The first line tells what the search is. Then each trial has one line when it begins, one for every evaluation and
+    one when it ends; a later line adds to what the earlier ones of its trial say.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = LineFile(path)
+        self.records: dict[int, TrialRecord] = {}
+
+    def open(self, search: Mapping[str, Any], resume: bool) -> None:
+        """Begin the file, or take over what it holds.
+
+        Args:
+            search: what the search is: backend, directions and the like; a search that goes on must be the same.
+            resume: go on with the search in the file, if there is one.
+
+        Raises:
+            ValueError: there is a search already and `resume` is False, or it is another one, or cannot be read.
+        """
+        lines = self._file.read()
+        if not lines:
+            self._file.append(encode({"search": search}))
+            return
+        entries = [self._decoded(number, line) for number, line in enumerate(lines, start=1)]
+        self.records = _merged(entries[1:])
+        finished = len(self.finished)
+        if not resume:
+            raise ValueError(
+                f"{self.path} holds a search with {finished} finished trials; give resume=True to go on with it, or "
+                "another output_dir for a new one"
+            )
+        saved, wanted = entries[0].get("search"), json.loads(encode(search))
+        if saved != wanted:
+            raise ValueError(
+                f"{self.path} is of another search: {saved}, not {wanted}; give the same, or another output_dir"
+            )
+
+    @property
+    def finished(self) -> list[TrialRecord]:
+        """The trials that ended, by number."""
+        return [self.records[number] for number in sorted(self.records) if self.records[number].state in FINISHED]
+
+    def begin(self, record: TrialRecord) -> None:
+        """Note that a trial begins; what it reported in an earlier attempt stays."""
+        if record.number in self.records:
+            record.reports = self.records[record.number].reports
+        self.records[record.number] = record
+        self._write(record, ("state", "name", "params", "arguments", "distributions"))
+
+    def report(self, record: TrialRecord, step: int, value: float) -> None:
+        """Note the objective of an evaluation during training."""
+        record.reports[step] = value
+        self._file.append(encode({"trial": record.number, "reports": {step: value}}))
+
+    def end(self, record: TrialRecord) -> None:
+        """Note how a trial ended."""
+        self._write(record, ("state", "params", "values", "distributions", "error"))
+
+    def close(self) -> None:
+        """Try a last time to write what could not be written, and say what is lost."""
+        self._file.close()
+
+    def _write(self, record: TrialRecord, names: Sequence[str]) -> None:
+        self._file.append(encode({"trial": record.number, **{name: getattr(record, name) for name in names}}))
+
+    def _decoded(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            entry = json.loads(line)
+            if isinstance(entry, dict) and ("search" if number == 1 else "trial") in entry:
+                return entry
+        except ValueError:
+            pass
+        raise ValueError(f"line {number} of {self.path} is no entry of a search; restore it, or remove the file")
+
+
+def _merged(entries: Sequence[dict[str, Any]]) -> dict[int, TrialRecord]:
+    known = {item.name for item in fields(TrialRecord)}
+    records: dict[int, TrialRecord] = {}
+    for entry in entries:
+        record = records.setdefault(entry["trial"], TrialRecord(entry["trial"]))
+        for name in known & set(entry):
+            value = entry[name]
+            if name == "reports":
+                record.reports.update({int(step): float(number) for step, number in value.items()})
+            else:
+                setattr(record, name, [float(number) for number in value] if name == "values" else value)
+    return records
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values are the same once they are written and read."""
+    return json.loads(encode(one)) == json.loads(encode(other))

@@ -1,0 +1,219 @@
+"""Make the trials of a search, one run after the other, and keep what they reach."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tr_core.search.agreement import agree
+from tr_core.search.arguments import changed, converted
+from tr_core.search.best_run import BestRun, choose_best
+from tr_core.search.defaults import default_compute_objective, default_hp_space
+from tr_core.search.journal import FILE_NAME, Journal, TrialRecord, same_values
+from tr_core.search.pruning import TrialPrunedError
+from tr_core.search.samplers import Sampler, Space
+from tr_core.search.trial import FixedTrial
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tr_core.trainer import Trainer
+
+Objective = Callable[[dict[str, float]], Any]
+
+
+@dataclass
+class Plan:
+    """What a search is to do.
+
+    Attributes:
+        space: gives a trial's training arguments.
+        objective: turns the metrics of an evaluation into a number, or into one for each direction.
+        directions: `minimize` or `maximize`, for each objective.
+        n_trials: how many trials the search has, those of an earlier call included.
+        name_of: names a trial; None leaves it without a name.
+        timeout_s: seconds after which no further trial begins; None is no limit.
+        catch: exceptions that end a trial and not the search.
+        collect_garbage: collect unreachable objects after every trial.
+    """
+
+    space: Space
+    objective: Objective
+    directions: list[str]
+    n_trials: int
+    name_of: Callable[[Any], str] | None = None
+    timeout_s: float | None = None
+    catch: tuple[type[Exception], ...] = ()
+    collect_garbage: bool = False
+
+    @classmethod
+    def from_options(
+        cls,
+        space: Space | None,
+        objective: Objective | None,
+        directions: list[str],
+        n_trials: int,
+        name_of: Callable[[Any], str] | None,
+        options: dict[str, Any],
+    ) -> Plan:
+        """Return the plan of a call; `catch`, `timeout` and `gc_after_trial` are taken out of its further options."""
+        catch = options.pop("catch", ())
+        return cls(
+            space if space is not None else default_hp_space,
+            objective if objective is not None else default_compute_objective,
+            directions,
+            n_trials,
+            name_of,
+            timeout_s=options.pop("timeout", None),
+            catch=(catch,) if isinstance(catch, type) else tuple(catch),
+            collect_garbage=bool(options.pop("gc_after_trial", False)),
+        )
+
+
+class Search:
+    """One search with a Trainer.
+
+    Rank 0 draws the trials, keeps the journal and decides; every rank makes every run.
+
+    Args:
+        trainer: makes the runs.
+        plan: what to do.
+        make_sampler: makes where the trials come from; called on rank 0 alone.
+
+    Attributes:
+        record: the trial at hand, as all ranks know it.
+    """
+
+    def __init__(self, trainer: Trainer, plan: Plan, make_sampler: Callable[[], Sampler]) -> None:
+        self._trainer, self._plan, self._make_sampler = trainer, plan, make_sampler
+        self._folder = Path(trainer.args.output_dir)
+        self._sampler: Any = None
+        self._journal = Journal(self._folder / FILE_NAME)
+        self._trial: Any = None
+        self._begin_s = time.monotonic()
+        self._callback_states = copy.deepcopy(trainer.callback_handler.state_dict())
+        self.record = TrialRecord(-1)
+        self._values: list[float] | None = None
+
+    def run(self, resume: bool) -> BestRun | list[BestRun]:
+        """Make the trials that are missing and return the best of all."""
+        agree(self._strategy, lambda: self._open(resume))
+        try:
+            while (following := agree(self._strategy, self._draw)) is not None:
+                self.record, goes_on = following
+                self._make_run(goes_on)
+        finally:
+            self._journal.close()
+        return agree(self._strategy, lambda: choose_best(list(self._journal.records.values()), self._plan.directions))
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """Take in an evaluation during training.
+
+        Raises:
+            TrialPrunedError: the trial is not worth going on with.
+        """
+        self._values = self._objectives(metrics)
+        if len(self._plan.directions) > 1:
+            return
+        step, value = self._trainer.state.global_step, self._values[0]
+
+        def prune() -> bool:
+            self._journal.report(self._journal.records[self.record.number], step, value)
+            return self._sampler.report(self._trial, step, value)
+
+        if agree(self._strategy, prune):
+            raise TrialPrunedError(f"trial {self.record.number} is pruned at step {step} with {value}")
+
+    @property
+    def _strategy(self) -> Any:
+        return self._trainer.strategy
+
+    def _open(self, resume: bool) -> None:
+        self._sampler = self._make_sampler()
+        self._journal.open({**self._sampler.settings, "directions": self._plan.directions}, resume)
+        self._sampler.restore([self._journal.records[number] for number in sorted(self._journal.records)])
+
+    def _draw(self) -> tuple[TrialRecord, bool] | None:
+        """Return the next trial, and whether it goes on where an earlier call was interrupted; None at the end."""
+        timeout_s = self._plan.timeout_s
+        is_late = timeout_s is not None and time.monotonic() - self._begin_s >= timeout_s
+        if is_late or len(self._journal.finished) >= self._plan.n_trials:
+            return None
+        self._trial = trial = self._sampler.ask()
+        if trial is None:
+            return None
+        arguments = converted(self._trainer.args, self._plan.space(trial))
+        name = None if self._plan.name_of is None else self._plan.name_of(trial)
+        record = TrialRecord(trial.number, name=name, params=dict(trial.params), arguments=arguments)
+        record.distributions = self._sampler.distributions(trial)
+        earlier = self._journal.records.get(record.number)
+        self._journal.begin(record)
+        return record, earlier is not None and same_values(earlier.hyperparameters, record.hyperparameters)
+
+    def _make_run(self, goes_on: bool) -> None:
+        record, trainer = self.record, self._trainer
+        shown = ", ".join(f"{name}={value}" for name, value in record.hyperparameters.items())
+        trainer.logger.info("trial %d of %d: %s", record.number, self._plan.n_trials, shown)
+        trial = self._trial if self._strategy.world_size == 1 else FixedTrial(record.number, record.params)
+        self._values = None
+        pruned: tuple[type[Exception], ...] = (TrialPrunedError, *getattr(self._sampler, "pruned", ()))
+        try:
+            with changed(trainer.args, record.arguments, str(self._folder / f"run-{record.number}")), self._parts():
+                saves = trainer.args.save_strategy != "no" and not trainer.args.save_only_model
+                trainer.train(resume_from_checkpoint="auto" if goes_on and saves else None, trial=trial)
+                if self._values is None:
+                    self._values = self._objectives(trainer.evaluate())
+            state, error = ("complete", None) if _are_numbers(self._values) else ("failed", "an objective is NaN")
+        except pruned:
+            state, error = "pruned", None
+        except self._plan.catch as caught:
+            state, error = "failed", f"{type(caught).__name__}: {caught}"
+        agree(self._strategy, lambda: self._end(trial, state, error))
+        if self._plan.collect_garbage:
+            gc.collect()
+
+    def _end(self, trial: Any, state: str, error: str | None) -> None:
+        record = self._journal.records[self.record.number]
+        record.state, record.error, record.values = state, error, list(self._values or ())
+        record.params = dict(trial.params)  # a model_init may have asked for more
+        record.distributions = self._sampler.distributions(self._trial)
+        self._sampler.tell(self._trial, record)
+        self._journal.end(record)
+        self._trainer.logger.info("trial %d is %s: %s", record.number, state, error or record.values)
+
+    def _objectives(self, metrics: dict[str, float]) -> list[float]:
+        result = self._plan.objective(dict(metrics))
+        values = list(result) if isinstance(result, Sequence) and not isinstance(result, str) else [result]
+        if len(values) != len(self._plan.directions):
+            raise ValueError(
+                f"compute_objective returned {len(values)} values, {result!r}, for {len(self._plan.directions)} "
+                f"directions, {self._plan.directions}; they must be as many"
+            )
+        try:
+            return [float(value) for value in values]
+        except (TypeError, ValueError):
+            raise ValueError(f"compute_objective returned {result!r}; it must return a number") from None
+
+    @contextmanager
+    def _parts(self) -> Iterator[None]:
+        """Begin a run with a new model, callbacks as they were before the search, and checkpoints of its own."""
+        trainer = self._trainer
+        trainer.callback_handler.load_state_dict(copy.deepcopy(self._callback_states))
+        before = trainer.exchange_checkpointer(None)
+        trainer.forget_model()
+        try:
+            yield
+        finally:
+            own = trainer.exchange_checkpointer(before)
+            if own is not None:
+                own.close()
+
+
+def _are_numbers(values: Sequence[float]) -> bool:
+    return all(value == value for value in values)  # NaN alone differs from itself

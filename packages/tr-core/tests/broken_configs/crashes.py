@@ -1,0 +1,4 @@
+import parts
+
+table = {"train": parts.rows()}
+parts.train(data=table["training"])

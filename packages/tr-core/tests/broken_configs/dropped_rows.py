@@ -1,0 +1,3 @@
+import parts
+
+parts.train(data=parts.rows(20), per_device_train_batch_size=16, dataloader_drop_last=True)

@@ -1,0 +1,3 @@
+import parts
+
+parts.train(data=[])

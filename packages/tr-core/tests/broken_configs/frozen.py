@@ -1,0 +1,3 @@
+import parts
+
+parts.train(parts.Classifier().requires_grad_(False))

@@ -1,0 +1,6 @@
+import parts
+
+parts.train(
+    optim="sgd",
+    optim_args="nesterov=true",
+)

@@ -1,0 +1,3 @@
+import parts
+
+parts.Trainer(parts.Classifier(), parts.arguments()).train()

@@ -1,0 +1,3 @@
+import parts
+
+parts.train(eval_strategy="epoch")

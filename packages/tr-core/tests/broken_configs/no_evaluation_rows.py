@@ -1,0 +1,3 @@
+import parts
+
+parts.train(eval_dataset=[], eval_strategy="epoch")

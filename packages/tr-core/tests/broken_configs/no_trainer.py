@@ -1,0 +1,3 @@
+import parts
+
+print(len(parts.rows()), "samples")

@@ -1,0 +1,5 @@
+import parts
+
+parts.train(
+    lerning_rate=1e-3,
+)

@@ -1,0 +1,5 @@
+import parts
+
+parts.train(
+    warmup_steps=50,
+)

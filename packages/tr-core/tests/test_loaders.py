@@ -1,0 +1,125 @@
+"""Loaders whose worker processes live on, seeds of the data, and sets of evaluation data."""
+
+import os
+
+import pytest
+import torch
+from small_models import Classifier, samples
+from small_streams import Shared, noisy
+
+from tr_core.batches import batches_of
+from tr_core.fetch import StreamFetch
+from tr_core.loaders import KeptLoaders
+
+
+def stream_passes(make_trainer, number=12, **options):
+    trainer = make_trainer(
+        train_dataset=Shared(number),
+        data_collator=noisy,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        remove_unused_columns=False,
+        **options,
+    )
+    return batches_of(trainer.get_train_dataloader(), 2, 1)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_that_live_on_follow_epoch_and_position_of_a_stream(make_trainer, context):
+    workers = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": context}
+    kept = stream_passes(make_trainer, dataloader_persistent_workers=True, **workers)
+    alone = stream_passes(make_trainer)
+    # Resumed within the first pass; the passes after it begin at their first sample.
+    for epoch, position in ((0, 4), (1, 0), (2, 8)):
+        expected = [batch.inputs for batch in alone.iterate(epoch, position)]
+        assert [batch.inputs for batch in kept.iterate(epoch, position)] == expected
+        assert [row for batch in expected for row, _ in batch] == [100 * epoch + i for i in range(position, 12)]
+
+
+def test_a_stream_keeps_its_place_where_it_is_iterated_in_this_process():
+    dataset = Shared()
+    stream = StreamFetch(dataset, list, 2, seed=0)
+    stream.seek(3, 4)
+    assert dataset.epoch == 3
+    assert [inputs for inputs, _ in stream][:3] == [None, None, [304, 305]]
+
+
+def worker_of(rows):
+    return {"x": torch.stack([row["x"] for row in rows]), "labels": torch.tensor([os.getpid()] * len(rows))}
+
+
+def test_evaluation_data_keep_their_workers_each_by_its_name(make_trainer):
+    data = {"a": samples(4), "b": samples(8, seed=1)}
+    trainer = make_trainer(
+        eval_dataset=data, data_collator=worker_of, dataloader_num_workers=1, dataloader_persistent_workers=True
+    )
+    loaders = {name: trainer.get_eval_dataloader(name) for name in data}
+    first = {name: int(next(iter(loader))["labels"][0]) for name, loader in loaders.items()}
+    again = {name: int(next(iter(trainer.get_eval_dataloader(name)))["labels"][0]) for name in data}
+    assert first == again
+    assert first["a"] != first["b"]
+
+
+def test_data_that_are_given_to_evaluate_are_never_mistaken_for_others(make_trainer):
+    trainer = make_trainer(
+        eval_dataset=samples(4), dataloader_num_workers=1, dataloader_persistent_workers=True, model=Classifier()
+    )
+    own = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate(samples(8, seed=3))["eval_loss"] != own
+    assert trainer.evaluate()["eval_loss"] == own
+    trainer.eval_dataset = samples(8, seed=3)
+    assert trainer.evaluate()["eval_loss"] != own
+    trainer.data_collator = lambda rows: trainer_batch(rows, scale=0.0)
+    changed = trainer.evaluate()["eval_loss"]
+    trainer.data_collator = lambda rows: trainer_batch(rows, scale=1.0)
+    assert trainer.evaluate()["eval_loss"] != changed
+
+
+def trainer_batch(rows, scale):
+    return {"x": scale * torch.stack([r["x"] for r in rows]), "labels": torch.stack([r["labels"] for r in rows])}
+
+
+def test_loaders_without_workers_that_live_on_are_built_anew(make_trainer):
+    trainer = make_trainer(eval_dataset=samples(4), dataloader_num_workers=1)
+    assert trainer.get_eval_dataloader() is not trainer.get_eval_dataloader()
+
+
+def test_a_loader_is_kept_only_for_the_objects_it_was_made_of():
+    class Loader:
+        persistent_workers = True
+
+    kept, one, other = KeptLoaders(), [1], [1]
+    first = kept.get("a", (one,), Loader)
+    assert kept.get("a", (one,), Loader) is first
+    assert kept.get("a", (other,), Loader) is not first
+    assert kept.get("b", (one,), Loader) is not first
+
+
+# Seeds and orders
+
+
+def first_labels(trainer):
+    return [batch["labels"].tolist() for batch in trainer.get_train_dataloader()]
+
+
+def test_the_seed_of_the_data_is_its_own(make_trainer):
+    one, other, same = (
+        first_labels(make_trainer(20, **seeds))
+        for seeds in ({"seed": 1, "data_seed": 5}, {"seed": 1, "data_seed": 6}, {"seed": 2, "data_seed": 5})
+    )
+    assert one == same != other
+    assert first_labels(make_trainer(20, seed=5)) == one
+
+
+def test_data_can_be_taken_in_their_own_order(make_trainer):
+    labels = [int(row["labels"]) for row in samples(20)]
+    batches = first_labels(make_trainer(20, train_sampling_strategy="sequential"))
+    assert [label for batch in batches for label in batch] == labels
+
+
+def test_every_set_of_a_dict_is_evaluated_under_its_name(make_trainer):
+    data = {"a": samples(4), "b": samples(8, seed=1)}
+    metrics = make_trainer(eval_dataset=data).evaluate()
+    assert {"eval_a_loss", "eval_b_loss"} <= set(metrics)
+    trainer = make_trainer(eval_dataset=data)
+    assert trainer.evaluate("b", metric_key_prefix="eval_b")["eval_b_loss"] == metrics["eval_b_loss"]

@@ -1,0 +1,594 @@
+"""A preflight of a Trainer: what it reckons, and that it leaves no trace."""
+
+import json
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from small_models import Classifier, CountedSum, samples
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from tr_core import TrainerCallback
+from tr_core.preflight import CODES, Problem, Report, check
+from tr_core.preflight.disk_space import at_once
+from tr_core.preflight.estimate import memory_problems
+from tr_core.preflight.events import evaluation_count
+from tr_core.preflight.optimizer_state import state_bytes
+from tr_core.preflight.origins import Origins
+from tr_core.preflight.subject import Subject
+
+
+class Normalised(Classifier):
+    """Has buffers, dropout, a counter and a cache that a forward pass changes."""
+
+    def __init__(self):
+        super().__init__(dropout=0.3)
+        self.layers.insert(1, nn.BatchNorm1d(16))
+        self.calls, self.seen = 0, {}
+
+    def forward(self, x, labels=None):
+        self.calls += 1
+        self.seen[len(x)] = self.calls
+        return super().forward(x, labels)
+
+
+def noisy(rows):
+    """A collator that draws from every generator and changes the samples it is given."""
+    for row in rows:
+        row["x"] = row["x"] + 0.01 * torch.randn(8) + random.random() + np.random.rand()
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ("x", "labels")}
+
+
+def codes(report, severity=None):
+    return [problem.code for problem in report.problems if severity in (None, problem.severity)]
+
+
+def generator_states():
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), (name, keys.tolist(), rest), torch.get_rng_state().tolist()
+
+
+def test_training_after_a_preflight_gives_the_same_bits_as_without(make_trainer):
+    def run(with_check):
+        torch.manual_seed(3)
+        trainer = make_trainer(
+            model=Normalised(),
+            train_dataset=samples(20),
+            eval_dataset=samples(6),
+            data_collator=noisy,
+            eval_strategy="epoch",
+            num_train_epochs=2,
+            gradient_accumulation_steps=2,
+            compute_metrics=lambda p: {"noise": float(np.random.rand())},
+        )
+        report = check(trainer) if with_check else None
+        trainer.train()
+        logs = [
+            {k: v for k, v in entry.items() if "second" not in k and "runtime" not in k}
+            for entry in trainer.state.log_history
+        ]
+        return trainer.model.state_dict(), logs, trainer.model.calls, report
+
+    weights, logs, calls, _ = run(False)
+    checked_weights, checked_logs, checked_calls, report = run(True)
+    assert report.figures["forward_backward_s"] > 0
+    assert "eval_noise" in report.figures["metrics"]
+    assert checked_logs == logs
+    assert checked_calls == calls
+    assert all(torch.equal(weights[name], checked_weights[name]) for name in weights)
+
+
+def test_a_preflight_puts_back_generators_modes_buffers_gradients_attributes_and_state(make_trainer):
+    model = Normalised()
+    trainer = make_trainer(model=model, data_collator=noisy, eval_dataset=samples(6))
+    trainer.prepare()
+    model.layers[2].eval()
+    model.layers[0].weight.grad = torch.ones_like(model.layers[0].weight)
+    np.random.randn()  # leaves the second of two numbers for the next time
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes, attributes = [module.training for module in model.modules()], dict(vars(trainer))
+    state, args, generators = trainer.state.state_dict(), dict(vars(trainer.args)), generator_states()
+    check(trainer)
+    assert generator_states() == generators
+    assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert (model.calls, model.seen) == (0, {})
+    assert torch.equal(model.layers[0].weight.grad, torch.ones(16, 8))
+    assert all(parameter.grad is None for parameter in list(model.parameters())[1:])
+    assert vars(trainer) == attributes
+    assert trainer.state.state_dict() == state
+    assert vars(trainer.args) == args
+    assert trainer.optimizer is None
+
+
+def test_weights_that_a_given_optimizer_changes_during_backward_are_put_back(make_trainer, model):
+    class InBackward(torch.optim.SGD):
+        fused_in_backward = True
+
+        def __init__(self, params):
+            super().__init__(params, lr=0.5)
+            self.updates = 0
+            for parameter in self.param_groups[0]["params"]:
+                parameter.register_post_accumulate_grad_hook(self.apply)
+
+        def apply(self, parameter):
+            self.updates += 1
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.5)
+
+    optimizer = InBackward(model.parameters())
+    trainer = make_trainer(optimizers=(optimizer, None))
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    check(trainer)
+    assert optimizer.updates > 0
+    assert all(torch.equal(a, b) for a, b in zip(kept, model.parameters(), strict=True))
+    assert all(len(parameter._post_accumulate_grad_hooks) == 1 for parameter in model.parameters())
+
+
+def test_hooks_that_building_the_optimizer_puts_on_parameters_are_taken_off(make_trainer, model):
+    class Hooking(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    trainer = make_trainer(optimizer_cls_and_kwargs=(Hooking, {"lr": 0.1}))
+    assert "T304" not in codes(check(trainer))
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_no_callback_is_called_and_nothing_is_written(make_trainer, tmp_path):
+    class Listener(TrainerCallback):
+        events = []
+
+        def __getattribute__(self, name):
+            if name.startswith("on_"):
+                Listener.events.append(name)
+            return super().__getattribute__(name)
+
+    trainer = make_trainer(callbacks=[Listener()], eval_dataset=samples(6))
+    Listener.events.clear()
+    before = sorted(tmp_path.rglob("*"))
+    check(trainer)
+    assert Listener.events == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_figures_are_those_of_the_run(make_trainer):
+    trainer = make_trainer(number=22, gradient_accumulation_steps=2, num_train_epochs=3)
+    figures = check(trainer).figures
+    output = trainer.train()
+    assert figures["steps"] == output.global_step == 9
+    assert (figures["samples"], figures["samples_per_step"], figures["epochs"]) == (22, 8, 3)
+    parameters = list(trainer.model.parameters())
+    assert figures["parameters"] == sum(p.numel() for p in parameters) == 195
+    assert figures["parameter_bytes"] == figures["gradient_bytes"] == 4 * 195
+    held = sum(t.numel() * t.element_size() for state in trainer.optimizer.state.values() for t in state.values())
+    assert figures["optimizer_bytes"] == held
+    assert figures["estimated_s"] == pytest.approx(figures["forward_backward_s"] / 2 * 8 * 9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_the_size_of_an_optimizers_state_is_known_before_its_first_step(kind, options, model):
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = state_bytes(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    model(samples(2)[0]["x"][None], torch.tensor([0]))["loss"].backward()
+    optimizer.step()
+    assert expected == state_bytes(optimizer)
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    assert expected == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_an_optimizer_that_looks_at_numbers_has_an_assumed_size_and_says_so(make_trainer):
+    class Curious(torch.optim.SGD):
+        def step(self, closure=None):
+            return [float(p.grad.sum()) for p in self.param_groups[0]["params"]]
+
+    report = check(make_trainer(optimizer_cls_and_kwargs=(Curious, {"lr": 0.1})))
+    assert report.figures["optimizer_bytes"] == 8 * 195
+    assert "assumed: two float32 numbers a trainable parameter" in " ".join(str(report).split())
+
+
+def test_a_mean_loss_passes_the_self_test_with_dropout_and_batch_norm(make_trainer):
+    report = check(make_trainer(model=Normalised(), gradient_accumulation_steps=2))
+    assert codes(report, "error") == codes(report, "warning") == []
+    assert "T512" not in codes(report)
+
+
+def test_a_loss_that_divides_by_the_count_passes_the_self_test(make_trainer):
+    assert not {"T509", "T510", "T511", "T512"} & set(codes(check(make_trainer(model=CountedSum()))))
+
+
+def test_a_loss_that_draws_random_numbers_is_not_compared(make_trainer):
+    class Diffusing(Classifier):
+        def forward(self, x, labels=None):
+            return super().forward(x + torch.randn_like(x), labels)
+
+    report = check(make_trainer(model=Diffusing(), gradient_accumulation_steps=2))
+    assert [p.message for p in report.problems if p.code == "T512"] == [
+        "the loss depends on random numbers: dividing it into micro-batches was not compared"
+    ]
+
+
+class Contrastive(Classifier):
+    """Compares the samples of a batch: dividing it makes another loss."""
+
+    def forward(self, x, labels=None):
+        z = self.layers(x)
+        return {
+            "loss": nn.functional.cross_entropy(z @ z.T, torch.arange(len(x))) + 0.01 * z.square().mean(),
+            "logits": z,
+        }
+
+
+def test_a_loss_that_compares_samples_is_an_error_only_where_micro_batches_are_accumulated(make_trainer):
+    assert "T511" in codes(check(make_trainer(model=Contrastive())), "info")
+    [problem] = [
+        p for p in check(make_trainer(model=Contrastive(), gradient_accumulation_steps=2)).problems if p.code == "T510"
+    ]
+    assert "for 1 micro-batch of 2 samples" in problem.message
+
+
+@pytest.mark.parametrize("factor", [1.001, 0.999])
+def test_a_difference_of_a_thousandth_is_found(make_trainer, factor):
+    class Leaning(Classifier):
+        def forward(self, x, labels=None):
+            outputs = super().forward(x, labels)
+            return {**outputs, "loss": outputs["loss"] * (factor if len(x) == 1 else 1.0)}
+
+    assert "T510" in codes(check(make_trainer(model=Leaning(), gradient_accumulation_steps=2)))
+
+
+def test_a_loss_given_as_a_dict_and_metrics_logged_in_it_are_no_problem(make_trainer):
+    from tr_core import Trainer
+
+    class Parts(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            self.log_metric("progress", self.state.global_step / self.state.max_steps)
+            loss = {"loss": loss, "ce": loss.detach()}
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = make_trainer(trainer_class=Parts)
+    assert codes(check(trainer), "error") == []
+    trainer.train()
+
+
+class ReadOnce(IterableDataset):
+    def __init__(self, number):
+        self.rows = iter(samples(number))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.rows)
+
+
+def test_data_that_can_be_read_only_once_is_left_alone_unless_the_process_ends(make_trainer):
+    trainer = make_trainer(train_dataset=ReadOnce(8), max_steps=2)
+    assert "T406" in codes(check(trainer), "info")
+    assert trainer.train().global_step == 2
+    trainer = make_trainer(train_dataset=ReadOnce(8), max_steps=2)
+    report = check(trainer, ends_here=True)
+    assert "T406" not in codes(report)
+    assert "loss" in report.figures
+
+
+def test_a_stream_that_has_a_state_is_put_back_where_it_was(make_trainer):
+    class Stream(IterableDataset):
+        position = 0
+
+        def __iter__(self):
+            for row in samples(20)[self.position :]:
+                self.position += 1
+                yield row
+
+        def state_dict(self):
+            return {"position": self.position}
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+
+    stream = Stream()
+    report = check(make_trainer(train_dataset=stream, max_steps=2))
+    assert "loss" in report.figures
+    assert stream.position == 0
+
+
+class Augmented:
+    """Draws from generators of its own, one of them in a transform, and counts what was read."""
+
+    def __init__(self):
+        self.numpy, self.torch = np.random.default_rng(1), torch.Generator().manual_seed(1)
+        self.transforms = [SimpleNamespace(python=random.Random(1))]
+        self.reads = 0
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        self.reads += 1
+        noise = self.numpy.normal() + torch.randn((), generator=self.torch).item() + self.transforms[0].python.random()
+        return {**samples(12)[index], "x": samples(12)[index]["x"] + noise}
+
+
+def test_generators_that_a_data_set_holds_itself_are_put_back(make_trainer):
+    untouched, data = Augmented(), Augmented()
+    check(make_trainer(train_dataset=data))
+    assert data.reads == 0
+    assert torch.equal(data[0]["x"], untouched[0]["x"])
+
+
+def test_a_loader_of_the_users_own_gives_the_two_samples(make_trainer):
+    from tr_core import Trainer
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            rows = samples(12)
+            return [noisy(rows[i : i + 4]) for i in (0, 4, 8)]
+
+    report = check(make_trainer(trainer_class=Own, train_dataset=None))
+    assert codes(report, "error") == []
+    assert report.figures["trial_samples"] == 2
+    assert report.figures["steps"] == 3
+
+
+def test_metrics_of_several_evaluation_sets_are_listed_and_watched(make_trainer):
+    sets = {"easy": samples(6), "hard": samples(6)}
+    options = {"eval_dataset": sets, "eval_strategy": "epoch", "compute_metrics": lambda p: {"f1": 0.5}}
+    report = check(make_trainer(**options, metric_for_best_model="easy_f1"))
+    assert report.figures["metrics"] == ["eval_easy_f1", "eval_easy_loss", "eval_hard_f1", "eval_hard_loss"]
+    assert codes(report, "error") == []
+    [problem] = [p for p in check(make_trainer(**options, metric_for_best_model="f1")).problems if p.code == "T601"]
+    assert "needs 'eval_f1'" in problem.message
+    assert codes(check(make_trainer(**options, metric_for_best_model="hard_runtime")), "error") == []
+
+
+def test_a_metric_that_needs_more_than_two_samples_is_tried_on_more(make_trainer):
+    def needs_ten(prediction):
+        if len(prediction.label_ids) < 10:
+            raise ValueError("too few")
+        return {"spread": 1.0}
+
+    report = check(make_trainer(eval_dataset=samples(6), compute_metrics=needs_ten))
+    assert report.figures["metrics"] == ["eval_loss", "eval_spread"]
+    assert codes(report, "error") == []
+
+
+def test_a_streaming_metric_that_fails_is_named(make_trainer):
+    class Broken:
+        def update(self, preds, target):
+            raise KeyError("threshold")
+
+        def compute(self):
+            return 0.0
+
+        def reset(self):
+            pass
+
+    [problem] = [
+        p for p in check(make_trainer(eval_dataset=samples(6), compute_metrics=Broken())).problems if p.code == "T602"
+    ]
+    assert problem.message == "Broken fails on 64 evaluation samples: KeyError: 'threshold'"
+
+
+def test_arguments_changed_after_they_were_built_are_checked_again(make_trainer):
+    trainer = make_trainer()
+    trainer.args.bf16, trainer.args.fp16 = True, True
+    assert "T003" in codes(check(trainer))
+
+
+def test_a_model_that_its_strategy_cannot_prepare_is_reported(make_trainer):
+    trainer = make_trainer()
+
+    def refuse(model):
+        raise ValueError("no room")
+
+    trainer.strategy.prepare = refuse
+    [problem] = check(trainer).problems
+    assert (problem.code, problem.message) == ("T303", "the strategy cannot prepare the model: ValueError: no room")
+
+
+def test_a_check_that_fails_itself_is_reported_and_the_others_are_made(make_trainer, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: 1 / 0)
+    report = check(make_trainer())
+    [problem] = [p for p in report.problems if p.code == "T012"]
+    assert problem.message == "check disk space: ZeroDivisionError: division by zero; the other checks were made"
+    assert "estimated_s" in report.figures
+
+
+def test_what_takes_time_is_told_before_it_begins(make_trainer):
+    told = []
+    check(make_trainer(eval_dataset=samples(6)), progress=told.append)
+    assert told == [
+        "preparing the model",
+        "loading two samples",
+        "one forward and backward of two samples",
+        "testing what the loss is divided by",
+        "evaluating two samples (eval)",
+    ]
+
+
+def retention(**options):
+    defaults = {
+        "save_strategy": "steps",
+        "save_steps": 10,
+        "save_total_limit": None,
+        "metric_for_best_model": None,
+        "load_best_model_at_end": False,
+        "eval_strategy": "no",
+        "eval_steps": 10,
+        "eval_delay": 0,
+    }
+    steps = options.pop("steps", 100)
+    epochs = options.pop("epochs", 4)
+    return Subject(SimpleNamespace(**{**defaults, **options}), steps=steps, epochs=epochs)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 10),
+        ({"save_steps": 30}, 4),
+        ({"save_steps": 0.25}, 4),
+        ({"save_steps": 1000}, 1),
+        ({"save_strategy": "epoch"}, 4),
+        ({"save_strategy": "10min"}, None),
+        ({"steps": None}, None),
+        ({"save_total_limit": 2}, 3),
+        ({"save_total_limit": 2, "steps": None}, 3),
+        ({"save_total_limit": 2, "save_strategy": "10min"}, 3),
+        ({"save_total_limit": 20}, 10),
+        ({"save_total_limit": 1}, 2),
+        ({"save_total_limit": 1, "eval_strategy": "steps", "metric_for_best_model": "loss"}, 3),
+        ({"save_total_limit": 2, "eval_strategy": "steps", "metric_for_best_model": "loss"}, 3),
+        ({"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 20, "metric_for_best_model": "loss"}, 5),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_best_model": "loss"}, 10),
+        (
+            {
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+                "eval_steps": 15,
+                "metric_for_best_model": "loss",
+            },
+            17,
+        ),
+    ],
+)
+def test_the_checkpoints_on_the_disk_at_once_are_those_kept_the_best_and_the_one_being_written(options, expected):
+    assert at_once(retention(**options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"eval_strategy": "steps"}, 10),
+        ({"eval_strategy": "steps", "eval_steps": 30}, 4),
+        ({"eval_strategy": "steps", "eval_steps": 30, "eval_delay": 50}, 3),
+        ({"eval_strategy": "steps", "eval_delay": 101}, 0),
+        ({"eval_strategy": "epoch", "eval_delay": 2}, 3),
+        ({"eval_strategy": "10min"}, None),
+        ({}, 0),
+    ],
+)
+def test_evaluations_are_counted_as_the_run_makes_them(options, expected):
+    subject = retention(**options)
+    assert evaluation_count(subject, subject.steps) == expected
+
+
+def test_evaluations_of_a_real_run_are_as_many_as_counted(make_trainer):
+    trainer = make_trainer(number=40, eval_dataset=samples(4), eval_strategy="steps", eval_steps=3, eval_delay=4)
+    trainer.train()
+    made = sum("eval_loss" in entry for entry in trainer.state.log_history)
+    assert made == evaluation_count(Subject(trainer.args), 10) == 3
+
+
+def test_weights_and_states_that_exceed_the_devices_memory_are_an_error():
+    figures = {"parameter_bytes": 4 * 10**9, "gradient_bytes": 4 * 10**9, "optimizer_bytes": 8 * 10**9}
+    assert list(memory_problems(figures, 17 * 10**9)) == []
+    [problem] = memory_problems(figures, 15 * 10**9)
+    assert problem.code == "T306"
+    assert "take 16 GB, the device has 15 GB" in problem.message
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}])
+def test_on_cuda_the_loss_is_tested_and_the_peak_measured_and_training_gives_the_same_bits(make_trainer, precision):
+    def run(with_check):
+        torch.manual_seed(3)
+        trainer = make_trainer(model=Normalised(), use_cpu=False, gradient_accumulation_steps=2, **precision)
+        report = check(trainer) if with_check else None
+        trainer.train()
+        return trainer.model.state_dict(), report
+
+    weights, _ = run(False)
+    checked, report = run(True)
+    assert codes(report, "error") == []
+    assert report.figures["peak_bytes"] > 0
+    assert all(torch.equal(weights[name], checked[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a", "a: 1"), ("a_b", '  "a-b": 2'), ("a_b", "a_b = 3"), ("b", "x(a=1, b=2)")]
+)
+def test_the_line_that_sets_an_option_is_found_in_every_kind_of_file(tmp_path, monkeypatch, name, text):
+    path = tmp_path / "file"
+    path.write_text(f"# {name}: no\nother_{name}: 0\n{name}_other: 0\nif {name} == 1:\n{text}\n")
+    assert Origins(None, path).locate(name, f"file {path}") == f"{path}:5"
+    monkeypatch.chdir(tmp_path)
+    assert Origins(None, path).locate(name, f"file {path}") == "file:5"
+
+
+def test_an_origin_names_the_flag_as_it_was_written():
+    origin = Origins(None, Path("run.yaml"), ["--learning-rate=1", "--no_bf16"])
+    assert origin.locate("learning_rate", "command line") == "command line --learning-rate"
+    assert origin.locate("bf16", "command line") == "command line --no_bf16"
+
+
+def test_a_report_shows_errors_first_and_travels_as_json():
+    problems = [Problem("T203", "three"), Problem("T104", "two", "run.yaml:3"), Problem("T001", "one")]
+    report = Report("run.yaml", problems, {"steps": 1000})
+    assert [problem.code for problem in report.problems] == ["T001", "T104", "T203"]
+    assert Report.from_dict(json.loads(report.to_json())) == report
+    assert str(report).splitlines() == [
+        "preflight of run.yaml",
+        "",
+        "problems",
+        "  T001 error    one",
+        "  T104 warning  two",
+        "                at run.yaml:3",
+        "  T203 info     three",
+        "",
+        "figures",
+        "  steps  1,000",
+        "",
+        "1 error, 1 warning",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "normal", "strict"), [([], 0, 0), (["T203"], 0, 0), (["T104"], 0, 1), (["T104", "T001"], 1, 1)]
+)
+def test_warnings_count_in_the_exit_code_only_if_strict(found, normal, strict):
+    report = Report("x", [Problem(code, "") for code in found])
+    assert (report.exit_code(), report.exit_code(strict=True)) == (normal, strict)
+
+
+def test_the_documented_codes_are_those_there_are():
+    text = (Path(__file__).parent.parent / "docs/check-codes.md").read_text("utf-8")
+    rows = re.findall(r"^\| (T\d{3}) \| (\w+) \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(code, severity, meaning) for code, (severity, meaning) in CODES.items()]
+
+
+def test_every_code_is_used_and_every_used_code_is_listed():
+    folder = Path(sys.modules[Report.__module__].__file__).parent
+    used = {
+        code
+        for path in folder.glob("*.py")
+        if path.name != "codes.py"
+        for code in re.findall(r'"(T\d{3})"', path.read_text("utf-8"))
+    }
+    assert used == set(CODES)

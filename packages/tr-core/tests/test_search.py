@@ -1,0 +1,722 @@
+"""A search makes one run a trial, keeps what it found, and goes on where it stopped."""
+
+import json
+import sys
+
+import pytest
+import torch
+from small_models import Classifier, samples
+
+from tr_core import Trainer, TrainerCallback
+from tr_core.search import BestRun, TrialPrunedError, default_compute_objective, default_hp_space
+from tr_core.search.agreement import agree
+from tr_core.search.arguments import _FIXED
+from tr_core.search.best_run import choose_best
+from tr_core.search.grid_search import GridSampler
+from tr_core.search.journal import TrialRecord
+from tr_core.search.trial import FixedTrial, RandomTrial
+
+
+def space(trial):
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True),
+        "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 3),
+    }
+
+
+@pytest.fixture
+def make_search(make_trainer):
+    """Build a Trainer that can search; `search` is `hyperparameter_search` with a small space."""
+
+    def build(**changes):
+        options = {"model_init": Classifier, "eval_dataset": samples(8, 1), "eval_strategy": "epoch"}
+        return make_trainer(**{**options, **changes})
+
+    return build
+
+
+def lines(trainer):
+    path = trainer.args.output_dir + "/trials.jsonl"
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+class Recorder(TrainerCallback):
+    """Notes what every run begins with."""
+
+    def __init__(self):
+        self.runs = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        weights = kwargs["model"].layers[0].weight.detach().clone()
+        self.runs.append({"args": args.to_dict(), "weights": weights, "state": state.state_dict()})
+
+
+def test_every_trial_is_a_run_with_its_arguments_and_the_best_is_found(make_search):
+    recorder = Recorder()
+    trainer = make_search(callbacks=[recorder])
+    best = trainer.hyperparameter_search(space, n_trials=5)
+    assert isinstance(best, BestRun)
+    assert [run["args"]["learning_rate"] for run in recorder.runs] == [
+        trial["arguments"]["learning_rate"] for trial in best.run_summary
+    ]
+    values = [trial["values"][0] for trial in best.run_summary]
+    assert best.objective == min(values)
+    assert best.run_id == str(values.index(min(values)))
+    assert best.hyperparameters == best.run_summary[int(best.run_id)]["arguments"]
+    assert len({run["args"]["learning_rate"] for run in recorder.runs}) == 5
+
+
+def test_the_greatest_objective_is_the_best_where_that_is_asked_for(make_search):
+    best = make_search().hyperparameter_search(space, n_trials=4, direction="maximize")
+    assert best.objective == max(trial["values"][0] for trial in best.run_summary)
+
+
+def test_the_arguments_are_as_before_afterwards_also_after_an_exception(make_search):
+    trainer = make_search()
+    before = (trainer.args, trainer.args.to_dict(), trainer.args.origin("learning_rate"))
+    trainer.hyperparameter_search(space, n_trials=2)
+    assert (trainer.args, trainer.args.to_dict(), trainer.args.origin("learning_rate")) == before
+
+    def fails(metrics):
+        trainer.args.weight_decay = 0.7  # whoever changed it
+        raise RuntimeError("no")
+
+    trainer.args.output_dir += "-2"
+    with pytest.raises(RuntimeError, match="no"):
+        trainer.hyperparameter_search(space, fails, n_trials=2)
+    assert trainer.args.weight_decay == 0.0
+    assert trainer.trial is None
+    assert trainer.search is None
+
+
+def test_the_best_hyperparameters_can_be_set_and_trained(make_search):
+    trainer = make_search()
+    best = trainer.hyperparameter_search(space, n_trials=3)
+    for name, value in best.hyperparameters.items():
+        setattr(trainer.args, name, value)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == best.objective
+
+
+def test_each_trial_has_a_new_model_of_its_own_seed(make_search):
+    recorder = Recorder()
+    trainer = make_search(callbacks=[recorder])
+    trainer.hyperparameter_search(lambda trial: {"seed": [1, 2, 1][trial.number]}, n_trials=3)
+    first, second, third = (run["weights"] for run in recorder.runs)
+    assert torch.equal(first, third)
+    assert not torch.equal(first, second)
+
+
+def test_each_trial_writes_to_a_folder_of_its_own(make_search, tmp_path):
+    recorder = Recorder()
+    trainer = make_search(callbacks=[recorder])
+    trainer.hyperparameter_search(space, n_trials=2)
+    folders = [tmp_path / "out" / f"run-{number}" for number in (0, 1)]
+    assert [run["args"]["output_dir"] for run in recorder.runs] == [str(folder) for folder in folders]
+    assert all((folder / "metrics.jsonl").exists() for folder in folders)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_the_state_says_which_trial_it_is(make_search):
+    recorder = Recorder()
+    trainer = make_search(callbacks=[recorder])
+    trainer.hyperparameter_search(space, n_trials=2, hp_name=lambda trial: f"mine-{trial.number}")
+    for number, run in enumerate(recorder.runs):
+        assert run["state"]["is_hyper_param_search"] is True
+        assert run["state"]["trial_name"] == f"mine-{number}"
+        assert run["state"]["trial_params"]["learning_rate"] == run["args"]["learning_rate"]
+    trainer.train()
+    assert (trainer.state.is_hyper_param_search, trainer.state.trial_params) == (False, None)
+
+
+def test_values_become_what_the_argument_is(make_search):
+    recorder = Recorder()
+    trainer = make_search(callbacks=[recorder])
+    given = {
+        "logging_first_step": "False",
+        "learning_rate": "1e-3",
+        "per_device_train_batch_size": 4.0,
+        "max_steps": "2",
+    }
+    best = trainer.hyperparameter_search(lambda trial: given, n_trials=1)
+    assert best.hyperparameters == {
+        "logging_first_step": False,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+    }
+    assert recorder.runs[0]["args"]["logging_first_step"] is False
+    assert type(best.hyperparameters["per_device_train_batch_size"]) is int
+
+
+BAD_SPACES = [
+    ({"lerning_rate": 1.0}, "hp_space: unknown argument lerning_rate; did you mean learning_rate?"),
+    ({"learning_rate": "fast"}, "hp_space: learning_rate = 'fast' .*: needs a number"),
+    ({"bf16": True, "lr": 1}, "hp_space: unknown argument lr; bf16 is fixed when the Trainer is built"),
+    ({"output_dir": "x"}, "output_dir is fixed when the Trainer is built and cannot be searched"),
+    (None, "hp_space returned None; it must return a dict of training arguments"),
+    ({"max_steps": 0}, "hp_space: max_steps = 0 .*: needs at least 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD_SPACES)
+def test_a_space_that_cannot_be_set_is_refused_before_the_first_run(make_search, given, message):
+    recorder = Recorder()
+    trainer = make_search(callbacks=[recorder])
+    with pytest.raises(ValueError, match=message):
+        trainer.hyperparameter_search(lambda trial: given, n_trials=2)
+    assert recorder.runs == []
+    assert trainer.args.learning_rate == 5e-5
+
+
+def test_arguments_that_contradict_each_other_in_a_trial_are_refused(make_search):
+    with pytest.raises(ValueError, match="dataloader_prefetch_factor .* needs loading processes"):
+        make_search().hyperparameter_search(lambda trial: {"dataloader_prefetch_factor": 2}, n_trials=1)
+
+
+def test_what_the_default_callbacks_are_built_from_cannot_be_searched(make_args):
+    """A callback is built once, with the Trainer: a trial's value would not reach it."""
+
+    class Watching:
+        def __init__(self, args):
+            self.args, self.read = args, set()
+
+        def __getattr__(self, name):
+            self.read.add(name)
+            return getattr(self.args, name)
+
+    from tr_core.default_callbacks import default_callbacks
+    from tr_core.single_device import SingleDevice
+    from tr_core.strategies import choose_strategy
+
+    args = Watching(make_args())
+    default_callbacks(args, SingleDevice("cpu"))
+    choose_strategy(args)
+    acts_later = {"logging_strategy", "eval_strategy", "save_strategy", "parameter_rules"}
+    assert {name for name in args.read - acts_later if not name.startswith(_FIXED)} == set()
+
+
+# What a search needs
+
+
+def test_a_search_needs_a_model_init(make_trainer):
+    with pytest.raises(ValueError, match="needs a new model for every trial; give the Trainer a model_init"):
+        make_trainer(eval_dataset=samples(4)).hyperparameter_search(space)
+
+
+def needs_two(first, second):
+    return Classifier()
+
+
+@pytest.mark.parametrize(
+    ("model_init", "message"),
+    [
+        (needs_two, "model_init needs the arguments first, second; it may need none, or one, which is the trial"),
+        (lambda *, size: Classifier(), "model_init needs the arguments size"),
+        (lambda trial: None, "model_init returned None; it must return a torch.nn.Module"),
+    ],
+)
+def test_a_model_init_that_cannot_be_called_is_refused_at_construction(make_search, model_init, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_search(model_init=model_init)
+
+
+def test_a_model_init_with_an_argument_is_given_the_trial(make_search):
+    given = []
+
+    def model_init(trial):
+        given.append(None if trial is None else trial.number)
+        return Classifier(0.0 if trial is None else trial.suggest_float("dropout", 0.1, 0.5))
+
+    best = make_search(model_init=model_init).hyperparameter_search(space, n_trials=2)
+    assert given == [None, 0, 1]
+    assert 0.1 <= best.hyperparameters["dropout"] <= 0.5
+    assert [set(trial["params"]) for trial in best.run_summary] == [
+        {"learning_rate", "num_train_epochs", "dropout"}
+    ] * 2
+
+
+def test_a_model_init_with_options_of_its_own_is_called_without_the_trial(make_search):
+    make_search(model_init=Classifier).hyperparameter_search(space, n_trials=1)  # its dropout stays 0.0
+
+
+def test_a_trial_can_be_given_to_train(make_search):
+    given = []
+
+    def model_init(trial=None):
+        given.append(trial)
+        return Classifier()
+
+    trainer = make_search(model_init=model_init)
+    trainer.train()
+    trainer.train(trial={"size": 3})
+    assert given == [None, {"size": 3}]
+    assert trainer.state.trial_params == {"size": 3}
+    assert trainer.state.is_hyper_param_search is True
+    assert trainer.args.learning_rate == 5e-5
+
+
+NEEDS = [
+    ({}, {"direction": "min"}, "direction='min' is not known; give minimize or maximize, or a list of them"),
+    ({}, {"direction": []}, "there must be at least one of each"),
+    ({}, {"n_trials": 0}, "n_trials=0: there must be at least one of each"),
+    ({"eval_dataset": None, "eval_strategy": "no"}, {}, "compares evaluations, but eval_dataset is None"),
+    ({"resume_from_checkpoint": "x"}, {}, "would have every trial go on from one checkpoint"),
+    ({"checkpointer": object()}, {}, "the checkpointer that the Trainer was given has one folder for all trials"),
+    ({}, {"backend": "ray"}, "unknown backend 'ray'; it is one of random, grid, optuna"),
+    ({}, {"backend": "randon"}, "unknown backend 'randon'; .*; did you mean random"),
+    ({}, {"sampler": 1}, "backend='random' does not take sampler.*; it takes seed; set backend='optuna' for"),
+    ({}, {"n_trails": 3}, "does not take n_trails; did you mean n_trials"),
+    ({}, {"backend": "grid", "seed": 3}, "backend='grid' does not take seed.*; it takes points"),
+    ({}, {"backend": "grid", "points": 0}, "points=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("parts", "options", "message"), NEEDS)
+def test_what_is_missing_or_in_the_way_is_said_first(make_search, parts, options, message):
+    recorder = Recorder()
+    trainer = make_search(callbacks=[recorder], **parts)
+    with pytest.raises(ValueError, match=message):
+        trainer.hyperparameter_search(space, **options)
+    assert recorder.runs == []
+
+
+def test_runs_of_a_search_are_not_pushed(make_search):
+    trainer = make_search()
+    trainer.args.push_to_hub = True
+    with pytest.raises(ValueError, match="push_to_hub=True would push every trial to one repository"):
+        trainer.hyperparameter_search(space)
+
+
+def test_optuna_is_named_where_it_is_missing(make_search, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(
+        ImportError, match=r"needs optuna; pip install 'tr-core\[optuna\]', or search with backend='ran"
+    ):
+        make_search().hyperparameter_search(space, backend="optuna")
+
+
+# Objectives
+
+
+def test_the_default_objective_is_the_loss_or_the_sum_of_the_other_metrics():
+    times = {"eval_runtime": 5.0, "eval_samples_per_second": 7.0, "eval_steps_per_second": 9.0, "epoch": 3.0}
+    assert default_compute_objective({"eval_loss": 0.5, **times}) == 0.5
+    assert default_compute_objective({"eval_loss": 0.5, "eval_perplexity": 1.6, **times}) == 0.5
+    assert default_compute_objective({"eval_loss": 0.5, "eval_f1": 0.25, "eval_accuracy": 0.5, **times}) == 0.75
+
+
+def test_the_default_space_is_that_of_the_reference():
+    trial = RandomTrial(0, 1)
+    given = default_hp_space(trial)
+    assert 1e-6 <= given["learning_rate"] <= 1e-4
+    assert given["num_train_epochs"] in range(1, 6)
+    assert given["seed"] in range(1, 41)
+    assert given["per_device_train_batch_size"] in (4, 8, 16, 32, 64)
+
+
+def test_the_objective_is_that_of_the_last_evaluation_in_training(make_search):
+    seen = []
+
+    def objective(metrics):
+        seen.append(metrics["eval_loss"])
+        return metrics["eval_loss"]
+
+    best = make_search(num_train_epochs=3).hyperparameter_search(lambda trial: {}, objective, n_trials=1)
+    assert len(seen) == 3
+    assert best.objective == seen[-1]
+    assert list(best.run_summary[0]["reports"].values()) == seen
+
+
+def test_without_evaluations_in_training_one_is_made_at_its_end(make_search):
+    trainer = make_search(eval_strategy="no")
+    best = trainer.hyperparameter_search(lambda trial: {}, n_trials=1)
+    assert best.objective == trainer.evaluate()["eval_loss"]
+
+
+def test_several_objectives_give_all_trials_that_no_other_beats(make_search):
+    given = iter([(1, 1), (0, 0), (2, 3), (0, 1), (1, 4)])
+    front = make_search(eval_strategy="no").hyperparameter_search(
+        lambda trial: {}, lambda metrics: next(given), n_trials=5, direction=["minimize", "maximize"]
+    )
+    assert [(run.run_id, run.objective) for run in front] == [("3", [0.0, 1.0]), ("4", [1.0, 4.0])]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0, 2.0], r"returned 2 values, \[1.0, 2.0\], for 1 directions, \['minimize'\]; they must be as many"),
+        ("low", "compute_objective returned 'low'; it must return a number"),
+        (None, "compute_objective returned None; it must return a number"),
+    ],
+)
+def test_an_objective_that_is_no_number_is_refused(make_search, result, message):
+    with pytest.raises(ValueError, match=message):
+        make_search().hyperparameter_search(space, lambda metrics: result, n_trials=1)
+
+
+def test_a_trial_whose_objective_is_nan_fails_and_is_not_the_best(make_search):
+    given = iter([float("nan"), 2.0])
+    best = make_search(eval_strategy="no").hyperparameter_search(lambda t: {}, lambda metrics: next(given), n_trials=2)
+    assert (best.run_id, best.objective) == ("1", 2.0)
+    assert best.run_summary[0]["error"] == "an objective is NaN"
+
+
+def test_the_earliest_of_equal_trials_is_the_best():
+    records = [TrialRecord(number, "complete", values=[value]) for number, value in enumerate([2.0, 1.0, 1.0])]
+    assert choose_best(records, ["minimize"]).run_id == "1"
+    assert choose_best(records, ["maximize"]).run_id == "0"
+
+
+def test_a_search_without_a_complete_trial_says_so(make_search):
+    def objective(metrics):
+        raise ArithmeticError("too hard")
+
+    with pytest.raises(
+        ValueError, match=r"no trial of the search is complete \(2 failed\); .*ArithmeticError: too hard"
+    ):
+        make_search().hyperparameter_search(space, objective, n_trials=2, catch=ArithmeticError)
+
+
+def test_a_trial_that_fails_with_what_is_caught_does_not_end_the_search(make_search):
+    given = iter([1.0, None, 3.0])
+
+    def objective(metrics):
+        if (value := next(given)) is None:
+            raise ArithmeticError("too hard")
+        return value
+
+    best = make_search(eval_strategy="no").hyperparameter_search(
+        lambda t: {}, objective, n_trials=3, catch=(ArithmeticError,)
+    )
+    assert [trial["state"] for trial in best.run_summary] == ["complete", "failed", "complete"]
+
+
+def test_a_callback_may_prune_a_trial(make_search):
+    class Pruning(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.trial_name == "1":
+                raise TrialPrunedError
+
+    best = make_search(callbacks=[Pruning()]).hyperparameter_search(space, n_trials=2, hp_name=lambda t: str(t.number))
+    assert [trial["state"] for trial in best.run_summary] == ["complete", "pruned"]
+
+
+def test_no_trial_begins_after_the_time_is_up(make_search, monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("tr_core.search.search.time.monotonic", lambda: next(clock))
+    best = make_search().hyperparameter_search(space, n_trials=9, timeout=25)
+    assert len(best.run_summary) == 2
+
+
+# Where trials come from
+
+
+def test_a_random_search_is_a_function_of_its_seed(make_search, tmp_path):
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        trainer = make_search(output_dir=str(tmp_path / str(number)))
+        best = trainer.hyperparameter_search(space, n_trials=3, seed=seed)
+        found.append([trial["params"] for trial in best.run_summary])
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_random_values_lie_in_their_ranges_and_reach_every_part():
+    def drawn(suggest):
+        return [suggest(RandomTrial(number, 0)) for number in range(400)]
+
+    logs = drawn(lambda t: t.suggest_float("x", 1e-6, 1e-2, log=True))
+    assert all(1e-6 <= value <= 1e-2 for value in logs)
+    assert 0.4 < sum(value < 1e-4 for value in logs) / 400 < 0.6
+    assert set(drawn(lambda t: t.suggest_int("x", 1, 4))) == {1, 2, 3, 4}
+    assert set(drawn(lambda t: t.suggest_int("x", 2, 9, step=3))) == {2, 5, 8}
+    assert set(drawn(lambda t: t.suggest_int("x", 1, 3, log=True))) == {1, 2, 3}
+    assert set(drawn(lambda t: round(t.suggest_float("x", 0.0, 0.3, step=0.1), 9))) == {0.0, 0.1, 0.2, 0.3}
+    assert set(drawn(lambda t: t.suggest_categorical("x", ["a", None, 3]))) == {"a", None, 3}
+    floats = drawn(lambda t: t.suggest_float("x", -1, 1))
+    assert all(-1 <= value <= 1 for value in floats)
+    assert len(set(floats)) == 400
+
+
+def test_a_value_depends_on_its_name_and_not_on_what_was_asked_before():
+    one, other = RandomTrial(3, 0), RandomTrial(3, 0)
+    one.suggest_float("a", 0, 1)
+    assert one.suggest_float("b", 0, 1) == other.suggest_float("b", 0, 1)
+    assert one.suggest_float("b", 0, 1) == one.params["b"]
+    assert one.params["a"] != one.params["b"]
+
+
+BAD_RANGES = [
+    (lambda t: t.suggest_float("x", 2, 1), "'x' is to lie between 2 and 1; the first must not be greater"),
+    (lambda t: t.suggest_float("x", 0, 1, log=True), "'x' from 0 has no logarithm; begin above 0"),
+    (lambda t: t.suggest_float("x", 1, 2, step=0.1, log=True), "'x' has both log=True and step=0.1; leave one out"),
+    (lambda t: t.suggest_float("x", 1, 2, step=-1), "'x' has step=-1; it must be above 0"),
+    (lambda t: t.suggest_int("x", 1, 2.5), r"suggest_int\('x', 1, 2.5, step=1\) needs whole numbers"),
+    (lambda t: t.suggest_categorical("x", []), r"suggest_categorical\('x', \[\]\) has nothing to choose from"),
+    (lambda t: [t.suggest_int("x", 1, 2), t.suggest_int("x", 1, 3)], "'x' is asked for twice"),
+]
+
+
+@pytest.mark.parametrize(("suggest", "message"), BAD_RANGES)
+def test_a_range_that_is_none_is_refused(suggest, message):
+    with pytest.raises(ValueError, match=message):
+        suggest(RandomTrial(0, 0))
+
+
+def test_a_grid_search_makes_every_point_once(make_search):
+    def grid(trial):
+        return {
+            "learning_rate": trial.suggest_categorical("learning_rate", [1e-3, 1e-2]),
+            "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 3),
+        }
+
+    best = make_search().hyperparameter_search(grid, backend="grid")
+    points = [(t["params"]["learning_rate"], t["params"]["num_train_epochs"]) for t in best.run_summary]
+    assert points == [(rate, epochs) for rate in (1e-3, 1e-2) for epochs in (1, 2, 3)]
+
+
+def test_a_grid_follows_a_space_that_depends_on_its_own_values():
+    def conditional(trial):
+        name = trial.suggest_categorical("optim", ["sgd", "adamw_torch"])
+        return {"optim": name} | ({"weight_decay": trial.suggest_float("w", 0, 1, step=0.5)} if name == "sgd" else {})
+
+    sampler = GridSampler(conditional, 20, None)
+    found = [conditional(trial) for trial in iter(sampler.ask, None)]
+    assert found == [{"optim": "sgd", "weight_decay": w} for w in (0, 0.5, 1)] + [{"optim": "adamw_torch"}]
+
+
+def test_a_range_without_steps_needs_points_for_a_grid():
+    def logarithmic(trial):
+        return {"learning_rate": trial.suggest_float("x", 1e-4, 1e-2, log=True)}
+
+    with pytest.raises(ValueError, match="'x' has no steps to make a grid of; give step=, choices, points="):
+        GridSampler(logarithmic, 20, None)
+    sampler = GridSampler(logarithmic, 20, 3)
+    values = [logarithmic(trial)["learning_rate"] for trial in iter(sampler.ask, None)]
+    assert values == pytest.approx([1e-4, 1e-3, 1e-2])
+    even = GridSampler(lambda t: {"x": t.suggest_float("x", 0, 1)}, 20, 3)
+    assert [trial.suggest_float("x", 0, 1) for trial in iter(even.ask, None)] == [0, 0.5, 1]
+    whole = GridSampler(lambda t: {"x": t.suggest_int("x", 1, 100, log=True)}, 20, 3)
+    assert [trial.suggest_int("x", 1, 100, log=True) for trial in iter(whole.ask, None)] == [1, 10, 100]
+
+
+def test_a_grid_with_more_points_than_trials_is_refused(make_search):
+    with pytest.raises(ValueError, match="the grid has more than n_trials=2 points; raise n_trials"):
+        make_search().hyperparameter_search(
+            lambda trial: {"seed": trial.suggest_int("seed", 1, 3)}, n_trials=2, backend="grid"
+        )
+
+
+def test_a_grid_knows_all_its_values_before_the_model_is_made(make_search):
+    def model_init(trial):
+        return Classifier(0.0 if trial is None else trial.suggest_categorical("dropout", [0.0, 0.1]))
+
+    trainer = make_search(model_init=model_init)
+    with pytest.raises(ValueError, match="'dropout' is asked for after hp_space, which for a grid is too late"):
+        trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}, backend="grid")
+
+
+# Going on
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C."""
+
+
+def interrupting(at):
+    calls = []
+
+    def objective(metrics):
+        calls.append(1)
+        if len(calls) == at:
+            raise Interrupted
+        return metrics["eval_loss"]
+
+    return objective
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_an_interrupted_search_goes_on_and_finds_what_it_would_have_found(make_search, tmp_path, at):
+    alone = make_search(output_dir=str(tmp_path / "alone")).hyperparameter_search(space, n_trials=4)
+    with pytest.raises(Interrupted):
+        make_search(output_dir=str(tmp_path / "cut")).hyperparameter_search(space, interrupting(at), n_trials=4)
+    recorder = Recorder()
+    trainer = make_search(output_dir=str(tmp_path / "cut"), callbacks=[recorder])
+    begun = {line["trial"] for line in lines(trainer) if line.get("state") == "complete"}
+    best = trainer.hyperparameter_search(space, n_trials=4, resume=True)
+    assert best == alone
+    assert len(recorder.runs) == 4 - len(begun)
+
+
+def test_a_finished_search_gives_its_result_again_without_a_run(make_search):
+    first = make_search().hyperparameter_search(space, n_trials=2)
+    recorder = Recorder()
+    again = make_search(callbacks=[recorder]).hyperparameter_search(space, n_trials=2, resume=True)
+    assert again == first
+    assert recorder.runs == []
+
+
+def test_a_finished_search_can_be_made_longer(make_search):
+    make_search().hyperparameter_search(space, n_trials=2)
+    recorder = Recorder()
+    best = make_search(callbacks=[recorder]).hyperparameter_search(space, n_trials=3, resume=True)
+    assert len(best.run_summary) == 3
+    assert len(recorder.runs) == 1
+
+
+def test_resuming_where_nothing_was_begun_begins(make_search):
+    assert len(make_search().hyperparameter_search(space, n_trials=2, resume=True).run_summary) == 2
+
+
+def test_a_search_is_not_written_over(make_search):
+    make_search().hyperparameter_search(space, n_trials=2)
+    with pytest.raises(ValueError, match="trials.jsonl holds a search with 2 finished trials; give resume=True"):
+        make_search().hyperparameter_search(space, n_trials=2)
+
+
+def test_another_search_is_not_gone_on_with(make_search):
+    make_search().hyperparameter_search(space, n_trials=2, seed=1)
+    with pytest.raises(ValueError, match="is of another search: .*'seed': 1.*, not .*'seed': 2"):
+        make_search().hyperparameter_search(space, n_trials=2, seed=2, resume=True)
+    with pytest.raises(ValueError, match="is of another search"):
+        make_search().hyperparameter_search(space, n_trials=2, seed=1, direction="maximize", resume=True)
+
+
+def test_a_space_that_changed_is_not_gone_on_with(make_search):
+    make_search().hyperparameter_search(space, n_trials=2)
+    with pytest.raises(ValueError, match="trial 0 of the earlier search was made with .* hp_space now gives"):
+        make_search().hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.5, 0.6)}, n_trials=2, resume=True
+        )
+
+
+def test_half_a_line_of_a_crash_is_passed_over_and_a_damaged_one_is_named(make_search):
+    trainer = make_search()
+    first = trainer.hyperparameter_search(space, n_trials=2)
+    path = trainer.args.output_dir + "/trials.jsonl"
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + '{"trial": 2, "sta')
+    longer = make_search().hyperparameter_search(space, n_trials=3, resume=True)
+    assert longer.run_summary[:2] == first.run_summary
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text.replace('{"trial": 1, "state": "complete"', "{{"))
+    with pytest.raises(ValueError, match=r"line \d+ of .*trials.jsonl is no entry of a search; restore it"):
+        make_search().hyperparameter_search(space, n_trials=3, resume=True)
+
+
+def test_every_line_is_strict_json(make_search):
+    trainer = make_search(eval_strategy="no")
+    given = iter([float("inf"), float("nan"), 1.0])
+    first = trainer.hyperparameter_search(lambda trial: {}, lambda metrics: next(given), n_trials=3)
+    with open(trainer.args.output_dir + "/trials.jsonl", encoding="utf-8") as file:
+        for line in file:
+            json.loads(line, parse_constant=pytest.fail)
+    again = make_search(eval_strategy="no").hyperparameter_search(lambda trial: {}, n_trials=3, resume=True)
+    assert again.run_summary[0]["values"] == [float("inf")]
+    assert again[:3] == first[:3]
+
+
+# Parts that a trial must not leave to the next
+
+
+def test_callbacks_with_a_state_begin_every_trial_as_they_were(make_search):
+    class Counting(TrainerCallback):
+        def __init__(self):
+            self.steps = 0
+            self.begun = []
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.begun.append(self.steps)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state_dict, /):
+            self.steps = state_dict["steps"]
+
+    counting = Counting()
+    make_search(callbacks=[counting]).hyperparameter_search(space, n_trials=3)
+    assert counting.begun == [0, 0, 0]
+
+
+# Several processes
+
+
+class Ranks:
+    """What one of two ranks sees: its own value and the other's."""
+
+    def __init__(self, rank, first):
+        self.rank, self.first = rank, first
+
+    def gather_objects(self, value):
+        return [value if self.rank == 0 else self.first, value]
+
+
+def test_all_ranks_follow_what_rank_0_decides():
+    assert agree(Ranks(0, None), lambda: 3) == 3
+    assert agree(Ranks(1, (3, None)), pytest.fail) == 3
+
+
+def test_an_error_of_rank_0_is_one_of_all():
+    def fails():
+        raise KeyError("name")
+
+    with pytest.raises(KeyError, match="name"):
+        agree(Ranks(0, None), fails)
+    with pytest.raises(RuntimeError, match="rank 0 could not go on: KeyError: 'name'"):
+        agree(Ranks(1, (None, "KeyError: 'name'")), pytest.fail)
+
+
+def test_a_rank_that_follows_knows_the_values_of_the_space_alone():
+    trial = FixedTrial(1, {"x": 0.5})
+    assert trial.suggest_float("x", 0, 1) == 0.5
+    with pytest.raises(ValueError, match="'y' is asked for after hp_space, which with several processes is too late"):
+        trial.suggest_float("y", 0, 1)
+
+
+def test_an_override_of_evaluate_counts(make_search):
+    class Own(Trainer):
+        def evaluate(self, *args, **kwargs):
+            return {**super().evaluate(*args, **kwargs), "eval_score": 7.0}
+
+    assert make_search(trainer_class=Own).hyperparameter_search(space, n_trials=1).objective == 7.0
+
+
+def test_a_preflight_makes_no_trial_and_no_file(make_search, monkeypatch, tmp_path):
+    monkeypatch.setenv("TR_PREFLIGHT", str(tmp_path / "report.json"))
+    with pytest.raises(SystemExit):
+        make_search().hyperparameter_search(space, n_trials=2)
+    assert (tmp_path / "report.json").exists()
+    assert not (tmp_path / "out" / "trials.jsonl").exists()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_trial_leaves_no_memory_to_the_next(make_search):
+    used = []
+
+    class Wide(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.spare = torch.nn.Linear(2048, 2048)  # 16 MiB, and 32 MiB of moments
+
+    class Watching(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            used.append(torch.cuda.memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+
+        def on_train_end(self, args, state, control, **kwargs):
+            used.append(torch.cuda.max_memory_allocated())
+
+    trainer = make_search(model_init=Wide, callbacks=[Watching()], use_cpu=False)
+    trainer.hyperparameter_search(space, n_trials=3)
+    begun, peaks = used[0::2], used[1::2]
+    assert max(begun) - min(begun) < 2**20
+    assert max(peaks) - min(peaks) < 2**20

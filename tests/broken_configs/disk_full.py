@@ -1,0 +1,3 @@
+import parts
+
+parts.train(save_steps=1)

@@ -1,0 +1,3 @@
+import parts
+
+parts.train(optim="adafactor", optim_args="relative_steps=true")

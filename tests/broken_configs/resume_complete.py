@@ -1,0 +1,3 @@
+import parts
+
+parts.train(output_dir="run", resume=True)

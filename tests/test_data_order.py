@@ -1,0 +1,181 @@
+"""Order of the data through checkpoints and in several processes: nothing is repeated, nothing left out."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from tr_core import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
+from tr_dist.testing import run_ranks
+
+WORDS, PAD, MASK = 50, 0, 1
+
+
+class Tokenizer:
+    """Pads token ids, and knows what a masked language model needs to know."""
+
+    pad_token_id, mask_token_id, padding_side = PAD, MASK, "right"
+
+    def __len__(self):
+        return WORDS
+
+    def get_special_tokens_mask(self, ids, already_has_special_tokens):
+        return [int(number in (PAD, MASK)) for number in ids]
+
+    def pad(self, features, return_tensors, **options):
+        rows = [torch.as_tensor(feature["input_ids"]) for feature in features]
+        return {"input_ids": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)}
+
+
+class LanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.dropout, self.head = nn.Embedding(WORDS, 8), nn.Dropout(0.2), nn.Linear(8, WORDS)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.dropout(self.embedding(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)}
+
+
+class Texts:
+    """Texts of different lengths that note which of them was asked for once training has begun."""
+
+    def __init__(self, number):
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(8, 40, (number,), generator=generator).tolist()
+        self.rows = [torch.randint(2, WORDS, (length,), generator=generator).tolist() for length in lengths]
+        self.lengths, self.seen, self.notes = lengths, [], False
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        if self.notes:
+            self.seen.append(index)
+        return {"input_ids": self.rows[index], "text": "never asked for"}
+
+
+class Stop(Exception):
+    pass
+
+
+class NoteAndStop(TrainerCallback):
+    """Has the data note what is read, and ends the process, so to say, at a step."""
+
+    def __init__(self, texts, step):
+        self.texts, self.step = texts, step
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.texts.notes = True
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Stop
+
+
+def train(folder, number, options, stop_at=None, resume=None):
+    """Train a masked language model; return weights, samples used, and the log without times."""
+    torch.set_num_threads(1)
+    texts = Texts(number)
+    shared = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "use_cpu": True,
+    }
+    trainer = Trainer(
+        LanguageModel(),
+        TrainingArguments(str(folder), **{**shared, **options}),
+        data_collator=DataCollatorForLanguageModeling(Tokenizer(), mlm_probability=0.5),
+        train_dataset=texts,
+        callbacks=[NoteAndStop(texts, stop_at)],
+    )
+    with contextlib.suppress(Stop):
+        trainer.train(resume_from_checkpoint=resume)
+    weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    history = [
+        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
+        for entry in trainer.state.log_history
+        if "train_loss" not in entry
+    ]
+    trainer.strategy.close()
+    return weights, texts.seen, history
+
+
+GROUPED = {"train_sampling_strategy": "group_by_length"}
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+def assert_same(one, other):
+    assert one[2] == other[2]
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+def test_a_grouped_run_with_random_masks_resumes_bit_equal_from_every_step(tmp_path):
+    alone = train(tmp_path / "alone", 26, GROUPED)
+    for step in range(1, 21):  # three passes of seven steps
+        folder = tmp_path / str(step)
+        train(folder, 26, {**GROUPED, **SAVING}, stop_at=step)
+        assert_same(train(folder, 26, GROUPED, resume=True), alone)
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 1), (6, 1), (4, 2)])
+def test_a_grouped_run_goes_on_with_the_next_sample_whatever_its_batch_size(tmp_path, batch_size, accumulation):
+    whole = train(tmp_path / "whole", 60, {**GROUPED, "num_train_epochs": 2})[1]
+    train(tmp_path / "run", 60, {**GROUPED, **SAVING, "num_train_epochs": 2}, stop_at=4)
+    changed = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    rest = train(tmp_path / "run", 60, {**GROUPED, **changed, "num_train_epochs": 2}, resume=True)[1]
+    assert rest == whole[16:]
+
+
+def test_a_run_is_not_gone_on_with_in_another_order(tmp_path):
+    train(tmp_path, 26, SAVING, stop_at=3)
+    with pytest.raises(ValueError, match="12 samples into a pass with train_sampling_strategy='random'"):
+        train(tmp_path, 26, GROUPED, resume=True)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
+def test_two_processes_use_every_sample_once_a_pass(tmp_path, strategy, drop_last):
+    number, passes = 43, 3
+    options = {"train_sampling_strategy": strategy, "dataloader_drop_last": drop_last, "num_train_epochs": passes}
+    ranks = run_ranks(train, 2, str(tmp_path), number, options, timeout_s=120)
+    taken = 40 if drop_last else number
+    for start in range(passes):
+        # A pass of a rank is five micro-batches of four, and its share of the three samples that are left.
+        used = []
+        for rank, share in enumerate((1, 2) if not drop_last else (0, 0)):
+            each = 20 + share
+            used += ranks[rank][1][start * each : (start + 1) * each]
+        counts = Counter(used)
+        assert len(used) == len(counts) == taken
+        assert set(counts) <= set(range(number))
+    assert [len(rank[1]) for rank in ranks] == [63, 66] if not drop_last else [60, 60]
+
+
+def test_two_processes_group_as_one_does_and_resume_in_one(tmp_path):
+    alone = train(tmp_path / "alone", 48, {**GROUPED, "per_device_train_batch_size": 8, "num_train_epochs": 2})[1]
+    options = {**GROUPED, **SAVING, "num_train_epochs": 2}
+    ranks = run_ranks(train, 2, str(tmp_path / "two"), 48, options, 2, timeout_s=120)
+    together = [index for step in range(2) for rank in ranks for index in rank[1][4 * step : 4 * step + 4]]
+    assert together == alone[:16]
+    rest = train(tmp_path / "two", 48, {**GROUPED, "num_train_epochs": 2}, resume=True)[1]
+    assert rest == alone[16:]
+
+
+def test_neighbours_of_a_grouped_run_are_of_similar_length_in_every_process(tmp_path):
+    ranks = run_ranks(train, 2, str(tmp_path), 400, {**GROUPED, "num_train_epochs": 1}, timeout_s=120)
+    lengths = Texts(400).lengths
+    spread = [
+        max(widths) - min(widths)
+        for rank in ranks
+        for widths in ([lengths[i] for i in rank[1][k : k + 4]] for k in range(0, 200, 4))
+    ]
+    assert sum(spread) / len(spread) < 3  # of lengths from 8 to 39; in a random order it would be 19

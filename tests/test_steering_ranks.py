@@ -1,0 +1,149 @@
+"""Several ranks act by one clock, on one beginning of the data, and in one trial."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tr_core import Trainer, TrainerCallback, TrainingArguments
+from tr_core.callbacks.wall_time import WallTimeCallback
+from tr_dist.testing import run_ranks
+
+
+class Network(nn.Module):
+    main_input_name = "x"
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Rows:
+    def __init__(self, number):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
+        self.seen = []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.rows[index]
+
+
+class Watch(TrainerCallback):
+    """Notes what was done at which step, and moves this rank's own clock."""
+
+    def __init__(self, step_s):
+        self.now, self.step_s, self.done = time.monotonic(), step_s, []
+
+    def clock(self):
+        return self.now
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.now += self.step_s
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.done.append(("evaluate", state.global_step))
+
+    def on_save(self, args, state, control, **kwargs):
+        self.done.append(("save", state.global_step))
+
+
+def build(folder, watch, **changes):
+    options = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "num_train_epochs": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "use_cpu": True,
+        "optim": "sgd",
+        "include_for_metrics": ["inputs"],
+    }
+    return Trainer(
+        Network(),
+        TrainingArguments(folder, **{**options, **changes}),
+        train_dataset=Rows(40),
+        eval_dataset=Rows(11),
+        callbacks=[watch],
+        compute_metrics=lambda p: {"rows": len(p.predictions), "sum": float(p.inputs.sum())},
+    )
+
+
+def train_by_time(folder, resume, **changes):
+    """The second rank's clock stands still."""
+    trainer = build(folder, Watch(0.0), **changes)
+    watch = Watch(60.0 if trainer.strategy.rank == 0 else 0.0)
+    trainer.remove_callback(Watch)
+    trainer.add_callback(watch)
+    trainer.remove_callback(WallTimeCallback)
+    trainer.add_callback(WallTimeCallback(trainer.args, trainer.strategy, watch.clock))
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.strategy.close()
+    return watch.done, trainer.state.global_step
+
+
+def by_time(folder, resume=None):
+    return train_by_time(folder, resume, eval_strategy="3min", save_strategy="4min", max_time="7min")
+
+
+def test_the_first_rank_s_clock_decides_for_both_before_and_after_a_resume(tmp_path):
+    """Ten steps of a minute; after the stop at 7 the next evaluation is due at 9."""
+    first = run_ranks(by_time, 2, str(tmp_path), timeout_s=120)
+    assert first[0] == ([("evaluate", 3), ("save", 4), ("evaluate", 6), ("save", 7)], 7)
+    assert first[1] == first[0]
+    second = run_ranks(by_time, 2, str(tmp_path), True, timeout_s=120)
+    assert second[0] == ([("evaluate", 9), ("evaluate", 10), ("save", 10)], 10)
+    assert second[1] == second[0]
+
+
+def overfit(folder, batch_size):
+    trainer = build(
+        folder,
+        Watch(0.0),
+        overfit_batches=3,
+        num_train_epochs=2,
+        eval_strategy="epoch",
+        per_device_train_batch_size=batch_size,
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.strategy.close()
+    weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    return trainer.train_dataset.seen, metrics["eval_rows"], metrics["eval_sum"], weights
+
+
+def test_two_ranks_share_the_first_batches_that_one_process_would_use(tmp_path):
+    ranks = run_ranks(overfit, 2, str(tmp_path), 2, timeout_s=120)
+    alone = overfit(str(tmp_path), 4)
+    assert sorted(ranks[0][0] + ranks[1][0]) == sorted(alone[0])
+    assert len(set(alone[0])) == 12
+    for rank in ranks:
+        assert rank[1] == alone[1] == 12
+        assert rank[2] == pytest.approx(alone[2], abs=1e-4)
+        for mine, theirs in zip(rank[3], alone[3], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def trial(folder):
+    trainer = build(folder, Watch(0.0), fast_dev_run=2, eval_strategy="epoch", save_strategy="steps")
+    trainer.train()
+    trainer.save_model()
+    metrics = trainer.evaluate()
+    trainer.strategy.close()
+    return trainer.state.global_step, metrics["eval_rows"]
+
+
+def test_two_ranks_try_a_run_out_together(tmp_path):
+    folder = tmp_path / "out"
+    assert run_ranks(trial, 2, str(folder), timeout_s=120) == [(2, 8), (2, 8)]
+    assert not folder.exists()

@@ -1,0 +1,106 @@
+"""The example of translation, with catalogs of a made-up language that is easy to learn."""
+
+import json
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+FOLDER = Path(__file__).parent.parent / "packages/tr-all/examples/translation"
+# A word for a word, in the same order: what a lookup of whole messages cannot do, and a small model learns soon.
+ENGLISH = ("open", "close", "save", "delete", "new", "old", "file", "page", "user", "image")
+WORDS = dict(zip(ENGLISH, "打关存删新旧文页户图", strict=True))
+VERBS, KINDS, THINGS = list(WORDS)[:4], list(WORDS)[4:6], list(WORDS)[6:]
+SMALL = ("--hidden_size=32", "--num_layers=1", "--vocab_size=300", "--dropout=0", "--use_cpu", "--disable_tqdm")
+
+
+def catalog(messages):
+    """Return the bytes of a gettext catalog."""
+    count = len(messages)
+    texts = [text.encode() for column in zip(*messages.items(), strict=True) for text in column]
+    starts = np.cumsum([28 + 16 * count, *map(len, texts[:-1])]).tolist()
+    entries = [number for text, start in zip(texts, starts, strict=True) for number in (len(text), start)]
+    return struct.pack(f"<{7 + 4 * count}I", 0x950412DE, 0, count, 28, 28 + 8 * count, 0, 0, *entries) + b"".join(texts)
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The example's `main`, in a folder of its own, with packages that hold all messages of three or four words."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import translation
+    from message_pairs import REQUIREMENTS
+
+    phrases = [(v, k, t) for v in VERBS for k in KINDS for t in THINGS]
+    phrases += [(v, k, t, u) for v, k, t in phrases for u in THINGS]
+    random.Random(0).shuffle(phrases)
+    messages = {" ".join(phrase): "".join(WORDS[word] for word in phrase) for phrase in phrases}
+    for requirement, folder in REQUIREMENTS["zh"].items():
+        name = requirement.partition("==")[0]
+        (tmp_path / f"{name.replace('-', '_')}-1.dist-info").mkdir()
+        (tmp_path / f"{name.replace('-', '_')}-1.dist-info/METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+        target = tmp_path / folder / "locale/zh_CN/LC_MESSAGES"
+        target.mkdir(parents=True)
+        (target / "x.mo").write_bytes(catalog(messages if folder == "django" else {"": "nothing"}))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return translation
+
+
+def test_it_learns_to_write_translations_of_messages_that_it_has_not_seen(example, tmp_path, capsys):
+    metrics = example.main([*SMALL, "--num_train_epochs", "30", "--learning_rate", "1e-2", "--min_chrf", "60"])
+    assert metrics["test_chrf"] > metrics["test_nearest_chrf"] + 10
+    assert metrics["test_nearest_chrf"] > metrics["test_most_frequent_chrf"]
+    assert (
+        json.loads((tmp_path / "outputs/translation/all_results.json").read_text())["test_chrf"] == metrics["test_chrf"]
+    )
+    assert capsys.readouterr().out.count("  ->  ") == 12
+    reload_and_translate(tmp_path / "outputs/translation")
+
+
+def reload_and_translate(folder):
+    """Translate with what was saved, loaded as anyone would."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
+    written = model.generate(**tokenizer("save new file", return_tensors="pt"), max_length=20)
+    assert tokenizer.decode(written[0], skip_special_tokens=True).strip() == "存新文"
+
+
+def test_a_run_that_is_resumed_gives_what_one_that_was_not_interrupted_gives(example, tmp_path, caplog):
+    words = [*SMALL, "--max_steps", "8", "--save_steps", "4", "--eval_steps", "4", "--save_total_limit", "5"]
+    whole = example.main([*words, "--output_dir", "whole"])
+    example.main([*words, "--output_dir", "parts"])
+    shutil.rmtree(tmp_path / "parts/checkpoint-8")
+    resumed = example.main([*words, "--output_dir", "parts", "--resume"])
+    assert "resuming at step 4 of 8" in caplog.text
+    for name in ("test_loss", "test_chrf", "test_exact"):
+        assert resumed[name] == whole[name], name
+
+
+def test_translations_worse_than_asked_for_are_an_error(example):
+    message = r"chrF of the test messages is \d+\.\d, and at least 99\.0 was asked for"
+    with pytest.raises(SystemExit, match=message):
+        example.main([*SMALL, "--max_steps", "1", "--min_chrf", "99"])
+
+
+def test_a_text_that_the_tokenizer_was_not_made_from_comes_back_whole(example):
+    from small_translator import train_tokenizer
+
+    tokenizer = train_tokenizer(["save 保存"], 300)
+    texts = ["Ünicode, 文件 and  two spaces", "저장", "حفظ"]
+    tokens = np.array([row + [-100] * (64 - len(row)) for row in tokenizer(texts)["input_ids"]])
+    assert example.decode(tokens, tokenizer) == texts
+
+
+def test_help_tells_of_the_examples_options_and_of_the_training_arguments(example, capsys):
+    with pytest.raises(SystemExit) as stop:
+        example.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("--language", "zh|ko|ar", "--resume", "--min_chrf", "--predict_with_generate", "--learning_rate"):
+        assert word in text
