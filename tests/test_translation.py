@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -58,17 +59,36 @@ def test_it_learns_to_write_translations_of_messages_that_it_has_not_seen(exampl
     assert (
         json.loads((tmp_path / "outputs/translation/all_results.json").read_text())["test_chrf"] == metrics["test_chrf"]
     )
-    assert capsys.readouterr().out.count("  ->  ") == 12
-    reload_and_translate(tmp_path / "outputs/translation")
+    shown = [line for line in capsys.readouterr().out.splitlines() if "  ->  " in line]
+    assert len(shown) == 12
+    pairs = example.split(example.read_pairs("zh", 60))
+    message = pairs["test"][0]
+    near = example.nearest_pairs(pairs["train"], [message.english])
+    written = write_with_what_was_saved(tmp_path / "outputs/translation", [message], near)
+    assert shown[0].startswith(f"{message.english}  ->  {written}  (")
 
 
-def reload_and_translate(folder):
-    """Translate with what was saved, loaded as anyone would."""
+def write_with_what_was_saved(folder, pairs, near):
+    """Return the translation of a message by the saved model, loaded as anyone would."""
+    from small_translator import encode
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
-    written = model.generate(**tokenizer("save new file", return_tensors="pt"), max_length=20)
-    assert tokenizer.decode(written[0], skip_special_tokens=True).strip() == "存新文"
+    (sample,) = encode(pairs, tokenizer, near)
+    tokens = model.generate(input_ids=torch.tensor([sample["input_ids"]]), max_length=48)
+    return tokenizer.decode(tokens[0], skip_special_tokens=True).strip()
+
+
+def test_without_the_memory_it_gets_the_message_alone(example):
+    from message_pairs import Pair
+    from small_translator import encode, train_tokenizer
+
+    tokenizer = train_tokenizer(["save 保存 new 新"], 300)
+    pair, near = Pair("save new", "保存新"), Pair("new", "新")
+    (alone,), (shown,) = encode([pair], tokenizer), encode([pair], tokenizer, [near])
+    assert tokenizer.decode(alone["input_ids"]) == " save new</s>"
+    assert tokenizer.decode(shown["input_ids"]) == " 新<sep> new<sep> save new</s>"
+    assert alone["labels"] == shown["labels"] == tokenizer("保存新")["input_ids"]
 
 
 def test_a_run_that_is_resumed_gives_what_one_that_was_not_interrupted_gives(example, tmp_path, caplog):

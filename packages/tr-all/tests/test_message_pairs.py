@@ -5,8 +5,8 @@ import struct
 import message_pairs
 import pytest
 from chrf import chrf
-from lookup import most_frequent_translations, nearest_translations
 from message_pairs import Pair, installed_catalogs, is_usable, meaning, read_catalog, read_pairs, split
+from translation_memory import most_frequent_translation, nearest_pairs
 
 
 def catalog(messages, order="<"):
@@ -155,12 +155,23 @@ def test_as_many_translations_as_references_are_needed():
         chrf(["a"], ["a", "b"])
 
 
-def test_the_nearest_message_shares_most_trigrams_and_the_most_frequent_translation_is_the_same_for_all():
-    train = [
-        Pair("Open file", "打开文件"),
-        Pair("Save file", "保存文件"),
-        Pair("Save document", "保存文件"),
-        Pair("Go", "去"),
-    ]
-    assert nearest_translations(train, ["save the file", "open a File", "go!"]) == ["保存文件", "打开文件", "去"]
-    assert most_frequent_translations(train, ["x", "y"]) == ["保存文件", "保存文件"]
+MEMORY = [
+    Pair("Open file", "打开文件"),
+    Pair("Save file", "保存文件"),
+    Pair("Save document", "保存文件"),
+    Pair("Go", "去"),
+]
+
+
+def test_the_nearest_message_shares_most_trigrams_whatever_its_case():
+    messages = ["save the file", "open a File", "go on", "§"]
+    assert nearest_pairs(MEMORY, messages) == [MEMORY[1], MEMORY[0], MEMORY[3], MEMORY[0]]
+
+
+def test_no_message_is_its_own_neighbour_nor_that_of_one_of_the_same_meaning():
+    # Open file and Save file have 5 trigrams in common of 11 and 11, Save file and Save document 6 of 11 and 15.
+    assert nearest_pairs(MEMORY, ["Open file", "SAVE FILE!", "Save document"]) == [MEMORY[1], MEMORY[2], MEMORY[1]]
+
+
+def test_the_most_frequent_translation_is_that_of_most_pairs():
+    assert most_frequent_translation(MEMORY) == "保存文件"
