@@ -119,7 +119,7 @@ def alone(session: nox.Session, package: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "huggingface_hub", "torchmetrics>=1.4", *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", *CONSTRAINTS)
     ignored = ("--ignore=tests/parity", "--ignore=tests/test_house.py")
     session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -127,7 +127,7 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def parity(session: nox.Session) -> None:
     """Compare with the Trainer of transformers 5.23: data order, losses, logs, events, weights."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "optuna>=4", *CONSTRAINTS)
     compared = ("tests/parity", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
 

@@ -6,7 +6,6 @@ import pytest
 import run_all
 from run_all import EXAMPLES, Bound, Example, Outcome, main, table
 
-
 ACCURATE = (Bound("accuracy", at_least=0.9),)
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tr_core import rows as rows_module
-from tr_core.collected import Collected
-from tr_core.rows import Rows
+from tr_core.evaluation import rows as rows_module
+from tr_core.evaluation.collected import Collected
+from tr_core.evaluation.rows import Rows
 
 
 class Counted(TorchDispatchMode):

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from tr_core import Trainer, default_data_collator
-from tr_core.columns import NarrowedSample
-from tr_core.fetch import KeepColumns
+from tr_core.data.columns import NarrowedSample
+from tr_core.data.fetch import KeepColumns
 
 
 def narrowed():

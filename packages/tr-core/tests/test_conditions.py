@@ -8,9 +8,10 @@ import pytest
 import torch
 from small_models import Classifier, samples
 
-from tr_core import Trainer, TrainerCallback, matmul_precision
-from tr_core.liger import apply_liger_kernel
-from tr_core.matmul_precision import tf32
+from tr_core import Trainer, TrainerCallback
+from tr_core.conditions import matmul_precision
+from tr_core.conditions.liger import apply_liger_kernel
+from tr_core.conditions.matmul_precision import tf32
 
 
 def precisions():

@@ -6,7 +6,7 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import TrainerCallback
-from tr_core.overflow_watch import overflow_watch
+from tr_core.conditions.overflow_watch import overflow_watch
 
 WATCH = "underflow_overflow"
 

@@ -7,7 +7,7 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import EvalPrediction, Trainer, TrainerCallback
-from tr_core.collected import Collected
+from tr_core.evaluation.collected import Collected
 
 
 class Ragged(nn.Module):

@@ -7,10 +7,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from tr_core import TrainerCallback
-from tr_core.batches import batches_of
-from tr_core.length_grouping import LengthGrouping, measure_lengths
+from tr_core.data.batches import batches_of
+from tr_core.data.length_grouping import LengthGrouping, measure_lengths
+from tr_core.data.order import EpochSampler, permutation, take_slice
 from tr_core.model_io import main_input_name
-from tr_core.order import EpochSampler, permutation, take_slice
 
 
 def some_lengths(number, seed=0):
@@ -321,7 +321,9 @@ def test_going_on_within_a_pass_in_another_order_is_refused(make_trainer):
 
 def test_measuring_shows_how_far_it_is_on_the_first_rank_alone(make_trainer, monkeypatch):
     shown = []
-    monkeypatch.setattr("tr_core.loaders.measure_lengths", lambda *given, show: shown.append(show) or some_lengths(20))
+    monkeypatch.setattr(
+        "tr_core.data.loaders.measure_lengths", lambda *given, show: shown.append(show) or some_lengths(20)
+    )
     for quiet in (False, True):
         trainer = make_trainer(20, train_sampling_strategy="group_by_length", disable_tqdm=quiet)
         trainer.get_train_dataloader()

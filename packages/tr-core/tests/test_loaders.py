@@ -7,9 +7,9 @@ import torch
 from small_models import Classifier, samples
 from small_streams import Shared, noisy
 
-from tr_core.batches import batches_of
-from tr_core.fetch import StreamFetch
-from tr_core.loaders import KeptLoaders
+from tr_core.data.batches import batches_of
+from tr_core.data.fetch import StreamFetch
+from tr_core.data.loaders import KeptLoaders
 
 
 def stream_passes(make_trainer, number=12, **options):

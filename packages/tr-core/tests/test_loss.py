@@ -6,7 +6,7 @@ from small_models import Base, CountedSum, IgnoresCount, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
-from tr_core.loss import ItemCount, accepts_count, takes_argument
+from tr_core.losses.loss import ItemCount, accepts_count, takes_argument
 from tr_core.model_io import loss_of
 
 
@@ -131,8 +131,8 @@ def test_who_is_told_the_count_depends_on_the_model():
 
 
 def test_ignored_targets_are_not_counted():
-    from tr_core.loss import LossRule
-    from tr_core.order import MicroBatch
+    from tr_core.data.order import MicroBatch
+    from tr_core.losses.loss import LossRule
 
     rule = LossRule(CountedSum(), None, SingleDevice("cpu"))
     batches = [MicroBatch({"labels": torch.tensor([[1, -100], [2, 3]])}, 1.0, 2, 2)] * 2

@@ -6,8 +6,9 @@ import pytest
 import torch
 from small_models import Classifier, samples
 
-from tr_core import Trainer, memory_metrics
-from tr_core.memory_metrics import MemoryMeter
+from tr_core import Trainer
+from tr_core.conditions import memory_metrics
+from tr_core.conditions.memory_metrics import MemoryMeter
 from tr_core.saving import format_metrics
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from small_models import Classifier, samples
 
-from tr_core.front_matter import front_matter
-from tr_core.model_card import MARKER
-from tr_core.run_figures import evaluations, of_the_model
+from tr_core.publication.front_matter import front_matter
+from tr_core.publication.model_card import MARKER
+from tr_core.publication.run_figures import evaluations, of_the_model
 from tr_core.state import TrainerState
 
 

@@ -6,7 +6,8 @@ from memory_checkpointer import MemoryCheckpointer
 from small_models import Classifier, samples
 from torch.utils.data import DataLoader, IterableDataset
 
-from tr_core import Trainer, TrainerCallback, first_batches
+from tr_core import Trainer, TrainerCallback
+from tr_core.data import first_batches
 
 
 class Seen:

@@ -8,7 +8,7 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import Trainer
-from tr_core.own_order import OwnOrderSampler
+from tr_core.data.own_order import OwnOrderSampler
 
 
 @contextmanager

@@ -12,16 +12,9 @@ from safetensors.torch import load_file
 from small_models import Classifier, samples
 from torch import nn
 
-from tr_core import (
-    DataCollatorWithPadding,
-    TrainerState,
-    default_data_collator,
-    get_scheduler,
-    plugins,
-    set_seed,
-)
+from tr_core import DataCollatorWithPadding, TrainerState, default_data_collator, get_scheduler, plugins, set_seed
 from tr_core.model_io import find_label_names, kept_columns, to_device
-from tr_core.optimizers import decay_parameter_names, optimizer_names, parameter_groups
+from tr_core.optimization.optimizers import decay_parameter_names, optimizer_names, parameter_groups
 from tr_core.randomness import RandomState, mix, separate_randomness
 from tr_core.saving import format_metrics, metric_lines
 

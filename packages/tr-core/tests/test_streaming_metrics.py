@@ -5,8 +5,8 @@ import torch
 from small_models import Classifier, samples
 
 from tr_core import TrainerCallback
-from tr_core.collected import Collected
-from tr_core.streaming import StreamingMetrics, is_streaming
+from tr_core.evaluation.collected import Collected
+from tr_core.evaluation.streaming import StreamingMetrics, is_streaming
 
 
 class Accuracy:
@@ -170,7 +170,7 @@ def test_metrics_of_modules_go_to_the_device_of_the_evaluation(make_trainer):
 
 
 def test_a_rank_without_samples_is_an_error_where_a_metric_would_wait_for_it(monkeypatch):
-    monkeypatch.setattr("tr_core.streaming.combines_itself", lambda metric: True)
+    monkeypatch.setattr("tr_core.evaluation.streaming.combines_itself", lambda metric: True)
     streaming = StreamingMetrics(Accuracy(), OneOfTwo())
     streaming.update(torch.ones(2, 3), torch.zeros(2), True, lambda tree: tree)
     with pytest.raises(ValueError, match="rank 1 of 2 had no sample .* at least as many samples as"):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tr_core import TrainerCallback
-from tr_core.order import MicroBatch
+from tr_core.data.order import MicroBatch
 from tr_core.speed import speed_metrics
 from tr_core.tokens import TokenCounter
 

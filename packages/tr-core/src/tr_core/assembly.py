@@ -14,15 +14,16 @@ from tr_core import saving
 from tr_core.callback import CallbackList
 from tr_core.checks import check_given_optimizers, check_model, check_setup, refuse_unsupported
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
-from tr_core.compilation import Compilation
+from tr_core.conditions.compilation import Compilation
+from tr_core.conditions.liger import apply_liger_kernel
+from tr_core.conditions.memory_metrics import MemoryMeter
+from tr_core.data.loaders import KeptLoaders
 from tr_core.default_callbacks import default_callbacks
+from tr_core.evaluation.streaming import StreamingMetric
 from tr_core.fast_dev_run import dev_run_arguments
 from tr_core.floating_point import FlopCounter
-from tr_core.label_smoothing import LabelSmoother
-from tr_core.liger import apply_liger_kernel
-from tr_core.loaders import KeptLoaders
-from tr_core.loss import LossRule, takes_argument
-from tr_core.memory_metrics import MemoryMeter
+from tr_core.losses.label_smoothing import LabelSmoother
+from tr_core.losses.loss import LossRule, takes_argument
 from tr_core.model_io import base_model, can_return_loss, find_label_names
 from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
@@ -30,7 +31,6 @@ from tr_core.randomness import RandomState, separate_randomness
 from tr_core.search.model_init import takes_trial
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.strategies import choose_strategy
-from tr_core.streaming import StreamingMetric
 from tr_log import configure, get_logger
 
 if TYPE_CHECKING:

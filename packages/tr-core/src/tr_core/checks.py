@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tr_core.accelerator_settings import check_accelerator_config
-from tr_core.batch_size_search import check_batch_size_search
-from tr_core.conditions import check_conditions
-from tr_core.evaluation_checks import check_evaluation
-from tr_core.label_names import check_label_names
-from tr_core.loaders import has_length
+from tr_core.conditions.accelerator_settings import check_accelerator_config
+from tr_core.conditions.batch_size_search import check_batch_size_search
+from tr_core.conditions.surroundings import check_conditions
+from tr_core.data.label_names import check_label_names
+from tr_core.data.loaders import has_length
+from tr_core.evaluation.evaluation_checks import check_evaluation
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer

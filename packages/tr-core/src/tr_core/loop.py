@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tr_core.batches import Batches
-from tr_core.best import note_best, watched_metric
-from tr_core.order import MicroBatch
+from tr_core.data.batches import Batches
+from tr_core.data.order import MicroBatch
+from tr_core.evaluation.best import note_best, watched_metric
 from tr_core.run import Run
 from tr_core.window import log_window, store_tokens
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tr_core.accelerator_settings import syncs_each_batch
-from tr_core.batches import Batches
+from tr_core.conditions.accelerator_settings import syncs_each_batch
+from tr_core.data.batches import Batches
+from tr_core.data.order import MicroBatch
 from tr_core.metric_window import MetricWindow
-from tr_core.nonfinite import UpdateGuard, build_guard
-from tr_core.order import MicroBatch
+from tr_core.optimization.nonfinite import UpdateGuard, build_guard
 from tr_core.protocols import Strategy
 from tr_core.state import TrainerState
 from tr_core.steps import Plan

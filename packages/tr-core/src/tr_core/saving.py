@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from tr_core import plugins
-from tr_core.conditions import configuration_as_given
-from tr_core.evaluation_weights import evaluation_weights, weight_parts
+from tr_core.conditions.surroundings import configuration_as_given
+from tr_core.evaluation.evaluation_weights import evaluation_weights, weight_parts
 from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful
 

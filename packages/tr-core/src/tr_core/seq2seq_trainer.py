@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tr_args import Seq2SeqTrainingArguments
-from tr_core.conditions import while_generating
-from tr_core.generation import (
+from tr_core.conditions.surroundings import while_generating
+from tr_core.evaluation.generation import (
     call_options,
     check_options,
     load_generation_config,
@@ -19,8 +19,8 @@ from tr_core.generation import (
     pad_rows,
     padding_token,
 )
+from tr_core.evaluation.prediction import labels_in
 from tr_core.model_io import batch_size_of
-from tr_core.prediction import labels_in
 from tr_core.results import PredictionOutput
 from tr_core.trainer import Trainer
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tr_core.batch_size_search import lower, run_epochs_within_memory
-from tr_core.conditions import while_training
-from tr_core.evaluation_weights import keep_evaluation_weights, weight_parts
-from tr_core.first_batches import training_batches
+from tr_core.conditions.batch_size_search import lower, run_epochs_within_memory
+from tr_core.conditions.memory_metrics import ReadMemory
+from tr_core.conditions.surroundings import while_training
+from tr_core.data.first_batches import training_batches
+from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, weight_parts
 from tr_core.loop import run_epochs
-from tr_core.memory_metrics import ReadMemory
 from tr_core.randomness import set_seed
 from tr_core.results import TrainOutput
 from tr_core.run import Run

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_core.optimization.skipping import step_unless
 from tr_core.protocols import Stateful
-from tr_core.skipping import step_unless
 
 
 def choose_device(use_cpu: bool = False) -> torch.device:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.loss_parts import split_loss
+from tr_core.evaluation.outputs import map_tensors
+from tr_core.losses.loss_parts import split_loss
 from tr_core.model_io import batch_size_of, loss_of, to_device
-from tr_core.outputs import map_tensors
 from tr_core.reporting import Reporting
 
 

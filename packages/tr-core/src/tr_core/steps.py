@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tr_core.batches import Batches
+from tr_core.data.batches import Batches
 
 
 @dataclass(frozen=True)

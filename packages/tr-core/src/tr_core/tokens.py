@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tr_core.data.order import MicroBatch
 from tr_core.model_io import main_input_name
-from tr_core.order import MicroBatch
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer

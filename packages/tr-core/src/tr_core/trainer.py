@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.best import check_best_metric
-from tr_core.evaluation import EvaluationLoop, evaluating, evaluation_state
-from tr_core.first_batches import evaluation_source
-from tr_core.loaders import eval_loader, keeping_columns, train_loader
+from tr_core.data.first_batches import evaluation_source
+from tr_core.data.loaders import eval_loader, keeping_columns, train_loader
+from tr_core.data.own_order import ask_for_sampler
+from tr_core.evaluation.best import check_best_metric
+from tr_core.evaluation.evaluation_loop import EvaluationLoop, evaluating, evaluation_state
+from tr_core.evaluation.prediction import prediction_step
+from tr_core.evaluation.streaming import is_streaming
 from tr_core.model_io import main_input_name
-from tr_core.optimizing import Optimizing
-from tr_core.own_order import ask_for_sampler
-from tr_core.prediction import prediction_step
+from tr_core.optimization.optimizing import Optimizing
 from tr_core.preflight.requested import stop_if_requested
-from tr_core.publishing import Publishing
+from tr_core.publication.publishing import Publishing
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput
-from tr_core.searching import Searching
+from tr_core.search.searching import Searching
 from tr_core.session import Resume
 from tr_core.session import train as run_session
 from tr_core.speed import speed_metrics
 from tr_core.stepping import Stepping
-from tr_core.streaming import is_streaming
 
 
 class Trainer(Stepping, Publishing, Optimizing, Searching):

@@ -6,8 +6,8 @@ import math
 import operator
 from typing import Any
 
-from tr_core.best import metric_name
 from tr_core.callback import TrainerCallback
+from tr_core.evaluation.best import metric_name
 from tr_core.state import TrainerControl, TrainerState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tr_core.callback import TrainerCallback
-from tr_core.parameter_rules import learning_rates
+from tr_core.optimization.parameter_rules import learning_rates
 from tr_core.state import TrainerControl, TrainerState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from tr_core.conditions import while_training
+from tr_core.conditions.surroundings import while_training
 from tr_core.metric_window import MetricWindow
 from tr_core.preflight.subject import Subject
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tr_core.batches import Batches
-from tr_core.first_batches import training_batches
-from tr_core.loaders import has_length
+from tr_core.data.batches import Batches
+from tr_core.data.first_batches import training_batches
+from tr_core.data.loaders import has_length
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject
 from tr_core.steps import make_plan

@@ -8,14 +8,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from tr_args.suggestion import did_you_mean
-from tr_core.best import metric_name
-from tr_core.fetch import identity
-from tr_core.loaders import has_length
+from tr_core.data.fetch import identity
+from tr_core.data.loaders import has_length
+from tr_core.evaluation.best import metric_name
+from tr_core.evaluation.streaming import is_streaming
 from tr_core.preflight.first_batch import collate
 from tr_core.preflight.raised import last_line, passed_through, place
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import SAMPLES, Subject
-from tr_core.streaming import is_streaming
 
 _MORE_SAMPLES = 64
 """Some metrics cannot be computed of two samples; of so many they can."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tr_core.loss import takes_argument
-from tr_core.loss_parts import split_loss
+from tr_core.data.order import MicroBatch
+from tr_core.losses.loss import takes_argument
+from tr_core.losses.loss_parts import split_loss
 from tr_core.model_io import batch_size_of, to_device
-from tr_core.order import MicroBatch
 from tr_core.preflight.as_in_training import as_in_training
 from tr_core.preflight.label_range import labels_outside
 from tr_core.preflight.raised import last_line, passed_through, place

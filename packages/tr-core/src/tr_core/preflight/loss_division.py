@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tr_core.data.order import MicroBatch
 from tr_core.model_io import batch_size_of
-from tr_core.order import MicroBatch
 from tr_core.preflight.as_in_training import as_in_training
 from tr_core.preflight.first_batch import rows
 from tr_core.preflight.raised import last_line

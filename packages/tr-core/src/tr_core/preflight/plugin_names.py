@@ -10,7 +10,7 @@ from torch import nn
 
 from tr_args.suggestion import did_you_mean
 from tr_core import plugins
-from tr_core.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
+from tr_core.optimization.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject
 

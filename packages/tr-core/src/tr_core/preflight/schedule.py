@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from tr_core.optimization.schedules import get_scheduler
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject
-from tr_core.schedules import get_scheduler
 
 
 def check_schedule(subject: Subject) -> Iterator[Problem]:

@@ -1,0 +1,1 @@
+"""What surrounds a run and is undone after it: compilation, memory, precision."""

@@ -1,0 +1,235 @@
+"""Load the samples of one micro-batch and collate them, with random numbers that depend on nothing but its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from tr_core.data.columns import NarrowedSample, required_columns
+from tr_core.data.order import Batch, take_slice
+from tr_core.randomness import mix, put_back, seed_host_generators, separate_randomness, set_aside
+from tr_log import get_logger
+
+Collate = Callable[[list[Any]], Any]
+logger = get_logger("tr_core.data.columns")
+
+
+def identity(batch: Any) -> Any:
+    """Return what it is given: batches leave the data set already collated."""
+    return batch
+
+
+class KeepColumns:
+    """A collator that first hides what the model does not take from samples that are mappings.
+
+    The first time something is hidden, a line in the log names it.
+
+    Args:
+        collate: the collator that gets the narrowed samples. Columns that it lists in an attribute
+            `required_columns` stay in sight.
+        columns: names of the columns that the model takes.
+        model_name: class name of the model, for messages.
+        told: sets of hidden columns that were named in the log already; more are added.
+
+    Raises:
+        ValueError: when called, if no column is in sight and the collator asked for none of the hidden ones.
+    """
+
+    def __init__(
+        self, collate: Collate, columns: Collection[str], model_name: str, told: set[frozenset[str]] | None = None
+    ) -> None:
+        self._collate, self._columns, self._model_name = collate, sorted(set(columns)), model_name
+        self._shown = frozenset(columns) | required_columns(collate)
+        self._told = set() if told is None else told
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Collate the samples without the columns that the model does not take."""
+        if not isinstance(samples[0], Mapping) or all(map(self._shown.issuperset, samples)):
+            return self._collate(samples)
+        self._tell(samples[0])
+        asked: set[str] = set()
+        narrowed = [NarrowedSample(sample, self._shown, asked) for sample in samples]
+        if any(narrowed):
+            return self._collate(narrowed)
+        try:
+            batch = self._collate(narrowed)
+        except Exception as error:
+            if asked:
+                raise
+            raise ValueError(self._nothing_left(samples[0])) from error
+        if not asked:
+            raise ValueError(self._nothing_left(samples[0]))
+        return batch
+
+    def look_ahead(self, dataset: Any) -> None:
+        """Name what will be hidden of map-style data that worker processes load: in every pass they would say it."""
+        with separate_randomness(0):
+            sample = dataset[0]
+        if isinstance(sample, Mapping):
+            self._tell(sample)
+
+    def _tell(self, columns: Collection[str]) -> None:
+        worker = get_worker_info()
+        hidden = frozenset(columns) - self._shown
+        if hidden in self._told or not hidden or (worker is not None and worker.id > 0):
+            return
+        self._told.add(hidden)
+        logger.info(
+            "columns %s of the data are no arguments of the forward of %s and are not given to it; a data collator "
+            "that asks for one by name gets it, and remove_unused_columns=False keeps them all",
+            sorted(hidden),
+            self._model_name,
+        )
+
+    def _nothing_left(self, sample: Mapping[str, Any]) -> str:
+        return (
+            f"no column of the data is left: it has {sorted(sample)}, the forward of {self._model_name} takes "
+            f"{self._columns}, and the data collator asks for none by name. Rename columns to what the forward takes, "
+            "or pass remove_unused_columns=False and a data_collator that makes the model's inputs of them"
+        )
+
+
+class MapFetch(Dataset[Any]):
+    """A map-style data set whose item is a whole collated micro-batch.
+
+    Args:
+        dataset: what the samples come from; its `__getitems__` is used where it has one.
+        collate: makes a batch of a list of samples.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self.dataset, self.collate = dataset, collate
+        self._get_many = getattr(dataset, "__getitems__", self._get_each)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample, as the wrapped data set gives it."""
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Batch) -> Any:
+        """Return the collated batch of `indices`."""
+        if get_worker_info() is not None:
+            seed_host_generators(indices.seed)  # a worker's generators serve nothing else
+            return self.collate(self._get_many(indices))
+        aside = set_aside(indices.seed)
+        try:
+            return self.collate(self._get_many(indices))
+        finally:
+            put_back(aside)
+
+    def _get_each(self, indices: list[int]) -> list[Any]:
+        return list(map(self.dataset.__getitem__, indices))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel to worker processes without the bound method."""
+        return {"dataset": self.dataset, "collate": self.collate}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in a worker process."""
+        self.__init__(**state)
+
+
+class Round(NamedTuple):
+    """What a stream gives at a time.
+
+    Attributes:
+        inputs: this rank's collated batch; None for a round passed over.
+        total: samples that the round holds for all ranks.
+    """
+
+    inputs: Any
+    total: int
+
+
+class StreamFetch(IterableDataset[Any]):
+    """An iterable data set that gives whole collated micro-batches, of which each rank takes its own.
+
+    The stream is cut into rounds of `batch_size * world_size` samples, one slice for each rank. With worker processes
+    the data set must divide itself among them (`torch.utils.data.get_worker_info`), as torch requires.
+
+    Args:
+        dataset: what the samples come from, the same stream on every rank.
+        collate: makes a batch of a list of samples.
+        batch_size: samples per rank and micro-batch.
+        seed: seed of what is drawn while loading.
+        drop_last: leave out a short last round.
+        rank: this process's number.
+        world_size: number of processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collate,
+        batch_size: int,
+        *,
+        seed: int,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.dataset, self.collate, self.batch_size = dataset, collate, batch_size
+        self.seed, self.drop_last, self.rank, self.world_size = seed, drop_last, rank, world_size
+        # Epoch, rounds and samples to pass over, in memory shared with worker processes: those that live through
+        # several passes have a copy of everything else from when they were started.
+        self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
+
+    @property
+    def per_round(self) -> int:
+        """Samples that all ranks together take at a time."""
+        return self.batch_size * self.world_size
+
+    def seek(self, epoch: int, position: int = 0) -> int:
+        """Make the next iteration begin after `position` samples of all ranks.
+
+        Nothing is known about the stream, so what comes before is read again and thrown away uncollated.
+
+        Returns:
+            How many rounds the next iteration gives without a batch, for those passed over.
+        """
+        rounds, samples = divmod(position, self.per_round)
+        self._place.copy_(torch.tensor([epoch, rounds, samples]))
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        return rounds
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        part, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        epoch, skipped_rounds, skipped_samples = self._place.tolist()
+        if parts > 1 and skipped_samples:
+            raise ValueError(
+                f"cannot go on {skipped_samples} samples into a micro-batch of {self.per_round} with {parts} "
+                "workers; resume iterable data with the batch size it was saved with, or dataloader_num_workers=0"
+            )
+        if worker is not None and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        samples = iter(self.dataset)
+        next(islice(samples, skipped_samples, skipped_samples), None)
+        for number in count(part, parts):
+            # Round `number` of all workers together: the loader takes one from each worker in turn.
+            seed = mix(self.seed, epoch, skipped_samples + number * self.per_round)
+            with _randomness(seed):
+                read = list(islice(samples, self.per_round))
+                if not read or (self.drop_last and len(read) < self.per_round):
+                    return
+                batch = self._collate_mine(read) if number >= skipped_rounds else None
+            yield Round(batch, len(read))
+
+    def _collate_mine(self, read: list[Any]) -> Any:
+        share = take_slice(0, 0, len(read), self.batch_size, self.rank, self.world_size)
+        return self.collate(read[share.start : share.stop])
+
+
+def _randomness(seed: int) -> AbstractContextManager[None]:
+    if get_worker_info() is None:
+        return separate_randomness(seed)
+    seed_host_generators(seed)  # a worker's generators serve nothing else
+    return nullcontext()

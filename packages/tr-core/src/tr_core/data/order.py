@@ -1,0 +1,217 @@
+"""Say which samples each micro-batch uses: a pure function of seed, epoch and position.
+
+All ranks share one order of the samples. A micro-batch of all ranks together is a run of that order, and each rank
+takes its slice of it. The position counts samples, so another batch size or world size goes on where the last stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from tr_core.data.length_grouping import LengthGrouping
+from tr_core.randomness import mix
+
+
+class Slice(NamedTuple):
+    """One rank's share of a micro-batch.
+
+    Attributes:
+        start: first place of the share in the global order.
+        stop: one past its last place.
+        end: one past the last place of the micro-batch of all ranks: the position once it is consumed.
+        weight: what a mean over this share must be multiplied by, so that the mean over ranks is the mean over all
+            the micro-batch's samples; 1 but for a short last micro-batch that does not divide evenly.
+    """
+
+    start: int
+    stop: int
+    end: int
+    weight: float
+
+
+def permutation(num_samples: int, seed: int, epoch: int) -> list[int]:
+    """Return the order of an epoch: the one the reference Trainer uses for the same seed."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(num_samples, generator=generator).tolist()
+
+
+def num_micro_batches(num_samples: int, per_step: int, drop_last: bool) -> int:
+    """Count the micro-batches that `num_samples` make, `per_step` samples of all ranks in each."""
+    return num_samples // per_step if drop_last else -(-num_samples // per_step)
+
+
+def take_slice(index: int, start: int, num_samples: int, batch_size: int, rank: int, world_size: int) -> Slice:
+    """Return a rank's share of the `index`-th micro-batch after position `start`.
+
+    A full micro-batch gives each rank `batch_size` samples in a row. A short one is divided as evenly as can be; a
+    rank that would go empty repeats the first sample with weight 0, because every rank must take part in the step.
+    """
+    per_step = batch_size * world_size
+    begin = start + index * per_step
+    end = min(begin + per_step, num_samples)
+    count = end - begin
+    lower, upper = begin + rank * count // world_size, begin + (rank + 1) * count // world_size
+    if lower == upper:
+        return Slice(begin, begin + 1, end, 0.0)
+    return Slice(lower, upper, end, (upper - lower) * world_size / count)
+
+
+class Batch(list[int]):
+    """Indices of one micro-batch.
+
+    Attributes:
+        seed: seed for whatever is drawn while they are loaded.
+    """
+
+    seed: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to worker processes with the seed."""
+        return _batch, (list(self), self.seed)
+
+
+def _batch(indices: list[int], seed: int) -> Batch:
+    batch = Batch(indices)
+    batch.seed = seed
+    return batch
+
+
+class EpochSampler(Sampler[list[int]]):
+    """Batch sampler over one epoch's global order, for one rank, from any position.
+
+    Args:
+        num_samples: samples of the data set.
+        batch_size: samples per rank and micro-batch.
+        shuffle: permute by seed and epoch; else the data set's own order.
+        grouping: brings shuffled samples of similar length together.
+        seed: seed of the order and of what is drawn while loading.
+        drop_last: leave out a short last micro-batch.
+        rank: this process's number.
+        world_size: number of processes.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        grouping: LengthGrouping | None = None,
+    ) -> None:
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.grouping = grouping
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self.start = 0, 0
+
+    def seek(self, epoch: int, position: int = 0) -> None:
+        """Make the next iteration begin at `position` samples into `epoch`, at no cost."""
+        self.epoch, self.start = epoch, position
+
+    def __len__(self) -> int:
+        per_step = self.batch_size * self.world_size
+        return num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)
+
+    @property
+    def strategy(self) -> str:
+        """The order's name, as `train_sampling_strategy` has it."""
+        if not self.shuffle:
+            return "sequential"
+        return "random" if self.grouping is None else "group_by_length"
+
+    def order(self) -> Sequence[int]:
+        """Return all samples of the epoch in order: the same on every rank, wherever the iteration begins."""
+        if not self.shuffle:
+            return range(self.num_samples)
+        shuffled = permutation(self.num_samples, self.seed, self.epoch)
+        return shuffled if self.grouping is None else self.grouping.arrange(shuffled)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order()
+        first_seed = mix(self.seed, self.epoch)
+        size, total, rank, world_size = self.batch_size, self.num_samples, self.rank, self.world_size
+        for index in range(len(self)):
+            lower = self.start + index * size * world_size + rank * size
+            upper = lower + size
+            if upper + (world_size - rank - 1) * size > total:
+                lower, upper, *_ = take_slice(index, self.start, total, size, rank, world_size)
+            batch = Batch(order[lower:upper])
+            batch.seed = first_seed + lower
+            yield batch
+
+
+class MicroBatch(NamedTuple):
+    """One rank's collated samples, still where the loader left them.
+
+    Attributes:
+        inputs: what the collator made, with host tensors.
+        weight: what a mean loss over it is multiplied by (see `Slice`).
+        end: position in the pass, in samples of all ranks, once it is consumed.
+        total: samples it holds for all ranks; None where only the ranks themselves know.
+    """
+
+    inputs: Any
+    weight: float
+    end: int
+    total: int | None
+
+
+class SampledBatches:
+    """A map-style data set in the Trainer's own order: any position costs the same."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler) -> None:
+        self._loader, self._sampler = loader, sampler
+        sampler.seek(0)
+        self.num_batches: int | None = len(sampler)
+        self.per_micro_batch = sampler.batch_size * sampler.world_size
+        self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.per_micro_batch)
+
+    def remaining(self, position: int) -> int:
+        """Count the micro-batches of a pass after `position` samples."""
+        sampler = self._sampler
+        return num_micro_batches(max(sampler.num_samples - position, 0), self.per_micro_batch, sampler.drop_last)
+
+    def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a pass after `position` samples."""
+        self._sampler.seek(epoch, position)
+        sampler, full = self._sampler, self.per_micro_batch
+        for index, inputs in enumerate(self._loader):
+            begin = position + index * full
+            if begin + full <= sampler.num_samples:
+                yield MicroBatch(inputs, 1.0, begin + full, full)
+            else:
+                share = take_slice(0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size)
+                yield MicroBatch(inputs, share.weight, share.end, share.end - begin)
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what the order depends on beside the arguments that a resumed run may not change."""
+        grouping = self._sampler.grouping
+        return {
+            "strategy": self._sampler.strategy,
+            "samples_per_step": None if grouping is None else grouping.samples_per_step,
+        }
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Go on in the order of a saved `order_state`, at `position` samples into a pass.
+
+        Raises:
+            ValueError: the pass was begun in another order than the arguments ask for now.
+        """
+        sampler, grouping = self._sampler, self._sampler.grouping
+        # Empty if the data was iterable then, or its loader the user's own.
+        saved = state.get("strategy", sampler.strategy)
+        if saved != sampler.strategy and position > 0 and self.remaining(position) > 0:
+            raise ValueError(
+                f"the checkpoint is {position} samples into a pass with train_sampling_strategy={saved!r}; going on "
+                f"with {sampler.strategy!r} would repeat samples and leave others out. Resume with {saved!r}"
+            )
+        if grouping is not None and state.get("samples_per_step") is not None:
+            sampler.grouping = LengthGrouping(grouping.lengths, state["samples_per_step"])

@@ -1,0 +1,1 @@
+"""How a model is evaluated: prediction, collecting, metrics, generation."""

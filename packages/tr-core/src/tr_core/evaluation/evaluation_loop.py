@@ -1,0 +1,200 @@
+"""Evaluate: predict batch by batch, gather, and compute metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tr_core.conditions.surroundings import while_evaluating
+from tr_core.data.batches import batches_of
+from tr_core.data.order import MicroBatch
+from tr_core.evaluation.collected import Collected
+from tr_core.evaluation.evaluation_loss import EvaluationLoss
+from tr_core.evaluation.evaluation_weights import evaluation_weights
+from tr_core.evaluation.outputs import gather_objects, gather_tree
+from tr_core.evaluation.streaming import StreamingMetrics, is_streaming
+from tr_core.fast_dev_run import dev_run_batches
+from tr_core.metric_window import separate_window
+from tr_core.model_io import batch_size_of, to_device
+from tr_core.results import EvalLoopOutput, EvalPrediction
+
+if TYPE_CHECKING:
+    from tr_core.trainer import Trainer
+
+
+class EvaluationLoop:
+    """One pass over evaluation data.
+
+    Args:
+        trainer: whose `prediction_step`, metrics and arguments are used.
+        prediction_loss_only: keep no predictions; metrics that stream get them all the same.
+        ignore_keys: outputs of the model that are left out.
+        prefix: what the metrics' names begin with.
+    """
+
+    def __init__(
+        self, trainer: Trainer, prediction_loss_only: bool, ignore_keys: list[str] | None, prefix: str
+    ) -> None:
+        self._trainer, self._strategy, self._args = trainer, trainer.strategy, trainer.args
+        self._keeps, self._ignore_keys, self._prefix = not prediction_loss_only, ignore_keys, prefix
+        compute: Any = trainer.compute_metrics
+        self._streaming: StreamingMetrics | None = None
+        if is_streaming(compute) and not self._args.prediction_loss_only:
+            self._streaming = StreamingMetrics(compute, self._strategy)
+        self._by_batch = compute if self._args.batch_eval_metrics and self._keeps else None
+        self._compute = compute if self._keeps and not self._by_batch and not is_streaming(compute) else None
+        self._wanted = set(self._args.include_for_metrics)
+        self._stores: dict[str, Collected] = {}
+        self._loss = EvaluationLoss(trainer)
+        self._batch_metrics: Any = {}
+        self._num_samples = 0
+
+    def run(self, dataloader: Any) -> EvalLoopOutput:
+        """Go through the data and return predictions, labels, metrics and the number of samples."""
+        trainer = self._trainer
+        source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.world_size)
+        self._stores = {
+            name: Collected(source.num_samples, concatenate=self._args.eval_do_concat_batches)
+            for name in ("predictions", "label_ids", "inputs", "losses")
+        }
+        with evaluating(trainer), while_evaluating(trainer), separate_window(trainer) as window:
+            model = trainer.model_wrapped
+            batches = dev_run_batches(source.iterate(0, 0), self._args)
+            for number, (batch, is_last) in enumerate(_mark_last(batches), start=1):
+                self._one_batch(model, batch, number, is_last)
+                trainer.fire("on_prediction_step")
+            return self._finish(window.means())
+
+    def _one_batch(self, model: torch.nn.Module, batch: MicroBatch, number: int, is_last: bool) -> None:
+        trainer = self._trainer
+        inputs = to_device(batch.inputs, self._strategy.device)
+        rows = batch_size_of(inputs) or 0
+        loss_only = not self._keeps and self._streaming is None
+        trainer.micro_batch_weight = batch.weight
+        loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=self._ignore_keys)
+        self._num_samples += batch.total if batch.total is not None else rows * self._strategy.world_size
+        self._loss.add(loss, inputs, rows if batch.weight else 0)
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        if self._streaming is not None:
+            counts = batch.weight > 0
+            self._streaming.update(logits, labels, counts, lambda tree: self._gather(tree, batch))
+        if not self._keeps:
+            return
+        kept = {
+            "predictions": self._gather(logits, batch),
+            "label_ids": self._gather(labels, batch),
+            "inputs": self._gather(self._main_input(inputs), batch) if "inputs" in self._wanted else None,
+            "losses": self._gather(_repeat(loss, rows), batch) if "loss" in self._wanted else None,
+        }
+        if self._by_batch is not None:
+            if kept["predictions"] is not None and kept["label_ids"] is not None:
+                self._batch_metrics = self._by_batch(EvalPrediction(**kept), compute_result=is_last)
+            return
+        every = self._args.eval_accumulation_steps
+        for name, store in self._stores.items():
+            store.add(kept[name], flush=every is not None and number % every == 0)
+
+    def _finish(self, logged: dict[str, float]) -> EvalLoopOutput:
+        kept = {name: store.arrays() for name, store in self._stores.items()}
+        has_both = kept["predictions"] is not None and kept["label_ids"] is not None
+        metrics: dict[str, Any] = {}
+        if self._streaming is not None:
+            metrics = self._streaming.compute()
+        elif self._by_batch is not None:
+            metrics = _checked(self._batch_metrics)
+        elif self._compute is not None and has_both:
+            metrics = _checked(self._compute(EvalPrediction(**kept)))
+        metrics = logged | plain_numbers(metrics) | self._loss.metrics(self._prefix)
+        named = with_prefix(metrics, self._prefix)
+        return EvalLoopOutput(kept["predictions"], kept["label_ids"], named, self._num_samples)
+
+    def _gather(self, tree: Any, batch: MicroBatch) -> Any:
+        if self._args.eval_use_gather_object:
+            return gather_objects(tree, self._strategy, batch.total, batch.weight > 0)
+        return gather_tree(tree, self._strategy, batch.total)
+
+    def _main_input(self, inputs: Any) -> Any:
+        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        return inputs.get(name) if hasattr(inputs, "get") else None
+
+
+@contextmanager
+def evaluating(trainer: Trainer) -> Iterator[None]:
+    """Surround an evaluation and all that belongs to it; inside another one, do nothing."""
+    if trainer.is_in_evaluation:
+        yield
+        return
+    trainer.prepare()
+    trainer.is_in_evaluation = True
+    try:
+        with trainer.evaluation_context():
+            yield
+    finally:
+        trainer.is_in_evaluation = False
+
+
+@contextmanager
+def evaluation_state(trainer: Trainer) -> Iterator[None]:
+    """Have the model as it is to be evaluated: in evaluation mode, and with the weights for that."""
+    with evaluation_weights(trainer), _evaluation_mode(trainer.model_wrapped):
+        yield
+
+
+@contextmanager
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode and each of its modules back into the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(modes[0][1])  # a model may do more than set the flags
+        for module, mode in modes:
+            module.training = mode
+
+
+def with_prefix(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Put `prefix_` before every name that does not begin with it yet."""
+    start = f"{prefix}_"
+    return {name if name.startswith(start) else start + name: value for name, value in metrics.items()}
+
+
+def plain_numbers(value: Any) -> Any:
+    """Turn NumPy and torch scalars inside lists, tuples and mappings into Python numbers, to be written as JSON."""
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain_numbers(item) for item in value)
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return value.item()
+    return value
+
+
+def _checked(metrics: Any) -> dict[str, Any]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"compute_metrics returned {metrics!r}; it must return a dict of names and values, which may be empty"
+        )
+    return dict(metrics)
+
+
+def _repeat(loss: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    return None if loss is None else loss.detach().reshape(1).repeat(rows)
+
+
+def _mark_last(items: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    """Yield each item with whether it is the last, holding one back."""
+    iterator = iter(items)
+    try:
+        held = next(iterator)
+    except StopIteration:
+        return
+    for item in iterator:
+        yield held, False
+        held = item
+    yield held, True

@@ -1,0 +1,1 @@
+"""What a loss is, and what it is divided by."""

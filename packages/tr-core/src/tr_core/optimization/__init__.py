@@ -1,0 +1,1 @@
+"""What is optimized and how fast: optimizers, rules for parameters, schedules, steps that are left out."""

@@ -1,0 +1,123 @@
+"""What applies the gradients and sets the learning rate, in methods that a subclass may override."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tr_core.assembly import Assembly
+from tr_core.optimization.optimizers import (
+    Factory,
+    build_optimizer,
+    decay_parameter_names,
+    optimizer_factory,
+    parameter_groups,
+)
+from tr_core.optimization.parameter_rules import check_applied, read_rules
+from tr_core.optimization.schedules import FOLLOW_METRIC, get_scheduler
+
+
+class Optimizing(Assembly):
+    """How optimizer and schedule are built, and what they hold."""
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Build the optimizer and the schedule, unless they were given."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the optimizer that the arguments name and keep it as `self.optimizer`, unless there is one.
+
+        Args:
+            model: whose parameters it is for; by default the Trainer's model.
+        """
+        self.prepare()
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+            rules = read_rules(self.args.parameter_rules, options.get("lr", self.args.learning_rate))
+            decayed = self.get_decay_parameter_names(model)
+            groups = parameter_groups(model, self.args.weight_decay, decayed, rules)
+            self.optimizer = build_optimizer(kind, options, groups, rules)
+        return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> Factory:
+        """Return what builds the optimizer that the arguments name, and the keyword arguments to call it with.
+
+        It is called with the parameter groups first. An override may return any class of optimizers.
+
+        Args:
+            args: the training arguments.
+            model: for overrides whose choice depends on the model.
+        """
+        return optimizer_factory(args)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """Build the schedule that the arguments name and keep it as `self.lr_scheduler`, unless there is one.
+
+        Args:
+            num_training_steps: optimizer steps of the run.
+            optimizer: whose learning rates it sets; by default `self.optimizer`.
+        """
+        optimizer = self.optimizer if optimizer is None else optimizer
+        if self.lr_scheduler is None:
+            if optimizer is None:
+                raise ValueError("a schedule needs an optimizer; call create_optimizer first, or give one")
+            options = dict(self.args.lr_scheduler_kwargs or {})
+            if self.args.lr_scheduler_type in FOLLOW_METRIC:
+                options.setdefault("mode", "max" if self.args.greater_is_better else "min")
+            self.lr_scheduler = get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer,
+                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+                num_training_steps=num_training_steps,
+                scheduler_specific_kwargs=options,
+            )
+        return self.lr_scheduler
+
+    def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
+        """Build optimizer and schedule for a new run; those that were given are used as they are."""
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self.create_optimizer_and_scheduler(num_training_steps)
+        if self.optimizer is None or self.lr_scheduler is None:
+            raise ValueError(
+                "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; it must set both"
+            )
+        if self.args.parameter_rules:
+            # Also where a subclass built the optimizer: rules that it passed over would act on nothing.
+            rules = read_rules(self.args.parameter_rules, self.args.learning_rate)
+            check_applied(self.optimizer, rules)
+        return self.optimizer, self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters that weight decay applies to: no biases, no scales of norms."""
+        return decay_parameter_names(model)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of one optimizer step: of a micro-batch, times accumulation, times processes."""
+        return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.world_size
+
+    def get_learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group as it is now."""
+        return [group["lr"] for group in self.create_optimizer().param_groups]
+
+    def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:
+        """Return the parameter group that holds `param`, or the list of the parameters of every group.
+
+        Raises:
+            ValueError: the optimizer does not have the parameter.
+        """
+        groups = self.create_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        for group in groups:
+            if any(param is member for member in group["params"]):
+                return group
+        raise ValueError(
+            f"no parameter group holds this tensor of shape {tuple(param.shape)}; give a trainable parameter of the "
+            "model, as trainer.model.get_parameter(name) returns it"
+        )
