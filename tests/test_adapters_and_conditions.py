@@ -79,7 +79,7 @@ def text_of(folder):
 CONDITIONS = {
     "compiled": {"torch_compile_backend": "eager"},
     "checkpointed": {"activation_checkpointing": True},
-    "compiled and checkpointed": {"torch_compile_backend": "eager", "activation_checkpointing": True},
+    "compiled and checkpointed": {"torch_compile_backend": "aot_eager", "activation_checkpointing": True},
 }
 
 

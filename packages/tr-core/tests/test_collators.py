@@ -378,3 +378,16 @@ def test_masks_are_the_same_with_any_number_of_workers_and_other_in_the_next_pas
     one, other = (torch.stack(noted.labels) for noted in seen)
     assert torch.equal(one, other)
     assert not torch.equal(one[:3], one[3:])
+
+
+def test_rows_of_unequal_length_without_padding_are_told_what_pads_them():
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [1]}]
+    with pytest.raises(ValueError, match="'input_ids' has rows of 1 to 3 values.*processing_class or a data_collator"):
+        tr_core.default_data_collator(rows)
+
+
+@pytest.mark.parametrize("name", ["label", "labels"])
+def test_a_label_that_is_a_word_is_refused_by_its_name(name):
+    rows = [{"input_ids": [1], name: "positive"}]
+    with pytest.raises(ValueError, match=f"'{name}' is the string 'positive'; a model takes class numbers"):
+        tr_core.DataCollatorWithPadding(ToyTokenizer())(rows)

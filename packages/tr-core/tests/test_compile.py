@@ -182,3 +182,31 @@ def test_a_run_compiled_by_inductor_learns_as_an_uncompiled_one(make_trainer, mo
     compiled = train(make_trainer, model, use_cpu=False, torch_compile=True)
     for name, value in weights(compiled).items():
         torch.testing.assert_close(value, weights(plain)[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts"])
+def test_a_backend_that_draws_dropout_anew_is_refused_with_activation_checkpointing(make_trainer, backend):
+    with pytest.raises(ValueError, match=f"backend='{backend}' computes activations again with another dropout mask"):
+        make_trainer(8, activation_checkpointing=True, torch_compile_backend=backend)
+
+
+def test_compiled_and_checkpointed_layers_have_the_gradients_of_the_same_dropout(make_trainer):
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4)) for _ in range(2)])
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x, labels=None):
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+
+    ends = []
+    for checkpointing in (False, True):
+        options = {"activation_checkpointing": checkpointing, "torch_compile_backend": "aot_eager"}
+        trainer = make_trainer(8, model=Layers(), **options)
+        trainer.train()
+        ends.append(trainer.model.state_dict().values())
+    assert all(map(torch.equal, *ends))

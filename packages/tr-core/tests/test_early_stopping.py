@@ -6,8 +6,9 @@ import warnings
 import pytest
 from memory_checkpointer import MemoryCheckpointer
 from small_models import samples
+from stopping_callbacks import Stop, StopAt
 
-from tr_core import EarlyStoppingCallback, TrainerCallback
+from tr_core import EarlyStoppingCallback
 
 
 @pytest.fixture
@@ -79,19 +80,6 @@ def test_of_several_data_sets_the_one_with_the_metric_counts_and_nothing_warns(s
         assert trainer.train().global_step == 3
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (2.0, 2)
     assert not [line for line in lines if "stopping" in line]
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 def test_a_resumed_run_goes_on_counting(stopping):

@@ -5,6 +5,7 @@ import torch
 from memory_checkpointer import MemoryCheckpointer
 from safetensors.torch import load_file
 from small_models import Base, Classifier, samples
+from stopping_callbacks import Stop, StopAt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,19 +36,6 @@ class Watch(TrainerCallback):
 
     def on_prediction_step(self, args, state, control, model, **kwargs):
         self.evaluated.append((state.global_step, copies(model)))
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A model card says what was trained and what it reached, and writes over nobody's words."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -47,6 +48,16 @@ def test_the_table_has_a_row_for_every_evaluation(trained):
     rows = [line for line in card(trained).splitlines() if line.startswith("|")]
     assert rows[0] == "| Training loss | Epoch | Step | Accuracy | Validation loss |"
     assert [row.split(" | ")[1:3] for row in rows[2:]] == [["1.0000", "5"], ["2.0000", "10"]]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_card_names_the_version_of_peft_only_for_a_model_with_adapters(trained, monkeypatch, adapted):
+    monkeypatch.setitem(sys.modules, "peft", sys)
+    monkeypatch.setattr("tr_core.publication.model_card.version", lambda name: "1.2.3")
+    if adapted:
+        trained.model.peft_config = {"default": object()}
+    trained.create_model_card()
+    assert ("- peft: 1.2.3" in card(trained)) is adapted
 
 
 def test_the_hyperparameters_are_those_of_the_run(make_trainer):

@@ -9,6 +9,7 @@ from small_models import Base, Classifier, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
+from tr_core.run import Run
 
 BAD = 777.0  # a feature of this value makes a micro-batch bad
 
@@ -130,6 +131,28 @@ def test_a_step_counts_whether_its_loss_or_its_norm_is_not_finite(make_trainer, 
     assert [line.split(" had")[0] for line in told] == [f"error: {number} of the 6 steps up to step 6"]
     shows = fault.startswith("infinite") and not filtered
     assert math.isfinite(losses(trainer)[0]) != (shows or (fault == "gradients only" and not filtered))
+
+
+def test_of_a_long_window_every_step_is_counted_and_few_are_kept(make_trainer, told, monkeypatch):
+    """Steps are looked at many at a time; bad ones stand at both ends of the first such lot, and of the last."""
+    kept, count = [], Run.count_nonfinite
+
+    def noting(run):
+        kept.append(len(run.unjudged))
+        count(run)
+
+    monkeypatch.setattr(Run, "count_nonfinite", noting)
+    trainer = build(
+        make_trainer,
+        rows(4 * 140, bad=[1, 64, 65, 140]),
+        model=faulty("infinite loss, finite gradients"),
+        logging_steps=140,
+        learning_rate=0.0,
+    )
+    trainer.train()
+    assert [line.split(" had")[0] for line in told] == ["error: 4 of the 140 steps up to step 140"]
+    assert kept[:3] == [64, 64, 12]
+    assert set(kept[3:]) <= {0}
 
 
 def test_of_a_run_that_is_finite_nothing_is_said(make_trainer, told):

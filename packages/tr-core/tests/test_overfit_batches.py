@@ -4,9 +4,10 @@ import pytest
 import torch
 from memory_checkpointer import MemoryCheckpointer
 from small_models import Classifier, samples
+from stopping_callbacks import Stop, StopAt
 from torch.utils.data import DataLoader, IterableDataset
 
-from tr_core import Trainer, TrainerCallback
+from tr_core import Trainer
 from tr_core.data import first_batches
 
 
@@ -122,19 +123,6 @@ def test_the_loss_of_an_evaluation_is_that_of_the_batches_it_was_trained_on(make
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert evaluated == [pytest.approx(sum(losses) / 2, rel=1e-6)]
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 def collate_at_random(rows):

@@ -63,6 +63,18 @@ def test_words_that_the_command_does_not_know_are_a_usage_error(words, capsys):
     assert "usage: trainer check" in capsys.readouterr().err
 
 
+def test_a_command_without_a_file_asks_for_the_file_and_for_nothing_else(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT|CONFIG\n")
+
+
+def test_a_dataclass_named_after_a_configuration_is_told_to_go_before_it(place, capsys):
+    Path("run.yaml").write_text("output_dir: run\n")
+    assert main(["run.yaml", "--dataclass=parts:Extra"]) == 2
+    assert "--dataclass goes before run.yaml" in capsys.readouterr().err
+
+
 def test_the_help_says_what_is_done_and_what_the_exit_codes_mean(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import Classifier, samples
+from small_models import Base, Classifier, samples
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -24,6 +24,26 @@ CASES = {
     "no model": ({"model": None}, ValueError, "Trainer needs a model or a model_init; both are None"),
     "two models": ({"model_init": Classifier, "model": Classifier()}, ValueError, "given a model and a model_init"),
     "model of another kind": ({"model": "bert"}, TypeError, "model is a str; Trainer trains a torch.nn.Module"),
+    "arguments as a dict": (
+        {"args": {"learning_rate": 1e-3}},
+        TypeError,
+        r"args is a dict; .* pass TrainingArguments\(\*\*args\)",
+    ),
+    "arguments of another library": (
+        {"args": Base()},
+        TypeError,
+        r"args is a small_models\.Base; Trainer takes the TrainingArguments of tr_args.*import them from there",
+    ),
+    "an optimizer alone": (
+        {"optimizers": torch.optim.SGD([torch.zeros(1)])},
+        TypeError,
+        r"optimizers is SGD; it must be a pair .* optimizers=\(optimizer, None\)",
+    ),
+    "several data sets to train on": (
+        {"train_dataset": {"train": samples(4), "test": samples(4)}},
+        TypeError,
+        r"train_dataset is a dict of \['test', 'train'\]; .*train_dataset=data\['train'\]",
+    ),
     "model_init returns none": (
         {"model": None, "model_init": lambda: None},
         TypeError,
@@ -68,20 +88,36 @@ CASES = {
 }
 
 
+PARTS = (
+    "args",
+    "model",
+    "model_init",
+    "train_dataset",
+    "compute_metrics",
+    "tokenizer",
+    "processing_class",
+    "optimizers",
+)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_work_is_refused_at_construction(make_args, case):
     changes, error, message = CASES[case]
     parts = {"model": Classifier(), "train_dataset": samples(4)}
     for name in list(changes):
-        if name in ("model", "model_init", "train_dataset", "compute_metrics", "tokenizer", "processing_class"):
+        if name in PARTS:
             parts[name] = changes[name]
     options = {name: value for name, value in changes.items() if name not in parts}
     with pytest.raises(error, match=message):
-        Trainer(args=make_args(**options), **parts)
+        Trainer(**{"args": make_args(**options), **parts})
 
 
 LATER = {
     "unknown optimizer": ({"optim": "adamx"}, "no optimizer named 'adamx'; installed:"),
+    "misspelt optimizer": (
+        {"optim": "adamw_torhc"},
+        "no optimizer named 'adamw_torhc'; .*built in: adagrad, adamw_torch, .*; did you mean adamw_torch[?]",
+    ),
     "unknown schedule": ({"lr_scheduler_type": "linea"}, "unknown lr_scheduler_type='linea'; known are"),
     "unknown schedule argument": (
         {"lr_scheduler_kwargs": {"cycles": 2}},

@@ -6,6 +6,7 @@ import pytest
 import torch
 from memory_checkpointer import MemoryCheckpointer
 from small_models import Classifier, samples
+from stopping_callbacks import Stop, StopAt
 
 from tr_core import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from tr_core.callbacks import wall_time
@@ -148,19 +149,6 @@ def test_the_best_model_is_loaded_when_evaluations_and_checkpoints_go_by_time(ti
     assert (trainer.state.best_global_step, watch.saved) == (6, [3, 6, 10])
     best = trainer.checkpointer().saved[6]["model"]
     assert all(torch.equal(best[name], value) for name, value in trainer.model.state_dict().items())
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 def test_a_resumed_run_counts_on_from_the_time_that_was_trained(timed):

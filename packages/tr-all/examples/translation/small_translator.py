@@ -9,7 +9,7 @@ from message_pairs import Pair
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
 
-PAD, END, SEPARATOR = "<pad>", "</s>", "<sep>"
+PAD, END = "<pad>", "</s>"
 HEADS = 4
 
 
@@ -20,7 +20,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     pairs.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, END, SEPARATOR],
+        special_tokens=[PAD, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -31,28 +31,9 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=pairs, pad_token=PAD, eos_token=END)
 
 
-def encode(pairs: Sequence[Pair], tokenizer: Any, neighbours: Sequence[Pair] | None = None) -> list[dict[str, Any]]:
-    """Return what a model takes, one mapping a pair: the tokens of the message, and those of its translation.
-
-    Before a message stand its neighbour's translation and the neighbour. The translation is the first, so that what
-    can be taken over from it has the same place in the input as in the output.
-
-    Args:
-        pairs: messages and the right translations.
-        tokenizer: of `train_tokenizer`.
-        neighbours: for each, a pair that is like it; None to give the model the message alone.
-    """
-    if not pairs:
-        return []
-    given = [pair.english for pair in pairs]
-    if neighbours is not None:
-        before = (f"{pair.translation}{SEPARATOR}{pair.english}{SEPARATOR}" for pair in neighbours)
-        given = [first + message for first, message in zip(before, given, strict=True)]
-    inputs, labels = tokenizer(given), tokenizer([pair.translation for pair in pairs])
-    return [
-        {"input_ids": tokens, "attention_mask": mask, "labels": wanted}
-        for tokens, mask, wanted in zip(inputs["input_ids"], inputs["attention_mask"], labels["input_ids"], strict=True)
-    ]
+def encode(pairs: Sequence[Pair], tokenizer: Any) -> list[dict[str, list[int]]]:
+    """Return what a model takes, one mapping a pair: the tokens of the message, and those of its translation."""
+    return [{**tokenizer(pair.english), "labels": tokenizer(pair.translation)["input_ids"]} for pair in pairs]
 
 
 def small_translator(

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_args import TrainingArguments
 from tr_core import saving
 from tr_core.callback import CallbackList
-from tr_core.checks import check_given_optimizers, check_model, check_setup, refuse_unsupported
+from tr_core.checks import check_args, check_given_optimizers, check_model, check_setup, refuse_unsupported
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.conditions.compilation import Compilation
 from tr_core.conditions.liger import apply_liger_kernel
@@ -69,6 +69,7 @@ class Assembly:
         checkpointer: Checkpointer | None = None,
     ) -> None:
         check_model(model, model_init)
+        check_args(args)
         self.args = args if args is not None else TrainingArguments()
         self.args.check()  # once more: they may have been changed since they were built
         self.args = dev_run_arguments(self.args)

@@ -50,7 +50,8 @@ class TrainerCallback:
     None. `on_micro_batch_end` gets `loss`, `inputs` and `outputs`, and a method `on_step_end` that names `loss` gets
     the step's. An event returns None, or the control object, or a dict of its flags, as
     `{"should_training_stop": True}`.
-    `on_optimizer_step` gets `applied`, False where a float16 overflow left the step out.
+    `on_optimizer_step` gets `applied`, False where a float16 overflow left the update out; what `on_nonfinite` leaves
+    out is known to the device alone, and `applied` is True.
     A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it. One that
     has the model evaluated with other weights than those that train is a `tr_core.protocols.EvaluationWeights`.
 
@@ -64,7 +65,7 @@ class TrainerCallback:
         """Before the first step, with everything prepared and restored."""
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """At the end of training, whichever way it ends."""
+        """At the end of training, whichever way it ends, with `error`."""
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Before a pass over the data."""
@@ -93,7 +94,7 @@ class TrainerCallback:
         """After clipping, before the optimizer's step."""
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After the optimizer's step, before the schedule's and before gradients are cleared."""
+        """After the optimizer's step, before the schedule's and before gradients are cleared, with `applied`."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a step, with `state.global_step` and `state.epoch` advanced.

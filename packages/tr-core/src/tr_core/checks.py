@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tr_args import TrainingArguments
 from tr_core.conditions.accelerator_settings import check_accelerator_config
 from tr_core.conditions.batch_size_search import check_batch_size_search
 from tr_core.conditions.surroundings import check_conditions
@@ -77,8 +78,26 @@ def check_model(model: Any, model_init: Any) -> None:
         )
 
 
+def check_args(args: Any) -> None:
+    """Raise unless arguments are those of tr-args or nothing: scripts half moved pass those of another library."""
+    if args is None or isinstance(args, TrainingArguments):
+        return
+    kind = type(args)
+    if isinstance(args, dict):
+        raise TypeError("args is a dict; Trainer takes TrainingArguments: pass TrainingArguments(**args)")
+    raise TypeError(
+        f"args is a {kind.__module__}.{kind.__qualname__}; Trainer takes the TrainingArguments of tr_args, which "
+        "tr_all and tr_core give too: import them from there"
+    )
+
+
 def check_given_optimizers(args: Any, optimizers: Any, cls_and_kwargs: Any, model_init: Any) -> None:
     """Raise where an optimizer that is given goes together with what would build or need another one."""
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        raise TypeError(
+            f"optimizers is {type(optimizers).__name__}; it must be a pair of an optimizer and a schedule, of which "
+            "None has the arguments decide: optimizers=(optimizer, None)"
+        )
     if optimizers[0] is not None and cls_and_kwargs is not None:
         raise ValueError("Trainer was given an optimizer and optimizer_cls_and_kwargs; pass one of them")
     if any(part is not None for part in optimizers) and model_init is not None:
@@ -112,6 +131,11 @@ def check_setup(trainer: Trainer) -> None:
     check_batch_size_search(args)
     check_evaluation(trainer)
     train = trainer.train_dataset
+    if isinstance(train, dict):
+        raise TypeError(
+            f"train_dataset is a dict of {sorted(map(str, train))}; training takes one data set: pass one of them, as "
+            "in train_dataset=data['train']"
+        )
     if train is not None and not has_length(train) and args.max_steps <= 0:
         raise ValueError(
             f"train_dataset ({type(train).__name__}) has no length and max_steps={args.max_steps}; set max_steps to "

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-import torch
-
 from tr_core.data.batches import Batches
 from tr_core.data.order import MicroBatch
 from tr_core.evaluation.best import note_best, watched_metric
-from tr_core.run import Run
+from tr_core.run import JUDGED_TOGETHER, Run
 from tr_core.window import log_window, store_tokens
 
 if TYPE_CHECKING:
+    import torch
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     from tr_core.trainer import Trainer
@@ -61,7 +60,7 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
             loss = trainer.step_function(model, batch.inputs, step.num_items)
         step_loss = step_loss + loss
         shown = run.finite(loss, loss_sum, state.global_step) if run.hides_nan else loss
-        loss_sum = (loss_sum + shown).to(loss_sum.dtype)
+        loss_sum = (loss_sum + shown).to(loss_sum.dtype)  # not in place: a step may be made again, or left out
         run.position.samples = batch.end
         for count in run.counters:
             count(batch)
@@ -80,8 +79,7 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
     run.learning_rate = optimizer.param_groups[0]["lr"]
     if applied:
         run.step_schedule()
-        # What is finite less itself is 0; anything else is NaN, which equals nothing.
-        run.num_nonfinite += torch.ne(step_loss - step_loss, norm - norm)
+        run.unjudged.append((step_loss, norm))
     optimizer.zero_grad(set_to_none=True)
     state.global_step += 1
     micro_batches_done = -(-run.position.samples // run.data.per_micro_batch)
@@ -92,6 +90,8 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
 def log_evaluate_save(trainer: Trainer, run: Run) -> None:
     """Do what is due, in this order: log, evaluate, note the best, save."""
     control = trainer.control
+    if len(run.unjudged) >= JUDGED_TOGETHER:
+        run.count_nonfinite()
     if control.should_log and trainer.state.global_step > run.last_logged_step:
         log_window(trainer, run)
     if run.guard is not None and (control.should_evaluate or control.should_save):

@@ -5,9 +5,12 @@ Nothing acts because it is installed: an entry point is imported only when its n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+from tr_args.suggestion import did_you_mean
 
 # Which of our packages brings a name, so that the error for a missing one can say what to install.
 _BROUGHT_BY = {
@@ -51,15 +54,20 @@ def available(group: str) -> dict[str, str]:
     return {entry.name: _origin(entry) for entry in _entries(group)}
 
 
-def load(group: str, name: str) -> Any:
+def load(group: str, name: str, *, built_in: Iterable[str] = ()) -> Any:
     """Import the object that is installed under `name` in an entry-point group such as `tr.optimizers`.
+
+    Args:
+        group: the entry-point group.
+        name: what was asked for.
+        built_in: names that need no plugin, for the message: `name` may be one of them misspelt.
 
     Raises:
         PluginError: nothing, or more than one distribution, offers the name.
     """
     matches = [entry for entry in _entries(group) if entry.name == name]
     if not matches:
-        raise PluginError(_missing(group, name))
+        raise PluginError(_missing(group, name, sorted(built_in)))
     if len({entry.value for entry in matches}) > 1:
         claims = " and ".join(f"{_origin(entry)} ({entry.value})" for entry in matches)
         raise PluginError(f"{_kind(group)} {name!r} is offered by {claims}; uninstall one of them")
@@ -74,11 +82,15 @@ def _kind(group: str) -> str:
     return _KINDS[group]
 
 
-def _missing(group: str, name: str) -> str:
+def _missing(group: str, name: str, built_in: list[str]) -> str:
     installed = ", ".join(f"{known} ({origin})" for known, origin in sorted(available(group).items())) or "none"
     message = f"no {_kind(group)} named {name!r}; installed: {installed}"
+    if built_in:
+        message += f"; built in: {', '.join(built_in)}"
     package = _brings(group, name)
-    return f"{message}; pip install '{package}' brings {name!r}" if package else message
+    if package:
+        return f"{message}; pip install '{package}' brings {name!r}"
+    return message + did_you_mean(name, [*built_in, *available(group)])
 
 
 def _brings(group: str, name: str) -> str | None:

@@ -103,7 +103,8 @@ class Strategy(Collectives, Protocol):
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping, a scalar tensor on the device; nothing is read back to the host.
+            The norm before clipping, a scalar tensor on the device, a new one each step: the loop keeps it for a
+            while. Nothing is read back to the host.
         """
         ...
 

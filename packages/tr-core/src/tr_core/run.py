@@ -15,7 +15,7 @@ from tr_core.conditions.accelerator_settings import syncs_each_batch
 from tr_core.data.batches import Batches
 from tr_core.data.order import MicroBatch
 from tr_core.metric_window import MetricWindow
-from tr_core.optimization.nonfinite import UpdateGuard, build_guard
+from tr_core.optimization.nonfinite import UpdateGuard, build_guard, is_nonfinite
 from tr_core.protocols import Strategy
 from tr_core.state import TrainerState
 from tr_core.steps import Plan
@@ -24,6 +24,9 @@ from tr_core.window import RankWindow, read_rank_window, share_window, store_cou
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
+
+# Steps whose loss and norm are looked at together: one by one that costs a step four operations on scalars.
+JUDGED_TOGETHER = 64
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Run:
         ignore_keys: outputs of the model that evaluations leave out.
         window: what every rank holds since the last log, as it is to be saved.
         metrics: what was logged with `log_metric` since the last log.
+        unjudged: loss and gradient norm of the last applied steps, which `num_nonfinite` does not count yet.
         num_nonfinite: steps since the last log whose loss or norm was not finite, on the device.
         num_skipped: updates since the last log that were left out for it, on the device.
         zero: the scalar that a step's loss begins with, on the device.
@@ -110,6 +114,7 @@ class Run:
     ignore_keys: list[str] | None = None
     window: list[RankWindow] = field(default_factory=list)
     metrics: MetricWindow = field(init=False)
+    unjudged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     num_nonfinite: torch.Tensor = field(init=False)
     num_skipped: torch.Tensor = field(init=False)
     zero: torch.Tensor = field(init=False)
@@ -155,6 +160,13 @@ class Run:
             step: completed steps.
         """
         return torch.where(torch.isfinite(loss), loss, loss_sum / (1 + step - self.last_logged_step))
+
+    def count_nonfinite(self) -> None:
+        """Count the steps in `unjudged` whose loss or norm is not finite, and empty it; nothing is read."""
+        if self.unjudged:
+            losses, norms = zip(*self.unjudged, strict=True)
+            self.num_nonfinite += is_nonfinite(torch.stack(losses), torch.stack(norms)).sum()
+            self.unjudged = []
 
     def mean_loss(self, steps: int) -> float:
         """Return the mean loss of this call's steps that were applied and logged, of `steps` in all."""

@@ -14,7 +14,7 @@ from tr_core.data.first_batches import evaluation_source
 from tr_core.data.loaders import eval_loader, keeping_columns, train_loader
 from tr_core.data.own_order import ask_for_sampler
 from tr_core.evaluation.best import check_best_metric
-from tr_core.evaluation.evaluation_loop import EvaluationLoop, evaluating, evaluation_state
+from tr_core.evaluation.evaluation_loop import EvaluationLoop, evaluation_state, in_evaluation_context
 from tr_core.evaluation.prediction import prediction_step
 from tr_core.evaluation.streaming import is_streaming
 from tr_core.model_io import main_input_name
@@ -121,7 +121,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
                 merged |= self.evaluate(source, ignore_keys, f"{metric_key_prefix}_{name}")
             return merged
         loader = evaluation_source(self, eval_dataset)
-        with evaluating(self):
+        with in_evaluation_context(self):
             output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
             self.log(dict(output.metrics))
             self.stamp(output.metrics)
@@ -140,7 +140,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         """
         stop_if_requested(self, evaluation_data=test_dataset)
         loader = self.get_test_dataloader(test_dataset)
-        with evaluating(self):
+        with in_evaluation_context(self):
             output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
             self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)

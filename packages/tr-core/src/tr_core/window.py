@@ -58,6 +58,7 @@ class ClosedWindow(NamedTuple):
 
 def read_rank_window(run: Run) -> RankWindow:
     """Read this rank's open window; the counts of operations and tokens begin anew, all else stays."""
+    run.count_nonfinite()
     norm = [] if run.grad_norm is None else [run.grad_norm]
     loss, nonfinite, skipped, *norms = read_scalars([run.loss_sum, run.num_nonfinite, run.num_skipped, *norm])
     flops, run.flops = run.flops, 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from operator import itemgetter
 from typing import Any
 
@@ -35,7 +35,7 @@ def default_data_collator(features: list[Any]) -> Any:
         if key == "label" or (key == "label_ids" and first.get("label") is None):
             batch["labels"] = _labels(values)
         elif key != "label_ids":
-            batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(values)
+            batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(key, values)
     return batch
 
 
@@ -46,7 +46,16 @@ def _labels(values: list[Any]) -> torch.Tensor:
     return labels.float() if labels.is_floating_point() else labels.long()
 
 
-def _stack(values: list[Any]) -> torch.Tensor:
-    if isinstance(values[0], np.ndarray):
-        return torch.from_numpy(np.stack(values))
-    return torch.tensor(values)
+def _stack(key: str, values: list[Any]) -> torch.Tensor:
+    try:
+        if isinstance(values[0], np.ndarray):
+            return torch.from_numpy(np.stack(values))
+        return torch.tensor(values)
+    except ValueError as error:
+        lengths = sorted({len(value) for value in values if isinstance(value, Sized)})
+        if len(lengths) < 2:
+            raise
+        raise ValueError(
+            f"{key!r} has rows of {lengths[0]} to {lengths[-1]} values, which cannot be stacked; give the Trainer the "
+            "tokenizer as processing_class or a data_collator that pads, or make the rows of one length"
+        ) from error

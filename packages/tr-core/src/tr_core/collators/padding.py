@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,12 @@ class DataCollatorWithPadding:
         check_return_tensors(self)
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        """Return the padded batch as tensors."""
+        """Return the padded batch as tensors.
+
+        Raises:
+            ValueError: labels are strings.
+        """
+        _refuse_words(features[0])
         batch = pad_with(
             self.tokenizer,
             features,
@@ -44,3 +49,13 @@ class DataCollatorWithPadding:
             if key in batch:
                 batch["labels"] = batch.pop(key)
         return batch
+
+
+def _refuse_words(sample: Any) -> None:
+    """Raise where a label is a string: a tokenizer would speak of padding and nesting."""
+    for key in ("label", "label_ids", "labels"):
+        if isinstance(sample, Mapping) and isinstance(value := sample.get(key), str):
+            raise ValueError(
+                f"{key!r} is the string {value!r}; a model takes class numbers: replace every label by its number "
+                "before training"
+            )

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 WATCH, TPU_METRICS = "underflow_overflow", "tpu_metrics_debug"
 
+# Backends of torch.compile that run a graph without AOTAutograd. They compute checkpointed layers again with random
+# numbers drawn anew: gradients belong to another dropout mask than the loss.
+_DRAW_ANEW = frozenset({"eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts"})
+
 # Options -> what has to be on for them to act.
 _NEEDS = {
     "activation_checkpointing_kwargs": "activation_checkpointing",
@@ -48,6 +52,12 @@ def check_conditions(trainer: Trainer) -> None:
         raise ImportError(
             f"debug={TPU_METRICS!r} shows the counters of torch_xla, which is not installed; install it, or leave "
             f"{TPU_METRICS} out"
+        )
+    if args.activation_checkpointing and args.torch_compile and args.torch_compile_backend in _DRAW_ANEW:
+        raise ValueError(
+            f"torch_compile_backend={args.torch_compile_backend!r} computes activations again with another dropout "
+            "mask than that of the loss, which makes gradients of activation_checkpointing=True wrong; use "
+            "torch_compile_backend='aot_eager' or 'inductor', or leave one of the two out"
         )
     if WATCH in args.debug and args.torch_compile:
         raise ValueError(

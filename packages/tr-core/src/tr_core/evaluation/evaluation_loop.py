@@ -61,7 +61,7 @@ class EvaluationLoop:
             name: Collected(source.num_samples, concatenate=self._args.eval_do_concat_batches)
             for name in ("predictions", "label_ids", "inputs", "losses")
         }
-        with evaluating(trainer), while_evaluating(trainer), separate_window(trainer) as window:
+        with in_evaluation_context(trainer), while_evaluating(trainer), separate_window(trainer) as window:
             model = trainer.model_wrapped
             batches = dev_run_batches(source.iterate(0, 0), self._args)
             for number, (batch, is_last) in enumerate(_mark_last(batches), start=1):
@@ -124,8 +124,8 @@ class EvaluationLoop:
 
 
 @contextmanager
-def evaluating(trainer: Trainer) -> Iterator[None]:
-    """Surround an evaluation and all that belongs to it; inside another one, do nothing."""
+def in_evaluation_context(trainer: Trainer) -> Iterator[None]:
+    """Surround an evaluation and its events by `Trainer.evaluation_context`; already inside it, do nothing."""
     if trainer.is_in_evaluation:
         yield
         return

@@ -184,7 +184,7 @@ def build_guard(trainer: Trainer, run: Run) -> UpdateGuard | None:
 
 
 def is_nonfinite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return a true scalar if either of two scalars is NaN or infinite; it stays on the device."""
+    """Return where either of two tensors of one shape is NaN or infinite; it stays on the device."""
     return torch.ne(loss - loss, norm - norm)  # what is finite less itself is 0; all else is NaN: unequal to anything
 
 

@@ -82,7 +82,7 @@ def optimizer_factory(args: Any) -> tuple[Callable[..., torch.optim.Optimizer], 
     name = str(args.optim)
     if name in _TORCH:
         return _TORCH[name](args)
-    factory = plugins.load("tr.optimizers", name)
+    factory = plugins.load("tr.optimizers", name, built_in=_TORCH)
     return partial(_build, factory, args), {}
 
 

@@ -111,8 +111,7 @@ def cosine_with_min_lr(
     if step < warmup_steps:
         return step / max(1, warmup_steps)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    factor = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
-    return max(0.0, factor * (1 - floor) + floor)
+    return _cosine_above(floor, progress, num_cycles)
 
 
 def cosine_warmup_with_min_lr(
@@ -140,8 +139,7 @@ def cosine_warmup_with_min_lr(
             return (step + 1.0) / max(1.0, warmup_steps)
         return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup_steps - 1)
     progress = (step - warmup_steps + 1.0) / max(1.0, total_steps - warmup_steps)
-    factor = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
-    return max(0.0, factor * (1 - floor) + floor)
+    return _cosine_above(floor, progress, num_cycles)
 
 
 def warmup_stable_decay(
@@ -182,6 +180,12 @@ def warmup_stable_decay(
     wave = 0.5 * (1 + math.cos(math.pi * num_cycles * 2.0 * progress))
     fall = {"linear": 1 - progress, "cosine": wave, "1-sqrt": 1 - math.sqrt(progress)}
     return max(0.0, fall[decay_type] * (1 - min_lr_ratio) + min_lr_ratio)
+
+
+def _cosine_above(floor: float, progress: float, num_cycles: float) -> float:
+    """Return a cosine of `num_cycles` waves, between 1 and `floor`."""
+    factor = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+    return max(0.0, factor * (1 - floor) + floor)
 
 
 def _floor(min_lr: float | None, min_lr_rate: float | None, base_lr: float) -> float:

@@ -1,4 +1,8 @@
-"""Leave out an optimizer's update by a flag that is on the device."""
+"""Leave out an optimizer's update by a flag that is on the device.
+
+`tr_dist/skipping.py` is the same on purpose: neither package imports the other, and the flag has to go through
+`Strategy.step`, for under float16 a strategy updates its scaler also where it leaves out the update.
+"""
 
 from __future__ import annotations
 

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(arguments.file)
     try:
         target = _target(path)
+        if target:
+            _refuse_late_options(path, arguments.words)
         dataclasses = [_dataclass(name) for name in arguments.dataclass]
     except ValueError as error:
         print(f"trainer check: {error}", file=sys.stderr)
@@ -83,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a dataclass of the script whose options a configuration file holds too; can be repeated",
     )
     parser.add_argument("file", metavar="SCRIPT|CONFIG", help="a .py, .yaml, .yml, .toml or .json file")
-    parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script")
+    words = parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script")
+    words.required = False  # else the message about a missing file asks for these too
     return parser
 
 
@@ -95,6 +98,12 @@ def _target(path: Path) -> bool:
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
     return path.suffix.lower() != ".py"
+
+
+def _refuse_late_options(path: Path, words: Sequence[str]) -> None:
+    """Raise where `--dataclass` comes after a configuration file, where it would be taken for an argument in it."""
+    if any(word.partition("=")[0] == "--dataclass" for word in words):
+        raise ValueError(f"--dataclass goes before {path}: what comes after the file are arguments like those in it")
 
 
 def _dataclass(name: str) -> type:

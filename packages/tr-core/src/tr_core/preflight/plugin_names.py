@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tr_args.suggestion import did_you_mean
 from tr_core import plugins
 from tr_core.optimization.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.preflight.report import Problem
@@ -32,9 +31,8 @@ def _named(subject: Subject, group: str, name: str, *options: str) -> Iterator[P
     try:
         plugins.load(group, name)
     except plugins.PluginError as error:
-        hint = did_you_mean(name, plugins.available(group))
         values = " and ".join(f"{option}={str(getattr(subject.args, option))!r}" for option in options)
-        yield Problem("T301", f"{values}: {error}{hint}", subject.origin(options[0]))
+        yield Problem("T301", f"{values}: {error}", subject.origin(options[0]))
     except ImportError as error:
         yield Problem("T302", f"{options[0]}={name!r}: {error}", subject.origin(options[0]))
 
@@ -45,8 +43,7 @@ def _callbacks(subject: Subject) -> Iterator[Problem]:
         try:
             plugins.load("tr.callbacks", name)(args)
         except plugins.PluginError as error:
-            hint = did_you_mean(name, plugins.available("tr.callbacks"))
-            yield Problem("T301", f"report_to={name!r}: {error}{hint}", subject.origin("report_to"))
+            yield Problem("T301", f"report_to={name!r}: {error}", subject.origin("report_to"))
         except ImportError as error:
             yield Problem("T302", str(error), subject.origin("report_to"))
     for option, name in (("neftune_noise_alpha", "neftune"), ("push_to_hub", "hub")):
@@ -59,9 +56,9 @@ def _optimizer(subject: Subject) -> Iterator[Problem]:
     name = str(args.optim)
     if name not in optimizer_names():
         try:
-            plugins.load("tr.optimizers", name)
+            optimizer_factory(args)
         except plugins.PluginError as error:
-            yield Problem("T301", f"optim={name!r}: {error}{did_you_mean(name, optimizer_names())}", origin)
+            yield Problem("T301", f"optim={name!r}: {error}", origin)
         return
     if name in plugins.available("tr.optimizers"):
         yield from _named(subject, "tr.optimizers", name, "optim")

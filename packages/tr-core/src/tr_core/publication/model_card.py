@@ -107,7 +107,7 @@ def model_card(trainer: Trainer, details: CardDetails) -> str:
     ]
     if rows := in_training(trainer.state):
         parts.append("### Training results\n\n" + _table(rows))
-    parts.append("### Framework versions\n\n" + _bullets(_versions()))
+    parts.append("### Framework versions\n\n" + _bullets(_versions(trainer.model)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -239,9 +239,11 @@ def _hub_dataset(dataset: Any) -> tuple[str | None, str | None]:
     return name, getattr(dataset, "config_name", None)
 
 
-def _versions() -> dict[str, str]:
+def _versions(model: Any) -> dict[str, str]:
+    # Other libraries import peft where it is installed; that says nothing of this model.
+    unused = set() if getattr(model, "peft_config", None) else {"peft"}
     found = {}
-    for name in ("tr-core", "torch", *(name for name in _LIBRARIES if name in sys.modules)):
+    for name in ("tr-core", "torch", *(name for name in _LIBRARIES if name in sys.modules and name not in unused)):
         try:
             found[name] = version(name)
         except PackageNotFoundError:  # imported from a folder
