@@ -118,7 +118,10 @@ LATER = {
         {"optim": "adamw_torhc"},
         "no optimizer named 'adamw_torhc'; .*built in: adagrad, adamw_torch, .*; did you mean adamw_torch[?]",
     ),
-    "unknown schedule": ({"lr_scheduler_type": "linea"}, "unknown lr_scheduler_type='linea'; known are"),
+    "unknown schedule": (
+        {"lr_scheduler_type": "linea"},
+        r"unknown lr_scheduler_type='linea'; known are .*; did you mean linear\?",
+    ),
     "unknown schedule argument": (
         {"lr_scheduler_kwargs": {"cycles": 2}},
         r"lr_scheduler_kwargs has \['cycles'\], which the schedule 'linear' does not take; it takes none",
@@ -225,3 +228,8 @@ def test_report_to_all_leaves_out_trackers_whose_library_is_missing(make_trainer
     assert [type(callback) for callback in callbacks].count(Tracker) == 1
     with pytest.raises(ImportError, match=r"tr-log\[wandb\]"):
         make_trainer(report_to="wandb")
+
+
+def test_an_unknown_part_is_an_error_of_the_trainer(make_args):
+    with pytest.raises(TypeError, match=r"Trainer\.__init__\(\) got an unexpected keyword argument 'train_datset'"):
+        Trainer(Classifier(), make_args(), train_datset=[])

@@ -56,7 +56,7 @@ class ExampleArguments:
     num_layers: int = 2
     """Layers of the encoder, and of the decoder."""
 
-    dropout: float = 0.1
+    dropout: float = 0.2
     """Share of the hidden values left out at random."""
 
     resume: bool = False

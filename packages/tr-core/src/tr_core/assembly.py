@@ -230,6 +230,10 @@ class Assembly:
         return default_data_collator
 
 
+# Python names the function in its own errors: the class that a user wrote, not the part of it that holds this.
+Assembly.__init__.__qualname__ = "Trainer.__init__"
+
+
 def _with_count(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     if takes_argument(step, "num_items_in_batch"):
         return step

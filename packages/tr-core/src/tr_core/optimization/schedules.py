@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from tr_args.suggestion import did_you_mean
 from tr_core.optimization.greedy import GreedyLR
 
 Multiplier = Callable[..., float]
@@ -253,9 +254,8 @@ def get_scheduler(
 def _named(name: str) -> Multiplier:
     key = str(name)
     if key not in SCHEDULES:
-        raise ValueError(
-            f"unknown lr_scheduler_type={key!r}; known are {', '.join(sorted([*SCHEDULES, *FOLLOW_METRIC]))}"
-        )
+        known = sorted([*SCHEDULES, *FOLLOW_METRIC])
+        raise ValueError(f"unknown lr_scheduler_type={key!r}; known are {', '.join(known)}{did_you_mean(key, known)}")
     return SCHEDULES[key]
 
 
