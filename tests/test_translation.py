@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tr_core import Trainer
 
 pytest.importorskip("transformers")

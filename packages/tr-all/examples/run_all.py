@@ -98,6 +98,15 @@ EXAMPLES = {
             Bound("test_lookup_accuracy", at_most="test_accuracy"),
         ),
     ),
+    "translation": Example(
+        "translation/translation.py",
+        "outputs/translation",
+        (
+            Bound("test_chrf", at_least="test_nearest_chrf"),
+            Bound("test_exact", at_least=0.17),
+            Bound("test_nearest_exact", at_most=0.1),
+        ),
+    ),
     "custom_loop": Example(
         "custom_loop/custom_loop.py", "outputs/custom_loop", (Bound("test_accuracy", at_least=0.95),)
     ),
