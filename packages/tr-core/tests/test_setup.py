@@ -76,9 +76,9 @@ CASES = {
     ),
     "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
     "option without effect": (
-        {"enable_jit_checkpoint": True},
+        {"optim_target_modules": ["attn"]},
         NotImplementedError,
-        "enable_jit_checkpoint=True: save more often with save_steps",
+        "no optimizer of this version takes target modules",
     ),
     "option that cannot be": (
         {"dataloader_in_order": False},

@@ -92,6 +92,20 @@ def test_weights_that_differ_before_the_first_step_are_an_error():
         run_ranks(_differ_after_prepare, 2)
 
 
+def _differ_by_changes_that_cancel():
+    with DDP(use_cpu=True) as strategy:
+        model = strategy.prepare(nn.Linear(2, 1))
+        with torch.no_grad():  # as many units up as down: the bit patterns of both ranks have one sum
+            step = 2.0**-20 * (strategy.rank == 1)
+            strategy.unwrap(model).weight.copy_(torch.tensor([[1.0 + step, -1.5 + step]]))
+        _step(model, strategy)
+
+
+def test_differences_of_weights_that_cancel_in_a_sum_are_seen():
+    with pytest.raises(RuntimeError, match=r"1 of 2 parameters differ .* the first is weight: rank \[1\]"):
+        run_ranks(_differ_by_changes_that_cancel, 2)
+
+
 def _every_dtype():
     module = nn.Module()
     for number, dtype in enumerate((torch.float64, torch.bfloat16, torch.float16, torch.complex64)):

@@ -42,7 +42,7 @@ def small_translator(
     """Return an encoder and decoder of the given size.
 
     Pegasus's architecture normalises before each layer, so that it bears the high learning rate which a short training
-    needs. Weights begin at 1 / sqrt(width): with the usual 0.02, at this width positions would drown the tokens.
+    needs. Weights begin at 1 / sqrt(width): with the usual 0.02 the first passes teach it less.
     """
     config = PegasusConfig(
         vocab_size=len(tokenizer),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 # name -> (value that is allowed, what to do instead)
 NOT_YET: dict[str, tuple[Any, str]] = {
     "deepspeed": (None, "train with strategy='ddp'"),
-    "enable_jit_checkpoint": (False, "save more often with save_steps"),
     "fsdp": ([], "train with strategy='ddp'"),
     "fsdp_config": ({}, "train with strategy='ddp'"),
     "optim_target_modules": (None, "no optimizer of this version takes target modules"),

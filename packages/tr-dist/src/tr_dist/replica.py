@@ -17,6 +17,12 @@ _NO_BACKWARD = (
     "a micro-batch ended without a backward, so no gradient was averaged over the ranks; call backward(loss) inside "
     "accumulate(model, sync=True)"
 )
+# Constants of splitmix64, as signed numbers.
+# Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", figure 16.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+_DIGEST_BLOCK = 2**22  # elements at a time, of 8 bytes each
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 # torch renamed the option, and warns about the old name.
@@ -138,14 +144,15 @@ def check_trainable(model: nn.Module, device: torch.device) -> None:
 def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
     """Check that every rank holds bit for bit the same parameters. Reads once from the device.
 
-    Compared are sums of the parameters' bit patterns as integers: exact on every device, whatever the order
-    of adding.
+    Compared are digests of the parameters' bit patterns and places in integers that wrap: exact on every device,
+    whatever the order of adding. They are mixed before they are added, so that differences do not cancel: bit patterns
+    alone do, where one weight grows by as many units in the last place as another shrinks.
 
     Raises:
         RuntimeError: ranks differ; the message names the first parameter that does.
     """
     named = list(module.named_parameters())
-    mine = torch.stack([_bit_sum(p) for _, p in named])
+    mine = torch.stack([_digest(p) for _, p in named])
     sums = group.gather(mine.unsqueeze(0)).cpu()  # sync: once, before the first step
     differs = (sums != sums[0]).any(dim=0)
     if not bool(differs.any()):
@@ -160,11 +167,21 @@ def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
     )
 
 
-def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a number of 64 bits, a scalar tensor, that tells one bit pattern of a tensor from another."""
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+    bits = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _DIGEST_BLOCK):
+        mixed = bits[start : start + _DIGEST_BLOCK].to(torch.int64)
+        mixed += torch.arange(start, start + mixed.numel(), device=bits.device) * _GOLDEN
+        for shift, factor in _MIXING:
+            mixed ^= mixed >> shift
+            mixed *= factor
+        total += mixed.sum()
+    return total
 
 
 def _some(names: list[str]) -> str:

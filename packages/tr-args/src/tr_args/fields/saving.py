@@ -27,6 +27,14 @@ class SavingFields:
     save_total_limit: Annotated[int | None, AtLeast(1, ", or none to keep all")] = None
     """Checkpoints to keep; older ones are deleted, never the best one. Unset keeps all."""
 
+    save_keep_every: Annotated[int | None, AtLeast(1, ", or none to keep none for ever")] = None
+    """Keep for ever each checkpoint whose step is a multiple of this, whatever save_total_limit says: such do not
+    count towards it."""
+
+    save_async: bool = False
+    """Write checkpoints in the background: training waits only while the state is copied to host memory. A write that
+    fails ends the run at the next step, and the run's end waits for the last one."""
+
     save_on_each_node: bool = False
     """Let every machine write checkpoints, for machines that share no file system."""
 
@@ -36,8 +44,9 @@ class SavingFields:
     checkpointer: str = "local"
     """Name of what writes and reads checkpoints."""
 
-    enable_jit_checkpoint: bool = False
-    """On SIGTERM, write a checkpoint at the next step and stop."""
+    enable_jit_checkpoint: bool = True
+    """On SIGTERM, SIGUSR1 or Ctrl-C, finish the step, write a checkpoint on all ranks and stop with exit code 143, 138
+    or 130; a second signal stops at once. Without save_strategy there is nothing to write, and signals act as ever."""
 
     load_best_model_at_end: bool = False
     """After training, load the best checkpoint's weights. Whatever save_strategy says, a model that an evaluation
@@ -51,8 +60,9 @@ class SavingFields:
     """Whether a larger metric is better. Unset: yes, unless its name ends with loss."""
 
     resume_from_checkpoint: Annotated[str | bool | None, UserPath()] = None
-    """Checkpoint folder to go on from; true for the newest one in output_dir (an error without one), auto for
-    the newest one if there is any."""
+    """Checkpoint folder to go on from, also one that transformers' Trainer wrote; true for the newest one in
+    output_dir (an error without one), auto for the newest one if there is any; hub for last-checkpoint of
+    hub_model_id, hub:OWNER/NAME[@REVISION] for that of another repository."""
 
     ignore_data_skip: bool = False
     """When resuming, start the epoch's data again instead of going on after the last sample."""
