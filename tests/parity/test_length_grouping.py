@@ -27,8 +27,8 @@ def test_the_order_is_that_of_the_reference_for_the_same_permutation(number, bat
         sampler = LengthGroupedSampler(
             batch_size, lengths=lengths.tolist(), generator=torch.Generator().manual_seed(seed)
         )
-        shuffled = torch.randperm(number, generator=torch.Generator().manual_seed(seed)).tolist()
-        assert LengthGrouping(lengths, batch_size).arrange(shuffled) == list(sampler)
+        shuffled = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
+        assert LengthGrouping(lengths, batch_size).arrange(shuffled).tolist() == list(sampler)
 
 
 class Ragged(nn.Module):

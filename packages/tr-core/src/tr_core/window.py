@@ -27,6 +27,7 @@ class RankWindow(TypedDict):
         metrics: what was logged with `log_metric`.
         flops: floating-point operations.
         tokens: input tokens.
+        place: where the data is in its pass, as the data itself says it, in a checkpoint; None where it does not.
     """
 
     loss: float
@@ -36,6 +37,7 @@ class RankWindow(TypedDict):
     metrics: Sums
     flops: float
     tokens: int
+    place: Any
 
 
 class ClosedWindow(NamedTuple):
@@ -70,6 +72,7 @@ def read_rank_window(run: Run) -> RankWindow:
         "metrics": run.metrics.read(),
         "flops": flops,
         "tokens": 0 if run.tokens is None else run.tokens.take(),
+        "place": None,
     }
 
 
@@ -93,6 +96,7 @@ def share_window(windows: Sequence[RankWindow], rank: int, world_size: int) -> R
         "metrics": {name: (total / world_size, weight / world_size) for name, (total, weight) in totals.items()},
         "flops": 0.0,
         "tokens": 0,
+        "place": None,
     }
 
 

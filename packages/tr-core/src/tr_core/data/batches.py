@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from tr_core.data.fetch import StreamFetch
 from tr_core.data.loaders import has_length
 from tr_core.data.order import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
+from tr_core.data.place import Place
 from tr_log import progress
 
 
@@ -47,6 +48,22 @@ class Batches(Protocol):
         """
         ...
 
+    def place_state(self) -> Any:
+        """Return where this rank's data is in its pass, as the data itself says it; None where it does not."""
+        ...
+
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
+        """Have the next pass begin at a place that was saved, so that nothing before it is read again.
+
+        Without it the pass still begins there, after reading what comes before.
+
+        Args:
+            places: what `place_state` returned on each rank of the run that saved.
+            rank: this process's number.
+            world_size: number of processes now.
+        """
+        ...
+
 
 def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
     """Return the passes over a loader: one that the Trainer built, or anything iterable.
@@ -66,21 +83,20 @@ def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
     return _Foreign(loader, (own_batch_size or batch_size) * world_size)
 
 
-class _OwnOrder:
-    """Data whose order is its own affair."""
+class _Stream:
+    """An iterable data set: it may tell a length, and a position is reached by its own state or by reading.
 
-    def order_state(self) -> dict[str, Any]:
-        return {}
-
-    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
-        """Take nothing: there is nothing to restore."""
-
-
-class _Stream(_OwnOrder):
-    """An iterable data set: it may tell a length, and a position is reached by reading."""
+    Its micro-batches are counted as well as its samples. Worker processes that each come to their end give short ones
+    in the middle of a pass, after which the samples do not say how many micro-batches were read.
+    """
 
     def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:
         self._loader, self._stream = loader, stream
+        self._parts = max(loader.num_workers, 1)
+        # Workers read ahead, and each has a copy of the data set: what is here has not moved.
+        self._place = Place(stream.dataset if loader.num_workers == 0 else None)
+        self._rounds, self._is_there = 0, False
+        self._restored: int | None = None
         self.per_micro_batch = stream.per_round
         self.num_samples: int | None = len(stream.dataset) if has_length(stream.dataset) else None
         self.num_batches = self.remaining(0)
@@ -92,20 +108,53 @@ class _Stream(_OwnOrder):
         return num_micro_batches(left, self.per_micro_batch, self._stream.drop_last)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        skipped = self._stream.seek(epoch, position)
-        batches = _skip(iter(self._loader), skipped)
-        stream = self._stream
+        stream, rounds = self._stream, self._restored
+        self._restored = None
+        self._is_there &= position > 0  # a place at the end of a pass is of no use to the next one
+        if not self._is_there:
+            self._place.begin()
+        skipped = stream.seek(epoch, position, rounds=rounds if position else None, is_there=self._is_there)
+        batches = iter(self._loader) if self._is_there else _skip(iter(self._loader), skipped)
+        self._rounds, self._is_there = skipped, False
         for inputs, total in batches:
             share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
             position += total
+            self._rounds += 1
             yield MicroBatch(inputs, share.weight, position, total)
 
+    def order_state(self) -> dict[str, Any]:
+        return {"workers": self._parts, "samples_per_round": self._stream.per_round, "rounds": self._rounds}
 
-class _Foreign(_OwnOrder):
-    """A loader that the user made: its order is its own, a position is reached by drawing batches from it."""
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        now = (self._parts, self._stream.per_round)
+        read_by = (state.get("workers", now[0]), state.get("samples_per_round", now[1]))
+        if position == 0 or self._parts == read_by[0] == 1:  # one process reads one sample after the other
+            return
+        if read_by != now:
+            raise ValueError(
+                f"the checkpoint is {position} samples into a pass over iterable data that {read_by[0]} processes read "
+                f"in turn, {read_by[1]} samples at a time; {self._parts} that read {self._stream.per_round} at a time "
+                "would repeat samples and leave others out. Resume with the dataloader_num_workers, batch size and "
+                "number of processes of then, or begin the pass anew with ignore_data_skip=True"
+            )
+        self._restored = state.get("rounds")
+
+    def place_state(self) -> Any:
+        return self._place.take()
+
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
+        # All ranks read the whole stream: any one's place is every one's.
+        if self._place.is_known and places[0] is not None:
+            self._place.put_back(places[0])
+            self._is_there = True
+
+
+class _Foreign:
+    """A loader that the user made: its order is its own; a position is reached by its state, or by drawing batches."""
 
     def __init__(self, loader: Any, per_micro_batch: int) -> None:
         self._loader, self.per_micro_batch = loader, per_micro_batch
+        self._place, self._is_there = Place(loader), False
         try:
             self.num_batches: int | None = len(loader)
         except TypeError:  # no length, or that of an iterable data set
@@ -119,9 +168,27 @@ class _Foreign(_OwnOrder):
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         _set_epoch(self._loader, epoch)
-        for inputs in _skip(iter(self._loader), position // self.per_micro_batch):
+        if self._is_there and position == 0:  # it was put back to the end of a pass: have it come to that end
+            next(iter(self._loader), None)
+        skipped = 0 if self._is_there else position // self.per_micro_batch
+        self._is_there = False
+        for inputs in _skip(iter(self._loader), skipped):
             position += self.per_micro_batch
             yield MicroBatch(inputs, 1.0, position, None)
+
+    def order_state(self) -> dict[str, Any]:
+        return {}
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Take nothing: there is nothing to restore."""
+
+    def place_state(self) -> Any:
+        return self._place.take()
+
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
+        if self._place.is_known and len(places) == world_size and places[rank] is not None:
+            self._place.put_back(places[rank])
+            self._is_there = True
 
 
 def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:

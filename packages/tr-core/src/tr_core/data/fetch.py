@@ -177,25 +177,34 @@ class StreamFetch(IterableDataset[Any]):
     ) -> None:
         self.dataset, self.collate, self.batch_size = dataset, collate, batch_size
         self.seed, self.drop_last, self.rank, self.world_size = seed, drop_last, rank, world_size
-        # Epoch, rounds and samples to pass over, in memory shared with worker processes: those that live through
-        # several passes have a copy of everything else from when they were started.
-        self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
+        # Epoch, rounds and samples to pass over, and whether the data is there already, in memory shared with worker
+        # processes: those that live through several passes have a copy of everything else from when they were started.
+        self._place = torch.zeros(4, dtype=torch.int64).share_memory_()
 
     @property
     def per_round(self) -> int:
         """Samples that all ranks together take at a time."""
         return self.batch_size * self.world_size
 
-    def seek(self, epoch: int, position: int = 0) -> int:
+    def seek(self, epoch: int, position: int = 0, *, rounds: int | None = None, is_there: bool = False) -> int:
         """Make the next iteration begin after `position` samples of all ranks.
 
         Nothing is known about the stream, so what comes before is read again and thrown away uncollated.
 
+        Args:
+            epoch: the pass, from 0.
+            position: samples of all ranks to pass over.
+            rounds: how many rounds those are, short ones among them; None takes all of them to be whole.
+            is_there: the data set itself begins at that place, so that nothing is to be read before it.
+
         Returns:
             How many rounds the next iteration gives without a batch, for those passed over.
         """
-        rounds, samples = divmod(position, self.per_round)
-        self._place.copy_(torch.tensor([epoch, rounds, samples]))
+        whole, samples = divmod(position, self.per_round)
+        if rounds is not None:
+            whole, samples = rounds, 0
+        rounds = whole
+        self._place.copy_(torch.tensor([epoch, rounds, samples, is_there]))
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         return rounds
@@ -203,7 +212,7 @@ class StreamFetch(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         part, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        epoch, skipped_rounds, skipped_samples = self._place.tolist()
+        epoch, skipped_rounds, skipped_samples, is_there = self._place.tolist()
         if parts > 1 and skipped_samples:
             raise ValueError(
                 f"cannot go on {skipped_samples} samples into a micro-batch of {self.per_round} with {parts} "
@@ -212,8 +221,9 @@ class StreamFetch(IterableDataset[Any]):
         if worker is not None and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         samples = iter(self.dataset)
-        next(islice(samples, skipped_samples, skipped_samples), None)
-        for number in count(part, parts):
+        if not is_there:
+            next(islice(samples, skipped_samples, skipped_samples), None)
+        for number in count(skipped_rounds if is_there else part, parts):
             # Round `number` of all workers together: the loader takes one from each worker in turn.
             seed = mix(self.seed, epoch, skipped_samples + number * self.per_round)
             with _randomness(seed):

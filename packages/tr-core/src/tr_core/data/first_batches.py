@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,14 @@ class FirstBatches:
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
         """Go on in the order of a saved `order_state`."""
         self._batches.restore_order(state, position)
+
+    def place_state(self) -> Any:
+        """Return where this rank's data is in its pass, as the data itself says it."""
+        return self._batches.place_state()
+
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
+        """Have the next pass begin at a place that was saved."""
+        self._batches.restore_place(places, rank, world_size)
 
     def _left(self, position: int) -> int:
         # Rounded up: a short micro-batch, which ends the pass, counts as one.

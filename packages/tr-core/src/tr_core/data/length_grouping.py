@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -42,22 +42,22 @@ class LengthGrouping:
         per_step = self.samples_per_step
         return max(min(len(self.lengths) // (GROUPS_IN_A_PASS * per_step), STEPS_IN_A_GROUP), 1) * per_step
 
-    def arrange(self, order: Sequence[int]) -> list[int]:
-        """Return the indices of `order` sorted within groups, the longest sample of all first.
+    def arrange(self, shuffled: torch.Tensor) -> torch.Tensor:
+        """Return the indices of `shuffled`, int64 of shape (samples,), sorted within groups, the longest sample first.
 
         That one comes first so that a pass that does not fit into memory fails at its first step.
         """
-        if not order:
-            return []
-        shuffled, size = torch.as_tensor(order), self.group_size
-        whole = len(order) // size * size
+        if not len(shuffled):
+            return shuffled
+        size = self.group_size
+        whole = len(shuffled) // size * size
         groups = [self._sort(shuffled[:whole].view(whole // size, size)), self._sort(shuffled[whole:].view(1, -1))]
         arranged = torch.cat([group.flatten() for group in groups])
         heads = self.lengths[arranged[::size]]
         # Swapped, not moved: every other sample stays with samples of its length.
         longest = int(heads.argmax()) * size
         arranged[[0, longest]] = arranged[[longest, 0]]
-        return arranged.tolist()
+        return arranged
 
     def _sort(self, groups: torch.Tensor) -> torch.Tensor:
         places = self.lengths[groups].argsort(dim=1, descending=True, stable=True)

@@ -14,6 +14,7 @@ from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, iden
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.order import EpochSampler
 from tr_core.data.own_order import OwnOrderSampler
+from tr_core.data.worker_signals import leave_signals_to_parent, saves_when_told_to_stop
 from tr_core.model_io import base_model, kept_columns
 from tr_core.protocols import Collectives
 
@@ -97,6 +98,7 @@ def _loader(
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context if workers else None,
         "collate_fn": identity,
+        "worker_init_fn": leave_signals_to_parent if workers and saves_when_told_to_stop(args) else None,
         # The loader draws its workers' base seed from here, not from the stream that dropout uses.
         "generator": torch.Generator().manual_seed(seed),
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from tr_core.data.order import EpochSampler
 from tr_core.randomness import mix, separate_randomness
@@ -42,8 +44,8 @@ class OwnOrderSampler(EpochSampler):
         """The order's name, in saved positions."""
         return f"own: {type(self._sampler).__name__}"
 
-    def order(self) -> Sequence[int]:
-        """Return all samples of the epoch in order.
+    def order(self) -> torch.Tensor:
+        """Return all samples of the epoch in order, int64.
 
         Raises:
             ValueError: they are more or fewer than the sampler's length.
@@ -57,7 +59,7 @@ class OwnOrderSampler(EpochSampler):
                 f"{type(self._sampler).__name__} gave {len(indices)} samples in epoch {self.epoch} and has the length "
                 f"{self.num_samples}; both must be the same"
             )
-        return indices
+        return torch.tensor(indices, dtype=torch.int64)
 
 
 def ask_for_sampler(method: Callable[..., Any], dataset: Any) -> Any:

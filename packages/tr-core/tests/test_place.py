@@ -1,0 +1,193 @@
+"""Data that can tell its place is put back there; other data is read from the beginning of the pass."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from tr_core.data.batches import batches_of
+from tr_core.data.fetch import StreamFetch, identity
+from tr_core.data.place import Place
+
+
+class Counting(IterableDataset):
+    """Gives numbers, notes which were read, and can tell its place."""
+
+    def __init__(self, number=22):
+        self.number, self.next, self.read = number, 0, []
+
+    def __iter__(self):
+        while self.next < self.number:
+            self.next += 1
+            self.read.append(self.next - 1)
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Sticky(Counting):
+    """Begins every pass at the place that was loaded last, as some libraries' data does."""
+
+    def __init__(self, number=22):
+        super().__init__(number)
+        self.begin = 0
+
+    def __iter__(self):
+        for value in range(self.begin, self.number):
+            self.next = value + 1
+            self.read.append(value)
+            yield value
+
+    def load_state_dict(self, state):
+        self.begin = self.next = state["next"]
+
+
+class Divided(IterableDataset):
+    """Worker processes divide it, unevenly."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(worker.id, 21, worker.num_workers))
+
+
+def draw(samples):
+    return samples, torch.randn(1).item()
+
+
+def stream(dataset, batch_size=4, workers=0, rank=0, world_size=1):
+    fetch = StreamFetch(dataset, draw, batch_size, seed=3, rank=rank, world_size=world_size)
+    loader = DataLoader(fetch, batch_size=None, num_workers=workers, collate_fn=identity)
+    return batches_of(loader, batch_size, world_size)
+
+
+def take(batches, number, epoch=0, position=0):
+    """Return the first micro-batches of a pass from a position, and the position after them."""
+    taken = []
+    for batch in batches.iterate(epoch, position):
+        taken.append(batch.inputs)
+        position = batch.end
+        if len(taken) == number:
+            break
+    return taken, position
+
+
+@pytest.mark.parametrize("kind", [Counting, Sticky])
+@pytest.mark.parametrize("rounds", [1, 3, 5])
+def test_data_that_knows_its_place_goes_on_there_and_reads_nothing_before_it(kind, rounds):
+    whole, _ = take(stream(kind()), 99)
+    begun = stream(kind())
+    _, position = take(begun, rounds)
+    order, place = begun.order_state(), begun.place_state()
+    data = kind()
+    resumed = stream(data)
+    resumed.restore_order(order, position)
+    resumed.restore_place([place], 0, 1)
+    assert take(resumed, 99, position=position)[0] == whole[rounds:]
+    assert data.read == list(range(rounds * 4, 22))
+    assert take(resumed, 99, epoch=1)[0] == take(stream(kind()), 99, epoch=1)[0]
+
+
+@pytest.mark.parametrize("kind", [Counting, Sticky])
+def test_a_place_at_the_end_of_a_pass_leaves_the_next_pass_whole(kind):
+    begun = stream(kind())
+    take(begun, 6)
+    resumed = stream(kind())
+    resumed.restore_place([begun.place_state()], 0, 1)
+    assert take(resumed, 99, epoch=1)[0] == take(stream(kind()), 99, epoch=1)[0]
+
+
+def test_a_place_serves_another_batch_size_too():
+    begun = stream(Counting())
+    _, position = take(begun, 3)
+    data = Counting()
+    resumed = stream(data, batch_size=5)
+    resumed.restore_order(begun.order_state(), position)
+    resumed.restore_place([begun.place_state()], 0, 1)
+    batches, _ = take(resumed, 99, position=position)
+    assert [samples for samples, _ in batches] == [[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]]
+    assert data.read[0] == 12
+    plain = stream(Counting(), batch_size=5)
+    assert take(plain, 99, position=position)[0] == batches  # random numbers too
+
+
+def test_any_ranks_place_in_a_shared_stream_serves_another_number_of_ranks():
+    begun = stream(Counting(), batch_size=2, rank=1, world_size=2)
+    _, position = take(begun, 2)
+    resumed = stream(Counting(), batch_size=4)
+    resumed.restore_place([begun.place_state(), None], 0, 1)
+    assert take(resumed, 1, position=position)[0][0][0] == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("rounds", range(1, 6))
+def test_short_rounds_in_the_middle_of_a_pass_are_counted(rounds):
+    whole, _ = take(stream(Divided(), workers=2), 99)
+    assert [len(samples) for samples, _ in whole] == [4, 4, 4, 4, 3, 2]  # worker 0 ends before worker 1 does
+    begun = stream(Divided(), workers=2)
+    _, position = take(begun, rounds)
+    resumed = stream(Divided(), workers=2)
+    resumed.restore_order(begun.order_state(), position)
+    assert take(resumed, 99, position=position)[0] == whole[rounds:]
+
+
+@pytest.mark.parametrize(("workers", "batch_size"), [(1, 4), (0, 4), (2, 5)])
+def test_data_that_processes_divide_is_not_gone_on_with_in_another_division(workers, batch_size):
+    begun = stream(Divided(), workers=2)
+    _, position = take(begun, 2)
+    resumed = stream(Divided(), workers=workers, batch_size=batch_size)
+    message = "8 samples into a pass over iterable data that 2 processes read in turn, 4 samples at a time; "
+    with pytest.raises(ValueError, match=f"{message}{max(workers, 1)} that read {batch_size} at a time would repeat"):
+        resumed.restore_order(begun.order_state(), position)
+    resumed.restore_order(begun.order_state(), 0)  # a pass that begins may be divided as it likes
+
+
+def test_a_loader_that_knows_its_place_is_put_back_there():
+    class Loader:
+        def __init__(self):
+            self.data = Counting()
+
+        def __len__(self):
+            return 22
+
+        def __iter__(self):
+            return iter(self.data)
+
+        def state_dict(self):
+            return self.data.state_dict()
+
+        def load_state_dict(self, state):
+            self.data.load_state_dict(state)
+
+    begun = batches_of(Loader(), 1, 2)
+    _, position = take(begun, 5)
+    resumed = batches_of(loader := Loader(), 1, 2)
+    resumed.restore_place([None, begun.place_state()], 1, 2)
+    assert take(resumed, 3, position=position) == ([5, 6, 7], 16)
+    assert loader.data.read[0] == 5
+    other = batches_of(loader := Loader(), 1, 1)  # of another number of ranks no place is this rank's
+    other.restore_place([begun.place_state(), begun.place_state()], 0, 1)
+    assert take(other, 1, position=10)[0] == [10]
+    assert loader.data.read[0] == 0
+
+
+def test_data_whose_state_leaves_samples_out_is_read_again(caplog):
+    class BufferShuffledExamples:
+        ex_iterable = None
+
+    class Shuffled(Counting):
+        _ex_iterable = BufferShuffledExamples()
+
+    with caplog.at_level(logging.INFO, logger="tr_core"):
+        place = Place(Shuffled())
+    assert not place.is_known
+    assert place.take() is None
+
+
+def test_data_without_a_state_has_no_place():
+    assert Place([1, 2]).take() is None
+    assert stream(Divided(), workers=2).place_state() is None

@@ -1,0 +1,39 @@
+"""A run that is stopped at any step and gone on with ends as the one left alone, to the last bit, however it trains."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from resume_runs import TORCH_OPTIMIZERS, VALUES, Setting, all_settings, pairwise_settings, steps_that_end_otherwise
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def test_the_chosen_settings_have_every_pair_of_values():
+    chosen = pairwise_settings()
+    assert len(chosen) < len(all_settings()) / 3
+    for one, values in VALUES.items():
+        for other, others in VALUES.items():
+            if one < other:
+                found = {(getattr(setting, one), getattr(setting, other)) for setting in chosen}
+                assert found == {(value, second) for value in values for second in others}
+
+
+@pytest.mark.parametrize("setting", pairwise_settings(), ids=str)
+def test_a_run_gone_on_with_at_any_step_ends_bit_equal(setting, tmp_path):
+    every = 1 if setting.workers == 0 else 5  # starting processes takes most of the time
+    different, count = steps_that_end_otherwise(setting, tmp_path / "run", every)
+    assert different == []
+    assert count >= 3
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", *TORCH_OPTIMIZERS], ids=str)
+def test_every_optimizer_goes_on_bit_equal(optim, tmp_path):
+    setting = Setting(order="group_by_length", optim=optim, asynchronous=True)
+    assert steps_that_end_otherwise(setting, tmp_path / "run", 4)[0] == []
