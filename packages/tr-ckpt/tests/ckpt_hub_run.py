@@ -13,6 +13,8 @@ from tr_ckpt import Checkpointer, HubCallback, HubRepository
 class Run:
     """Saves, events, and the files of the run itself."""
 
+    parts = staticmethod(parts)
+
     def __init__(self, output_dir, hub, *, delays=(0, 0), **options):
         self.output_dir = Path(output_dir)
         self.checkpointer = Checkpointer(output_dir, keep_last=options.pop("keep_last", None))
@@ -31,14 +33,14 @@ class Run:
     def fire(self, event, **context):
         assert getattr(self.callback, event)(None, self.state, None, **context) is None
 
-    def save(self, step):
+    def save(self, step, **more):
         self.state.global_step = step
         self.checkpointer.save(
             step,
-            parts(step),
+            {**parts(step), **more},
             write_extra=lambda folder: (folder / "config.json").write_text(json.dumps({"step": step})),
+            on_commit=lambda folder: self.callback.on_checkpoint(folder, step),
         )
-        self.fire("on_save")
 
     def finish(self, **context):
         (self.output_dir / "README.md").write_text("# card")

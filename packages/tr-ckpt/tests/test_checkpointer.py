@@ -84,13 +84,13 @@ def test_no_checkpoint_restores_nothing(tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-def test_the_newest_is_the_one_of_the_highest_step(tmp_path):
+def test_the_newest_is_the_one_saved_last_and_steps_are_in_their_own_order(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     for step in (9, 100, 20):
         checkpointer.save(step, parts(step))
     into = parts()
-    assert checkpointer.restore(into) == 100
-    assert number_of(into) == 100
+    assert checkpointer.restore(into) == 20
+    assert number_of(into) == 20
     assert checkpointer.steps() == [9, 20, 100]
 
 

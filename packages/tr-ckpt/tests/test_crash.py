@@ -9,7 +9,7 @@ import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import number_of, parts
 
-from tr_ckpt import Checkpointer
+from tr_ckpt import Checkpointer, files
 
 # What is there before, the save's step, and the only outcomes (step, number) that are right.
 SCENARIOS = {
@@ -135,3 +135,42 @@ def test_a_process_that_really_dies_leaves_the_old_or_the_new_checkpoint(tmp_pat
     assert restored(tmp_path) in {(1, 10), (2, 20)}
     Checkpointer(tmp_path).save(3, parts(30))
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_the_first_save_waits_for_the_names_of_all_folders_above_whoever_made_them(tmp_path, monkeypatch):
+    """A logger that made the run's folder has synced nothing: a power cut would take the checkpoint with it."""
+    synced = []
+    sync_folder = files.sync_folder
+    monkeypatch.setattr(files, "sync_folder", lambda path: (synced.append(path), sync_folder(path)))
+    (tmp_path / "a" / "run").mkdir(parents=True)
+    checkpointer = Checkpointer(tmp_path / "a" / "run")
+    checkpointer.save(1, parts(10))
+    assert synced[:2] == [tmp_path / "a", tmp_path]
+    synced.clear()
+    checkpointer.save(2, parts(20))
+    assert tmp_path not in synced
+    assert tmp_path / "a" not in synced
+
+
+def test_a_folder_above_that_may_not_be_read_is_passed_over(tmp_path, monkeypatch):
+    sync_folder, refused = files.sync_folder, []
+
+    def sync(path):
+        if path == tmp_path:
+            refused.append(path)
+            raise PermissionError(13, "Permission denied")
+        sync_folder(path)
+
+    monkeypatch.setattr(files, "sync_folder", sync)
+    assert Checkpointer(tmp_path / "a" / "run").save(1, parts(10)).exists()
+    assert refused == [tmp_path]
+
+
+def test_an_old_checkpoint_has_lost_its_name_for_good_before_its_files_go(tmp_path):
+    """Or a power cut could leave a folder of that name without half of them."""
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+    checkpointer.save(1, parts(10))
+    with Faults() as counted:
+        checkpointer.save(2, parts(20))
+    first = counted.log.index("remove_file")
+    assert counted.log[first - 2 : first] == ["rename", "sync_folder"]

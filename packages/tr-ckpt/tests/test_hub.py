@@ -64,9 +64,7 @@ def test_each_strategy_pushes_exactly_its_files(strategy, during, after, hub, tm
 
 def test_the_last_checkpoint_holds_no_file_of_an_older_one(hub, tmp_path):
     run = Run(tmp_path / "out", hub, strategy="checkpoint")
-    run.state.global_step = 1
-    run.checkpointer.save(1, {**parts(1), "scaler": parts(1)["extra"]})
-    run.fire("on_save")
+    run.save(1, scaler=parts(1)["extra"])
     run.settle()
     assert "last-checkpoint/scaler.json" in hub.files("ci/run")
     run.save(2)
@@ -111,7 +109,7 @@ def test_a_save_while_a_push_runs_is_skipped_unless_always(always, pushed, hub, 
     ("method", "path", "fault"),
     [
         ("POST", "/commit/", {"status": 503}),
-        ("POST", "/commit/", {"drop": True}),
+        ("POST", "/commit/", {"drop": "after"}),
         ("POST", "/repos/create", {"status": 502}),
         ("POST", "/commit/", {"status": 429}),
     ],
@@ -164,7 +162,7 @@ def test_a_dead_hub_harms_nothing(hub, tmp_path, caplog):
     run.save(1)
     run.finish()
     assert "ci/run" not in hub.repositories
-    assert "run could not be made: " in caplog.text
+    assert f"run could not be made on {hub.endpoint}: " in caplog.text
     assert "not all of the run is at" in caplog.text
     assert run.checkpointer.steps() == [1]
 
@@ -174,7 +172,7 @@ def test_a_wrong_token_is_reported_before_the_first_save_and_is_in_no_message(to
     with caplog.at_level(logging.DEBUG, logger="tr_ckpt"):
         run = Run(tmp_path / "out", hub, token=token)
         run.settle()
-        assert "run could not be made: " in caplog.text
+        assert f"run could not be made on {hub.endpoint}: " in caplog.text
         with pytest.raises(PushError) as caught:
             run.callback.push_to_hub(tmp_path)
         run.finish()
@@ -217,7 +215,7 @@ def test_pushing_never_writes_into_a_checkpoint(hub, tmp_path):
 def test_other_processes_push_nothing(hub, tmp_path):
     callback = HubCallback(HubRepository("run", token=TOKEN, endpoint=hub.endpoint), output_dir=tmp_path)
     other = SimpleNamespace(global_step=1, is_world_process_zero=False)
-    for event in ("on_init_end", "on_save", "on_train_end"):
+    for event in ("on_init_end", "on_train_begin", "on_train_end"):
         getattr(callback, event)(None, other, None)
     callback._queue.wait()
     assert hub.log == []
@@ -243,8 +241,7 @@ def test_a_repository_that_exists_is_used(hub, tmp_path):
 
 def test_files_that_cannot_be_copied_are_a_failed_push_and_no_more(hub, tmp_path, caplog):
     run = Run(tmp_path / "out", hub)
-    run.state.global_step = 7
-    run.fire("on_save")  # of a checkpoint that is not there
+    run.callback.on_checkpoint(tmp_path / "out" / "checkpoint-7", 7)  # which is not there
     run.settle()
     assert "'Training in progress, step 7' was not pushed: its files could not be copied: " in caplog.text
 

@@ -56,8 +56,7 @@ callback = HubCallback.from_arguments(args)
 print(callback, callback.repository, vars(callback))
 state = SimpleNamespace(global_step=1, is_world_process_zero=True)
 callback.on_init_end(args, state, None)
-Checkpointer(out).save(1, parts(1))
-callback.on_save(args, state, None)
+Checkpointer(out).save(1, parts(1), on_commit=lambda folder: callback.on_checkpoint(folder, 1))
 callback.on_train_end(args, state, None, error=None)
 
 from huggingface_hub import snapshot_download

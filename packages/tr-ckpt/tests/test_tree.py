@@ -31,7 +31,7 @@ def same(left, right):
 
 
 def through_a_file(state, folder):
-    written = parts.write(folder, "optimizer", 0, state)
+    written = parts.capture("optimizer", 0, state).write(folder)
     for name in written:
         if name.endswith(".json"):
             strict_json.loads((folder / name).read_text())
@@ -149,13 +149,13 @@ def test_a_modules_state_keeps_its_versions(tmp_path):
 
 def test_plain_state_is_plain_readable_json_with_sorted_keys(tmp_path):
     state = {"step": 3, "best": None, "log_history": [{"loss": 0.5, "epoch": 1.0}]}
-    parts.write(tmp_path, "trainer_state", 0, state)
+    parts.capture("trainer_state", 0, state).write(tmp_path)
     assert (tmp_path / "trainer_state.json").read_text() == json.dumps(state, indent=2, sort_keys=True) + "\n"
     assert [path.name for path in tmp_path.iterdir()] == ["trainer_state.json"]
 
 
 def test_nan_does_not_make_the_json_lax(tmp_path):
-    parts.write(tmp_path, "trainer_state", 0, {"loss": math.nan})
+    parts.capture("trainer_state", 0, {"loss": math.nan}).write(tmp_path)
     text = (tmp_path / "trainer_state.json").read_text()
     assert "NaN" not in text
     assert strict_json.loads(text) == {"loss": {"$float": "nan"}}
@@ -191,7 +191,7 @@ REFUSED = [
 )
 def test_what_cannot_be_saved_is_named_with_its_place(state, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
-        parts.write(tmp_path, "optimizer", 0, state)
+        parts.capture("optimizer", 0, state).write(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -200,20 +200,20 @@ def test_a_quantized_tensor_is_refused(tmp_path):
         warnings.simplefilter("ignore")  # torch is about to drop them
         quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(CheckpointError, match=r"optimizer\[0\] is a quantized tensor; only dense ones are saved"):
-        parts.write(tmp_path, "optimizer", 0, [quantized])
+        parts.capture("optimizer", 0, [quantized]).write(tmp_path)
 
 
 def test_an_array_of_objects_is_refused(tmp_path):
     numpy = pytest.importorskip("numpy")
     with pytest.raises(CheckpointError, match=r"optimizer\[0\] is a numpy.ndarray; "):
-        parts.write(tmp_path, "optimizer", 0, [numpy.array([MyClass()])])
+        parts.capture("optimizer", 0, [numpy.array([MyClass()])]).write(tmp_path)
 
 
 def test_a_state_that_contains_itself_is_refused(tmp_path):
     state = {"list": []}
     state["list"].append(state)
     with pytest.raises(CheckpointError, match=r"optimizer\.list\[0\] contains itself; a state must be a tree"):
-        parts.write(tmp_path, "optimizer", 0, state)
+        parts.capture("optimizer", 0, state).write(tmp_path)
 
 
 def test_a_bottomless_state_is_refused(tmp_path):
@@ -221,7 +221,7 @@ def test_a_bottomless_state_is_refused(tmp_path):
     for _ in range(100_000):
         state = [state]
     with pytest.raises(CheckpointError, match="optimizer is nested too deeply to be saved"):
-        parts.write(tmp_path, "optimizer", 0, state)
+        parts.capture("optimizer", 0, state).write(tmp_path)
 
 
 STRANGE = [

@@ -2,8 +2,8 @@
 
 from tr_ckpt.checkpointer import Checkpointer
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError, SaveError
-from tr_ckpt.hub_callback import HubCallback
-from tr_ckpt.hub_repository import HubRepository
+from tr_ckpt.hub.hub_callback import HubCallback
+from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.rng_state import RNGState
 
 __all__ = [

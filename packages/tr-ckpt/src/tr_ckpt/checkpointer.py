@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tr_ckpt import catalogue, manifest, names, parts, retention
+from tr_ckpt import after_commit, catalogue, names, parts
+from tr_ckpt.background import Background
 from tr_ckpt.catalogue import Found
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
-from tr_ckpt.files import FileRecord
+from tr_ckpt.errors import CheckpointError
+from tr_ckpt.host_buffers import HostBuffers
+from tr_ckpt.hub import resume
+from tr_ckpt.hub.hub_repository import HubRepository
+from tr_ckpt.nodes import NodeRanks
 from tr_ckpt.ranks import Ranks
 from tr_ckpt.restoring import Restoring
-from tr_ckpt.staging import Staging
-
-logger = logging.getLogger(__name__)
+from tr_ckpt.saving import Saving
 
 
 class Stateful(Protocol):
@@ -37,14 +38,26 @@ class Checkpointer:
     changes anything. All ranks call every method, with the same parts in the same order, on a file system
     that all of them see. One run at a time saves to a folder; any number may restore from it meanwhile.
 
+    With `asynchronous`, `save` returns once the state is copied to host memory, and a thread writes it; everything
+    may change meanwhile. For this, memory for one copy is held from the first save on. At most one save is under
+    way: the next one waits for it. A write that fails leaves the checkpoints before it as they are; it is logged as
+    an error at once, and raised once, by whichever of `check`, `save`, `wait` and `close` is called next. The
+    interpreter exits only after the write under way has ended; a process that is killed loses that one alone.
+
     Args:
         directory: where the checkpoints are; made at the first save.
         keep_last: how many complete checkpoints stay; None keeps all.
+        keep_every: those whose step is a multiple of this stay for ever and do not count; None keeps none so.
+        asynchronous: write in the background.
         rank: number of this process among those that save together.
         world_size: how many those are.
         gather_objects: takes a picklable value, returns those of all ranks in rank order. Needed with
             several.
+        local_rank: number of this process on its machine, where the machines share no file system: each then
+            keeps whole checkpoints in its own `directory`, and all go on from a step that every one has. The
+            constructor then exchanges values with the other ranks.
         prefix: what the folders' names begin with.
+        hub: returns the repository that `restore` reads with the source `hub`.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -55,34 +68,53 @@ class Checkpointer:
         directory: str | Path,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool = False,
         rank: int = 0,
         world_size: int = 1,
         gather_objects: Callable[[Any], list[Any]] | None = None,
+        local_rank: int | None = None,
         prefix: str = "checkpoint",
+        hub: Callable[[], HubRepository] | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last} would keep no checkpoint; give 1 or more, or None to keep all")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every={keep_every} is no number of steps; give 1 or more, or None")
         parts.check_names([prefix])
         self.directory = Path(directory).expanduser().absolute()
         self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.asynchronous = asynchronous
         self.prefix = prefix
         self._ranks = Ranks(rank, world_size, gather_objects)
+        if local_rank is not None and gather_objects is not None:
+            self._ranks = NodeRanks.find(rank, local_rank, world_size, gather_objects)
+        self._hub = hub
+        self._buffers = HostBuffers()
+        self._background = Background()
 
     @classmethod
     def from_arguments(cls, args: Any, collectives: Any) -> Checkpointer:
-        """Return the checkpointer that `args.output_dir` and `args.save_total_limit` describe.
+        """Return the checkpointer that `output_dir` and the `save_*` fields of `args` describe.
 
         Args:
-            args: training arguments; a limit of None, 0 or less keeps all.
-            collectives: has `rank`, `world_size` and `gather_objects(value)`.
+            args: training arguments: `save_total_limit` (None, 0 or less keeps all) and, where there are such,
+                `save_keep_every` and `save_async`.
+            collectives: has `rank`, `world_size` and `gather_objects(value)`; `local_rank` where
+                `save_on_each_node` is set.
         """
         limit = args.save_total_limit
         return cls(
             args.output_dir,
             keep_last=limit if limit is not None and limit > 0 else None,
+            keep_every=getattr(args, "save_keep_every", None),
+            asynchronous=getattr(args, "save_async", False),
             rank=collectives.rank,
             world_size=collectives.world_size,
             gather_objects=collectives.gather_objects if collectives.world_size > 1 else None,
+            local_rank=collectives.local_rank if getattr(args, "save_on_each_node", False) else None,
+            hub=lambda: HubRepository.from_arguments(args),
         )
 
     def save(
@@ -92,6 +124,7 @@ class Checkpointer:
         *,
         write_extra: Callable[[Path], None] | None = None,
         protected: Sequence[int] = (),
+        on_commit: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write the state of all `parts` as the checkpoint of `step`, then remove those beyond the limit.
 
@@ -102,32 +135,77 @@ class Checkpointer:
         Args:
             step: completed optimizer steps, 0 or more.
             parts: what to save, by name; names become file names.
-            write_extra: called on rank 0 with the folder, before anything else is in it, to add files.
+            write_extra: called on rank 0 with the folder, before anything else is in it, to add files; always
+                before this returns.
             protected: steps that are not removed, whatever the limit.
+            on_commit: called on rank 0 with the checkpoint's folder once it is complete, before older ones are
+                removed; in the thread that writes, which it should not hold up. What it raises is logged.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; when asynchronous it is there once `wait` has returned.
 
         Raises:
             OSError: it could not be written, here or (`SaveError`) on another rank; what was there before is
-                intact.
+                intact. When asynchronous: the one before could not, and this one was not begun.
             CheckpointError: a state holds something that cannot be saved; the message says where.
         """
         name = names.checkpoint_name(self.prefix, step)
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"step={step!r} is no count of optimizer steps; give an integer of 0 or more")
-        staging = Staging(self.directory, name) if self._ranks.rank == 0 else None
-        try:
-            self._write(staging, step, name, parts, write_extra)
-        except BaseException:
-            if staging is not None:
-                staging.discard()
-            raise
-        # Together, so that no rank goes on while rank 0 is still removing.
-        self._ranks.together(f"{name} was saved, but older ones remain", lambda: self._prune(step, protected))
-        return self.directory / name
+        self._background.hold_up()
+        self.wait()
+        folder = self.directory / name
+        saving = Saving(self.directory, self.prefix, step, self._ranks)
 
-    def restore(self, parts: Mapping[str, Stateful], source: str | Path | None = None) -> int | None:
+        def follow() -> None:
+            if self._ranks.rank == 0:
+                after_commit.tell(on_commit if self._ranks.number == 0 else None, folder)
+                saved = Found(step, name, folder)
+                limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
+                after_commit.prune(saved, self.prefix, protected=protected, **limits)
+
+        if not self.asynchronous:
+            saving.make(parts, write_extra)
+            # Together, so that no rank goes on while rank 0 is still removing.
+            self._ranks.together(f"{name} was saved, but older ones remain", follow)
+            return folder
+        captured = saving.capture(parts, write_extra, self._buffers)
+
+        def write() -> None:
+            saving.finish(captured)
+            follow()
+
+        self._background.start(f"writing {name}", write)
+        return folder
+
+    def check(self) -> None:
+        """Raise what a write in the background failed with, if one did since the last call; waits for nothing.
+
+        Each rank learns of its own failures, rank 0 of all.
+
+        Raises:
+            OSError: a checkpoint could not be written.
+        """
+        self._background.raise_failure()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; when asynchronous, all ranks must call it.
+
+        Raises:
+            OSError: a checkpoint could not be written, here or (`SaveError`) on another rank; each failure is
+                raised once.
+        """
+        self._background.join()
+        if self.asynchronous:
+            self._ranks.together("a write in the background failed", self.check)
+
+    def close(self) -> None:
+        """Do what `wait` does. Not needed for the write to finish, but to learn of its failure."""
+        self.wait()
+
+    def restore(
+        self, parts: Mapping[str, Stateful], source: str | Path | None = None, *, optional: Collection[str] = ()
+    ) -> int | None:
         """Load a checkpoint into `parts`, which may be fewer than were saved.
 
         Everything is read and checked, on all ranks, before the first part is changed. The random state of a
@@ -137,22 +215,35 @@ class Checkpointer:
             parts: what to load, by the names of the save.
             source: a checkpoint, or a folder of checkpoints, of which the newest valid one is taken; None is
                 this object's own folder. Damaged ones are passed over, each with a warning that names the
-                damage.
+                damage. `hub:OWNER/NAME` or `hub:OWNER/NAME@REVISION` downloads the newest valid one of a repository
+                of the Hub as of now, by rank 0, to a temporary folder beside the checkpoints; `hub` is the
+                repository that the constructor was given.
+            optional: names of parts that stay as they are where the checkpoint does not hold them.
 
         Returns:
             The checkpoint's step, or None if `source` is None and there is no valid checkpoint.
 
         Raises:
             CheckpointError: `source` is damaged or holds no checkpoint, or the checkpoint lacks one of
-                `parts`, or a part does not take its state.
+                `parts` that is not optional, or a part does not take its state.
         """
-        restoring = Restoring(parts, self._ranks, self.prefix)
+        self._background.join()
+        restoring = Restoring(parts, self._ranks, self.prefix, optional)
         if source is None:
             return restoring.newest(self.directory)
+        if resume.is_address(source):
+            if self._ranks.is_one_of_several:
+                raise CheckpointError(
+                    f"{source} is downloaded by one machine, and with save_on_each_node they share no file system; "
+                    "download it on each, and name the folder"
+                )
+            with resume.fetched(str(source), self.directory, self.prefix, self._ranks, self._hub) as folder:
+                return restoring.explicit(folder)
         return restoring.explicit(Path(source).expanduser().absolute())
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, ascending. Checks sizes, reads no content."""
+        self._background.hold_up()
         complete = []
         for found in catalogue.find(self.directory, self.prefix):
             try:
@@ -167,73 +258,10 @@ class Checkpointer:
 
         It is `checkpoint-<step>`, except for one that a run was replacing when it was killed.
         """
+        self._background.hold_up()
         path = self.directory / names.checkpoint_name(self.prefix, step)
         if not path.exists():
             for found in catalogue.find(self.directory, self.prefix):
                 if found.step == step:
                     return found.path
         return path
-
-    def close(self) -> None:
-        """Finish what is being written: nothing, as a save has finished when it returns."""
-
-    def _write(
-        self,
-        staging: Staging | None,
-        step: int,
-        name: str,
-        given: Mapping[str, Stateful],
-        write_extra: Callable[[Path], None] | None,
-    ) -> None:
-        what = f"{name} was not saved"
-
-        def begin() -> tuple[Path, dict[str, FileRecord]] | None:
-            parts.check_names(given)
-            if staging is None:
-                return None
-            extra = staging.begin(write_extra)
-            parts.check_free(extra, given, self._ranks.world_size)
-            return staging.folder, extra
-
-        begun = self._ranks.together(what, begin)[0]
-        assert begun is not None  # rank 0's answer
-        folder, extra = begun
-        written = self._ranks.together(what, lambda: self._write_parts(folder, given))
-
-        def commit() -> None:
-            if staging is not None:
-                manifest.write(folder, manifest.describe(step, self._ranks.world_size, [{"": extra}, *written]))
-                staging.commit()
-
-        self._ranks.together(what, commit)
-
-    def _write_parts(self, folder: Path, given: Mapping[str, Stateful]) -> dict[str, dict[str, FileRecord]]:
-        if not folder.is_dir():
-            raise OSError(
-                f"rank {self._ranks.rank} does not see {folder}, which rank 0 made; "
-                "all ranks must save to one shared file system"
-            )
-        written = {}
-        for name, part in given.items():
-            state = part.state_dict()
-            if self._ranks.rank == 0 or name in parts.PER_RANK:
-                written[name] = parts.write(folder, name, self._ranks.rank, state)
-        return written
-
-    def _prune(self, newest: int, protected: Sequence[int]) -> None:
-        if self._ranks.rank != 0 or self.keep_last is None:
-            return
-        surplus = retention.superfluous(self.directory, self.prefix, self.keep_last, newest, protected)
-        if not surplus:
-            return
-        saved = Found(newest, names.checkpoint_name(self.prefix, newest), self.path(newest))
-        try:
-            catalogue.verify(saved.path, catalogue.check_quickly(saved))
-        except DamagedCheckpointError as error:
-            logger.error("nothing is removed: %s, just saved, reads back damaged: %s", saved.name, error)
-            return
-        for found in surplus:
-            try:
-                retention.remove(found)
-            except OSError as error:
-                logger.error("%s could not be removed (%s); the next save tries again", found.name, error)

@@ -12,7 +12,17 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class PushError(RuntimeError):
-    """A push to the Hub that failed, also when tried again; the message says why and holds no token."""
+    """Something asked of the Hub that failed, also when tried again; the message says why and holds no token.
+
+    Attributes:
+        status: status of the Hub's answer; None if there was none.
+        may_pass: whether the same may succeed later: the Hub or the way to it is at fault, not what was asked.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.may_pass = may_pass
 
 
 class SaveError(OSError):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from tr_ckpt.tensor_damage import DIGITS, Section
 
 OPERATIONS = (
     "make_folder",
@@ -34,10 +36,13 @@ class FileRecord:
     Attributes:
         bytes: its size.
         sha256: digest of its content, 64 lower-case hexadecimal digits.
+        sections: what a damage can be placed in, in the order of the file; empty if that is not known. Two records
+            are equal whatever their sections.
     """
 
     bytes: int
     sha256: str
+    sections: tuple[Section, ...] = field(default=(), compare=False)
 
 
 def make_folder(path: Path) -> None:
@@ -92,15 +97,21 @@ def remove_folder(path: Path) -> None:
     os.rmdir(path)
 
 
-def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecord:
+def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[str, int] | None = None) -> FileRecord:
     """Write a new file and wait until it is on the disk.
 
     The digest is taken of what is handed to the system, so that it costs no second pass.
+
+    Args:
+        path: where.
+        blocks: its content.
+        ends: where sections of it end, by name, in the order of the file; each at the end of a block.
 
     Raises:
         OSError: the file exists or cannot be written.
     """
     digest, size = hashlib.sha256(), 0
+    sections, ahead = [], list((ends or {}).items())[::-1]
     descriptor = create(path)
     try:
         for block in blocks:
@@ -110,10 +121,13 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecord:
                 digest.update(piece)
                 write(descriptor, piece)
             size += len(data)
+            while ahead and ahead[-1][1] <= size:
+                name, end = ahead.pop()
+                sections.append(Section(name, end, digest.hexdigest()[:DIGITS]))
         sync(descriptor)
     finally:
         os.close(descriptor)
-    return FileRecord(size, digest.hexdigest())
+    return FileRecord(size, digest.hexdigest(), tuple(sections))
 
 
 def seal_file(path: Path) -> FileRecord:
@@ -137,7 +151,7 @@ def record(path: Path) -> FileRecord:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing, each of them durable."""
+    """Make a folder and those above it that are missing; `settle` makes them durable."""
     if path.is_dir():
         return
     make_folders(path.parent)
@@ -146,7 +160,21 @@ def make_folders(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():
             raise
-    sync_folder(path.parent)
+
+
+def settle(path: Path) -> None:
+    """Return once the names of a folder and of those above it, on its file system, are on the disk, whoever made them.
+
+    A file that is on the disk is lost all the same if the folder that it is in has no name there.
+    """
+    device = path.stat().st_dev
+    for folder in path.parents:
+        if folder.stat().st_dev != device:
+            return
+        try:
+            sync_folder(folder)
+        except PermissionError:  # not to be read, so not made for this run
+            continue
 
 
 def remove_tree(path: Path) -> None:

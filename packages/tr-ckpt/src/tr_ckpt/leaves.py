@@ -79,7 +79,7 @@ def _decode_float(content: str) -> float:
 
 
 def _decode_dtype(content: str) -> torch.dtype:
-    dtype = getattr(torch, content, None)
+    dtype = vars(torch).get(content)  # not getattr, which imports what it does not find
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"torch {torch.__version__} has no dtype {content!r}; a newer one wrote it")
     return dtype

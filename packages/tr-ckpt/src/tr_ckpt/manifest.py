@@ -8,11 +8,13 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from tr_ckpt import files, strict_json
+from tr_ckpt import files, plain_file, strict_json, tensor_damage
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.names import MANIFEST
@@ -33,6 +35,9 @@ class Manifest:
         files: what each file holds, by its path inside the folder, with forward slashes.
         versions: of Python and the packages that matter, as of the save.
         saved_at: when, in UTC, as ISO 8601; for people only, nothing is decided by it.
+        sequence: one higher than that of any checkpoint that was in the folder when this one was saved; 0 in those
+            made before there was one. Of two checkpoints the one with the higher sequence is the newer, whatever
+            their steps: a run that goes back to step 10 and saves step 12 has left a later step 30 behind.
     """
 
     step: int
@@ -41,6 +46,7 @@ class Manifest:
     files: dict[str, FileRecord]
     versions: dict[str, str] = field(default_factory=dict)
     saved_at: str = ""
+    sequence: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -53,7 +59,9 @@ class Manifest:
         return sorted(set(self.files) - owned)
 
 
-def describe(step: int, world_size: int, records: Iterable[Mapping[str, Mapping[str, FileRecord]]]) -> Manifest:
+def describe(
+    step: int, world_size: int, records: Iterable[Mapping[str, Mapping[str, FileRecord]]], *, sequence: int = 0
+) -> Manifest:
     """Put together what all ranks wrote: for each rank its files by part; the part `""` holds added files."""
     parts: dict[str, list[str]] = {}
     held: dict[str, FileRecord] = {}
@@ -62,18 +70,20 @@ def describe(step: int, world_size: int, records: Iterable[Mapping[str, Mapping[
             held.update(of_part)
             if part:
                 parts[part] = sorted({*parts.get(part, ()), *of_part})
-    return Manifest(step, world_size, parts, held, versions(), datetime.now(UTC).isoformat(timespec="seconds"))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Manifest(step, world_size, parts, held, dict(versions()), now, sequence)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a state depends on."""
+@cache
+def versions() -> Mapping[str, str]:
+    """Return the versions of Python and of the packages that a state depends on; looked up once, for milliseconds."""
     found = {"python": platform.python_version()}
     for name in ("torch", "numpy", "safetensors", "tr-ckpt"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue  # numpy is optional; tr-ckpt may be run from a source tree
-    return found
+    return MappingProxyType(found)
 
 
 def write(folder: Path, manifest: Manifest) -> FileRecord:
@@ -84,6 +94,10 @@ def write(folder: Path, manifest: Manifest) -> FileRecord:
         "manifest_sha256": _BLANK,
         "parts": manifest.parts,
         "saved_at": manifest.saved_at,
+        "sections": {
+            name: tensor_damage.describe(record.sections) for name, record in manifest.files.items() if record.sections
+        },
+        "sequence": manifest.sequence,
         "step": manifest.step,
         "versions": manifest.versions,
         "world_size": manifest.world_size,
@@ -100,15 +114,7 @@ def read(folder: Path) -> Manifest:
         DamagedCheckpointError: it is absent or was changed.
         CheckpointError: it is of a format that this version does not know.
     """
-    try:
-        raw = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        raise DamagedCheckpointError(
-            f"{MANIFEST} is missing, so it is incomplete or was written by another program"
-        ) from None
-    except OSError as error:
-        raise DamagedCheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    content = _parse(raw)
+    content = _content(folder)
     if content.get("format") != FORMAT:
         raise CheckpointError(  # not damage: falling back to an older one would hide that progress is lost
             f"its format is {content.get('format')!r}; this version reads {FORMAT} — install a newer tr-ckpt"
@@ -118,20 +124,55 @@ def read(folder: Path) -> Manifest:
             int(content["step"]),
             int(content["world_size"]),
             {str(part): [str(name) for name in names] for part, names in content["parts"].items()},
-            {name: FileRecord(int(held["bytes"]), str(held["sha256"])) for name, held in content["files"].items()},
+            _records(content),
             dict(content["versions"]),
             str(content["saved_at"]),
+            int(content.get("sequence", 0)),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} lacks what it must hold: {error!r}") from error
-    for name in manifest.files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise DamagedCheckpointError(f"{MANIFEST} names the file {name!r}, which lies outside the checkpoint")
+    for name in (*manifest.files, *manifest.parts):
+        if plain_file.leads_outside(name):
+            raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which lies outside the checkpoint")
+    if unknown := {name for names in manifest.parts.values() for name in names} - set(manifest.files):
+        raise DamagedCheckpointError(f"{MANIFEST} gives no size and digest of {min(unknown)!r}")
     return manifest
+
+
+def read_age(folder: Path) -> tuple[int, int] | None:
+    """Return sequence and step, which tell what is newer, of a manifest of any format; None if it is not whole."""
+    try:
+        content = _content(folder)
+    except DamagedCheckpointError:
+        return None
+    sequence, step = content.get("sequence", 0), content.get("step")
+    return (sequence, step) if type(sequence) is int and type(step) is int else None
+
+
+def _records(content: dict[str, Any]) -> dict[str, FileRecord]:
+    sections = content.get("sections", {})  # absent from checkpoints of earlier versions
+    return {
+        name: FileRecord(int(held["bytes"]), str(held["sha256"]), tensor_damage.parse(sections.get(name, {})))
+        for name, held in content["files"].items()
+    }
 
 
 def _own_entry(digest: str) -> str:
     return f'"manifest_sha256": "{digest}"'
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    try:
+        if problem := plain_file.wrong_kind(folder, MANIFEST):
+            raise DamagedCheckpointError(f"{MANIFEST} {problem}")
+        raw = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(
+            f"{MANIFEST} is missing, so it is incomplete or was written by another program"
+        ) from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    return _parse(raw)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

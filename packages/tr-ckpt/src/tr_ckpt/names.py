@@ -15,8 +15,24 @@ MANIFEST = "manifest.json"
 _IN_USE: set[str] = set()
 
 _TEMPORARY = re.compile(
-    r"\.tmp-(?P<kind>writing|replaced|removed|pushing)-(?P<target>.+)@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+"
+    r"\.tmp-(?P<kind>writing|records|replaced|removed|pushing|fetched)-(?P<target>.+)"
+    r"@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+"
 )
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process among all machines.
+
+    Attributes:
+        host: the machine.
+        pid: its number there.
+        numbering: what the number counts in: containers of one machine each count on their own.
+    """
+
+    host: str
+    pid: int
+    numbering: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,8 +41,9 @@ class Temporary:
 
     Attributes:
         path: where it is.
-        kind: what was going on: `writing` a new checkpoint, an old one `replaced` by a new one of its step,
-            one being `removed`, a copy for `pushing`.
+        kind: what was going on: `writing` a new checkpoint, with the `records` of what each rank wrote beside it,
+            an old one `replaced` by a new one of its step, one being `removed`, a copy for `pushing`, one
+            `fetched` from the Hub.
         target: the name it stands for, such as `checkpoint-30`.
         host: the machine that made it.
         pid: the process that made it.
@@ -77,6 +94,24 @@ def temporaries(directory: Path) -> list[Temporary]:
         if match := _TEMPORARY.fullmatch(path.name):
             found.append(Temporary(path, match["kind"], match["target"], match["host"], int(match["pid"])))
     return found
+
+
+def this_process() -> Process:
+    """Return which one this is, for others to ask whether it `is_gone`."""
+    return Process(_host(), os.getpid(), _numbering())
+
+
+def is_gone(process: Process) -> bool:
+    """Whether a process has ended, as far as can be told from here: nothing is known of other machines."""
+    here = process.host == _host() and process.numbering == _numbering()
+    return here and not _is_alive(process.pid)
+
+
+def _numbering() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
 
 
 def _host() -> str:

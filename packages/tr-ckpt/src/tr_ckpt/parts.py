@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from tr_ckpt import files, strict_json, tensor_file, tree
+from tr_ckpt import files, plain_file, strict_json, tensor_file, tree
+from tr_ckpt.distributed_tensor import is_distributed
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
+from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.names import MANIFEST
 
 # Parts that differ between the ranks: each rank has its own files.
@@ -33,8 +36,10 @@ def check_names(names: Iterable[str]) -> None:
             raise CheckpointError(
                 f"the name {name!r} cannot name a file; use letters, digits, '_', '-' and, not first, '.'"
             )
-        if any(re.fullmatch(rf"{per_rank}-\d+", name) for per_rank in PER_RANK):
+        if any(re.fullmatch(rf"{per_rank}-\d+", name) for per_rank in PER_RANK) or re.search(r"-shard-\d+$", name):
             raise CheckpointError(f"the part name {name!r} is that of one rank's files; give another")
+        if name.endswith(".shards"):
+            raise CheckpointError(f"the part name {name!r} is that of the index of a part in shards; give another")
         if (other := seen.setdefault(name.lower(), name)) != name or name == Path(MANIFEST).stem:
             raise CheckpointError(f"the part name {name!r} is taken by {other!r}; some file systems ignore case")
 
@@ -48,8 +53,9 @@ def check_free(taken: Iterable[str], part_names: Iterable[str], world_size: int)
     owners = {MANIFEST.lower(): "the manifest"}
     for name in part_names:
         for rank in range(world_size):
-            for suffix in ("json", "safetensors"):
-                owners[f"{stem(name, rank)}.{suffix}".lower()] = f"the part {name!r}"
+            stems = (stem(name, rank), f"{name}.shards", f"{name}-shard-{rank}")
+            for file in (f"{each}.{suffix}" for each in stems for suffix in ("json", "safetensors")):
+                owners[file.lower()] = f"the part {name!r}"
     for file in taken:
         if (owner := owners.get(file.lower())) is not None:
             raise CheckpointError(f"write_extra made {file!r}, which is where {owner} goes; give it another name")
@@ -60,14 +66,71 @@ def stem(name: str, rank: int) -> str:
     return f"{name}-{rank}" if name in PER_RANK else name
 
 
-def write(folder: Path, name: str, rank: int, state: Any) -> dict[str, FileRecord]:
-    """Write the state of a part into `folder` and return what was written, by file name.
+class CapturedPart(Protocol):
+    """This rank's share of a part's state, as it was at one instant."""
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """Write it into `folder` and return what was written, by file name; may run in another thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class CapturedState:
+    """A plain state: JSON and tensors.
+
+    Attributes:
+        stem: name of its files, without suffix.
+        text: the JSON.
+        tensors: by the names that the JSON refers to them by.
+    """
+
+    stem: str
+    text: bytes
+    tensors: Mapping[str, torch.Tensor]
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """Write `STEM.json`, and `STEM.safetensors` if there are tensors.
+
+        Raises:
+            OSError: a file exists or cannot be written.
+        """
+        written = {}
+        if self.tensors:
+            file = f"{self.stem}.safetensors"
+            written[file] = tensor_file.write(folder / file, self.tensors)
+        file = f"{self.stem}.json"
+        written[file] = files.write_file(folder / file, [self.text, b"\n"])
+        return written
+
+
+def capture(name: str, rank: int, state: Any, buffers: HostBuffers | None = None) -> CapturedPart | None:
+    """Take what `rank` writes of a part's state; None if that is nothing.
 
     State made of JSON's own values is written with sorted keys; otherwise the order of every dict is kept.
 
+    Args:
+        name: of the part.
+        rank: number of this process.
+        state: what the part's `state_dict` returned.
+        buffers: where the tensors are copied to, so that they may change before they are written: the copies count
+            once `buffers.finish()` has returned. None copies nothing: write before anything changes.
+
     Raises:
         CheckpointError: the state holds something that cannot be saved.
-        OSError: a file exists or cannot be written.
+    """
+    if rank != 0 and name not in PER_RANK:
+        return None
+    text, tensors = encode(name, state)
+    if any(map(is_distributed, tensors.values())):
+        raise CheckpointError(f"{name} holds DTensors that came to be during the save; make them before it")
+    return CapturedState(stem(name, rank), text, tensors if buffers is None else buffers.copy(tensors))
+
+
+def encode(name: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """Return the JSON of a part's state and the tensors it refers to, which are the state's own.
+
+    Raises:
+        CheckpointError: the state holds something that cannot be saved.
     """
     encoder = tree.Encoder(name)
     try:
@@ -75,13 +138,7 @@ def write(folder: Path, name: str, rank: int, state: Any) -> dict[str, FileRecor
         text = json.dumps(encoded, indent=2, sort_keys=encoder.plain, allow_nan=False)
     except RecursionError:
         raise CheckpointError(f"{name} is nested too deeply to be saved") from None
-    written = {}
-    if encoder.tensors:
-        file = f"{stem(name, rank)}.safetensors"
-        written[file] = tensor_file.write(folder / file, encoder.tensors)
-    file = f"{stem(name, rank)}.json"
-    written[file] = files.write_file(folder / file, [text.encode(), b"\n"])
-    return written
+    return text.encode(), encoder.tensors
 
 
 def read(folder: Path, name: str, rank: int) -> Any:
@@ -90,12 +147,8 @@ def read(folder: Path, name: str, rank: int) -> Any:
     Raises:
         CheckpointError: its files are not what this version's `write` writes.
     """
-    path = folder / f"{stem(name, rank)}.json"
-    try:
-        encoded = strict_json.loads(path.read_bytes().decode())
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
-    path = path.with_name(f"{stem(name, rank)}.safetensors")
+    encoded = read_json(folder / f"{stem(name, rank)}.json")
+    path = folder / f"{stem(name, rank)}.safetensors"
     tensors = tensor_file.read(path) if path.exists() else {}
 
     def tensor(name: str) -> torch.Tensor:
@@ -107,3 +160,16 @@ def read(folder: Path, name: str, rank: int) -> Any:
         return tree.decode(encoded, tensor)
     except (CheckpointError, RecursionError) as error:
         raise CheckpointError(f"{stem(name, rank)}.json: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Return what a part's JSON file holds.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    plain_file.require(path)
+    try:
+        return strict_json.loads(path.read_bytes().decode())
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error

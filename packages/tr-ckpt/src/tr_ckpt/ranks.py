@@ -35,6 +35,25 @@ class Ranks:
                 "that takes a value and returns the list of all ranks' values, as all_gather_object can"
             )
 
+    @property
+    def number(self) -> int:
+        """Number of this process among all of the run, by which its own files are named."""
+        return self.rank
+
+    @property
+    def total(self) -> int:
+        """How many processes the run has."""
+        return self.world_size
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether other groups of ranks save the same run elsewhere; see `nodes.py`."""
+        return False
+
+    def across(self, value: T) -> list[T]:
+        """Return the value of each such group; that of this one where there are no others."""
+        return [value]
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value`, in rank order; all ranks must call it."""
         return [value] if self.gather_objects is None else self.gather_objects(value)

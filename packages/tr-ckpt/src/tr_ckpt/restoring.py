@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import catalogue, parts
+from tr_ckpt import catalogue, nodes, parts
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt.foreign import taking_over
+from tr_ckpt.foreign.fitting import fit
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
 from tr_ckpt.ranks import Ranks
+from tr_ckpt.sharded import restoring_shards
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +27,12 @@ class Restoring:
         targets: parts to load, by name.
         ranks: this process among the others.
         prefix: what the names of checkpoints begin with.
+        optional: those of `targets` that stay as they are where a checkpoint does not hold them.
     """
 
-    def __init__(self, targets: Mapping[str, Any], ranks: Ranks, prefix: str) -> None:
+    def __init__(self, targets: Mapping[str, Any], ranks: Ranks, prefix: str, optional: Collection[str] = ()) -> None:
         self._targets = targets
+        self._optional = optional
         self._ranks = ranks
         self._prefix = prefix
 
@@ -39,11 +44,14 @@ class Restoring:
         """
         # Rank 0 decides what there is: others may see a shared folder a moment later.
         [candidates, *_] = self._ranks.together(
-            "nothing was restored", lambda: catalogue.find(directory, self._prefix), failure=CheckpointError
+            "nothing was restored", lambda: catalogue.by_age(directory, self._prefix), failure=CheckpointError
         )
+        candidates = nodes.on_all(self._ranks, candidates)
         for found in reversed(candidates):
             try:
-                return self._load(found)
+                step = self._load(found)
+                self._name_later(found, candidates)
+                return step
             except DamagedCheckpointError as error:
                 if self._ranks.rank == 0:
                     logger.warning("passed over %s", error)
@@ -57,12 +65,15 @@ class Restoring:
         """
         [(is_folder, is_checkpoint, inside), *_] = self._ranks.together(
             "nothing was restored",
-            lambda: (source.is_dir(), (source / MANIFEST).exists(), len(catalogue.find(source, self._prefix))),
+            lambda: (source.is_dir(), _is_checkpoint(source, self._prefix), len(catalogue.find(source, self._prefix))),
             failure=CheckpointError,
         )
+        nodes.check_alike(self._ranks, source, (is_folder, is_checkpoint, bool(inside)))
         if is_checkpoint:
+            named = Found(None, source.name, source)
+            nodes.check_same(self._ranks, named)
             try:
-                return self._load(Found(None, source.name, source))
+                return self._load(named)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(
                     f"{error} — give another checkpoint, or {source.parent} for the newest valid one in it"
@@ -70,6 +81,7 @@ class Restoring:
         if not is_folder:
             raise CheckpointError(f"no checkpoint at {source}: there is no such folder")
         if not inside:
+            restoring_shards.refuse_pickled(source)
             raise CheckpointError(
                 f"no checkpoint at {source}: it holds neither a {MANIFEST} nor folders named "
                 f"{self._prefix}-<step>; give a checkpoint or the folder that the checkpoints are in"
@@ -84,11 +96,16 @@ class Restoring:
         states: dict[str, Any] = {}
 
         def read() -> tuple[int, str | None]:
+            rank = self._ranks.number
             try:
+                if catalogue.is_foreign(found.path):
+                    targets = self._targets
+                    return taking_over.read_into(states, found.path, found.step, targets, rank, self._optional), None
                 described = self._check(found)
-                for part in self._targets:
+                for part, target in self._targets.items():
                     if self._is_saved(part, described):
-                        states[part] = parts.read(found.path, part, self._ranks.rank)
+                        state = restoring_shards.read_part(found.path, part, rank, described, target)
+                        states[part] = fit(part, state, target) if taking_over.NOTE in described.files else state
             except DamagedCheckpointError as error:
                 return -1, str(error)
             except CheckpointError as error:
@@ -96,20 +113,30 @@ class Restoring:
             return described.step, None
 
         answers = self._ranks.together(what, read, failure=CheckpointError)
-        if damages := dict.fromkeys(damage for _, damage in answers if damage):  # ranks mostly see the same
+        found_here = [damage for _, damage in answers if damage]
+        everywhere = [damage for machine in self._ranks.across(found_here) for damage in machine]
+        if damages := dict.fromkeys(everywhere):  # ranks mostly see the same
             raise DamagedCheckpointError(f"{found.name}: {'; '.join(damages)}")
         self._ranks.together(what, lambda: self._hand_out(found.name, states), failure=CheckpointError)
         return answers[0][0]
 
+    def _name_later(self, chosen: Found, candidates: list[Found]) -> None:
+        """Say what a run with a higher step of another program is not gone on with."""
+        later = [found for found in candidates if (found.step or 0) > (chosen.step or 0)]
+        if self._ranks.rank == 0 and not catalogue.is_foreign(chosen.path):
+            for found in later:
+                if catalogue.is_foreign(found.path):
+                    logger.warning(
+                        "%s is of another program and counts as older than %s; name its folder to go on from it",
+                        found.name, chosen.name,
+                    )  # fmt: skip
+
     def _check(self, found: Found) -> Manifest:
         described = catalogue.check_quickly(found)
         self._require_parts(described)
-        if self._ranks.rank == 0:
-            catalogue.verify(found.path, described)
-        else:  # what this rank is about to load; rank 0 reads the rest
-            stems = tuple(f"{parts.stem(part, self._ranks.rank)}." for part in self._targets)
-            wanted = [file for file in described.files if file.startswith(stems)]
-            catalogue.raise_if_any(catalogue.damages(found.path, described, wanted))
+        ranks = self._ranks
+        wanted = restoring_shards.files_to_verify(described, self._targets, ranks.rank, ranks.world_size)
+        catalogue.raise_if_any(catalogue.damages(found.path, described, wanted))
         return described
 
     def _hand_out(self, name: str, states: dict[str, Any]) -> None:
@@ -122,7 +149,7 @@ class Restoring:
                 raise CheckpointError(f"{name} does not fit: part {part!r} refused its state: {error}") from error
 
     def _require_parts(self, described: Manifest) -> None:
-        missing = [part for part in self._targets if part not in described.parts]
+        missing = [part for part in self._targets if part not in described.parts and part not in self._optional]
         if not missing:
             return
         if "optimizer" in missing and "model" in described.parts:
@@ -135,10 +162,18 @@ class Restoring:
         )
 
     def _is_saved(self, part: str, described: Manifest) -> bool:
-        if f"{parts.stem(part, self._ranks.rank)}.json" in described.files:
+        if f"{parts.stem(part, self._ranks.number)}.json" in described.files:
             return True
+        if part not in described.parts:
+            return False
         logger.warning(
             "%s of rank %d was not saved (%d processes saved, %d restore); it stays as it is",
-            part, self._ranks.rank, described.world_size, self._ranks.world_size,
+            part, self._ranks.number, described.world_size, self._ranks.total,
         )  # fmt: skip
         return False
+
+
+def _is_checkpoint(source: Path, prefix: str) -> bool:
+    """Whether a folder is a checkpoint itself; a folder that checkpoints are in may hold a trainer's state too."""
+    is_foreign = catalogue.is_foreign(source) and not catalogue.find(source, prefix)
+    return is_foreign or (source / MANIFEST).exists()

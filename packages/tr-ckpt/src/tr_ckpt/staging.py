@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tr_ckpt import files, names
@@ -31,19 +31,35 @@ class Staging:
         self.final = directory / name
         self.folder = names.temporary(directory, "writing", name)
 
-    def begin(self, write_extra: Callable[[Path], None] | None) -> dict[str, FileRecord]:
-        """Make the temporary folder, let the caller add its files, and return what those hold, by path.
+    def begin(self, write_extra: Callable[[Path], None] | None) -> list[str]:
+        """Make the temporary folder, let the caller add its files, and return their paths in it.
 
         Raises:
             OSError: a file cannot be written, or is a link or no plain file.
         """
         files.make_folders(self.directory)
+        if not any(self.directory.glob(f"*/{names.MANIFEST}")):  # else the first save here has done it
+            files.settle(self.directory)
         clear_abandoned(self.directory)
         files.make_folder(self.folder)
         if write_extra is None:
-            return {}
+            return []
         write_extra(self.folder)
-        return self._seal(self.folder)
+        return self._added(self.folder)
+
+    def seal(self, added: Iterable[str]) -> dict[str, FileRecord]:
+        """Make the files that the caller added durable, and return what they hold, by path.
+
+        Raises:
+            OSError: one cannot be read or synced.
+        """
+        sealed, folders = {}, set()
+        for name in added:
+            sealed[name] = files.seal_file(self.folder / name)
+            folders.update(Path(name).parents)
+        for folder in sorted(folders - {Path()}, reverse=True):
+            files.sync_folder(self.folder / folder)
+        return sealed
 
     def commit(self) -> Path:
         """Put the folder, its manifest written, in its final place, durably.
@@ -90,18 +106,13 @@ class Staging:
         files.rename(self.final, aside)
         return aside
 
-    def _seal(self, folder: Path) -> dict[str, FileRecord]:
-        sealed = {}
+    def _added(self, folder: Path) -> list[str]:
+        added: list[str] = []
         for path in sorted(folder.iterdir()):
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise OSError(f"{path.relative_to(self.folder)} is a link or no plain file; write_extra must copy it")
-            if path.is_dir():
-                sealed |= self._seal(path)
-            else:
-                sealed[path.relative_to(self.folder).as_posix()] = files.seal_file(path)
-        if folder != self.folder:
-            files.sync_folder(folder)
-        return sealed
+            added += self._added(path) if path.is_dir() else [path.relative_to(self.folder).as_posix()]
+        return added
 
 
 def discard(folder: Path) -> None:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tr_ckpt import files
+from tr_ckpt import files, plain_file
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
+from tr_ckpt.tensor_damage import HEADER
 
 _NAMES = {
     "float64": "F64",
@@ -54,14 +55,30 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         OSError: it cannot be written.
         CheckpointError: this machine stores numbers high byte first.
     """
+    return write_each(path, tensors, tensors.__getitem__)
+
+
+def write_each(path: Path, like: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]) -> FileRecord:
+    """Write a new safetensors file of tensors that are made one after the other.
+
+    Args:
+        path: where.
+        like: tensors of the same shapes and dtypes, on any device.
+        tensor: makes the one of a name, when its turn has come.
+
+    Raises:
+        OSError: it cannot be written.
+        CheckpointError: this machine stores numbers high byte first.
+    """
     if sys.byteorder != "little":
         raise CheckpointError(
             "safetensors holds little-endian numbers and this machine's are big-endian; not supported"
         )
     # Wide numbers first: each tensor then starts at a multiple of its item size, as readers that map the file
     # need.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    return files.write_file(path, _blocks(ordered))
+    ordered = dict(sorted(like.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    header, ends = _header(ordered)
+    return files.write_file(path, _blocks(header, map(tensor, ordered)), ends)
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -70,6 +87,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: it is no valid safetensors file.
     """
+    plain_file.require(path)
     try:
         with safe_open(path, "pt", device="cpu") as file:
             # The library maps the file; a copy outlives a file that is removed or cut while the run goes on.
@@ -78,8 +96,10 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from error
 
 
-def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Return the header, and where it and each tensor that is not empty end in the file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends = {HEADER: 0}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
@@ -88,11 +108,18 @@ def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
+        if end > offset:  # nothing can happen to one without numbers
+            ends[name] = end
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
+    before = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: before + end for name, end in ends.items()}
+
+
+def _blocks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
         # A device-to-host copy of a tensor that is on a device; waits for it.
         host = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         size = host.numel() * host.element_size()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import leaves
+from tr_ckpt import distributed_tensor, leaves
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.tensor_file import DTYPES as SAFETENSORS_DTYPES
 
@@ -148,6 +148,8 @@ class Encoder:
 
 def unsupported(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be saved, and what to do; empty if it can."""
+    if distributed_tensor.is_distributed(tensor):
+        return distributed_tensor.unsupported(tensor) or unsupported(_local(tensor))
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return (
             f"a {type(tensor).__qualname__}, a kind of tensor that is more than its numbers; "
@@ -164,7 +166,14 @@ def unsupported(tensor: torch.Tensor) -> str:
     return ""
 
 
+def _local(tensor: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local()
+
+
 def _identity(tensor: torch.Tensor) -> Hashable:
+    if distributed_tensor.is_distributed(tensor):
+        return distributed_tensor.layout_identity(tensor), _identity(_local(tensor))
     if tensor.numel() == 0 or tensor.device.type == "xla":  # no address to compare
         return id(tensor)
     return (

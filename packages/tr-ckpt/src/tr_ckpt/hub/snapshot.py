@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tr_ckpt import files
+from tr_ckpt import files, manifest, names, staging
+from tr_ckpt.errors import CheckpointError
+
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 
 
 def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
@@ -28,7 +32,7 @@ def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy files that may be written again. A name that `target` has already stays as it is.
+    """Copy files that may be written again, or go meanwhile. A name that `target` has already stays as it is.
 
     Args:
         source: folder to take from.
@@ -36,7 +40,8 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
         names: paths below `source`.
     """
     for place, original in _absent(source, target, names):
-        shutil.copyfile(original, place)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(original, place)
 
 
 def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
@@ -51,6 +56,53 @@ def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
         elif path.is_file():
             found.append(path.name)
     return found
+
+
+def size(folder: Path) -> int:
+    """Return how many bytes the files below `folder` have."""
+    return sum((folder / name).stat().st_size for name in files_below(folder))
+
+
+def model_files(checkpoint: Path) -> list[str]:
+    """Return what makes a loadable model: its tensors and what the caller added, as config.json and a tokenizer.
+
+    Raises:
+        CheckpointError: it has no manifest, or a damaged one.
+    """
+    described = manifest.read(checkpoint)
+    return [name for name in _WEIGHTS if name in described.files] + described.extra_files()
+
+
+def link_checkpoints(copy: Path, carried: dict[str, Path], required: dict[str, Path]) -> None:
+    """Link checkpoints into a copy.
+
+    Args:
+        copy: folder to fill.
+        carried: checkpoints by their place in it; one that is not `required` and is gone, or is being removed, is taken
+            out.
+        required: those whose absence is an error.
+
+    Raises:
+        OSError: one of those cannot be linked or copied.
+        CheckpointError: one of those is no checkpoint.
+    """
+    for place, folder in list(carried.items()):
+        try:
+            manifest.read(folder)
+            link_files(folder, copy / place, files_below(folder))
+        except (OSError, CheckpointError):
+            if place in required:
+                raise
+            del carried[place]
+            if (copy / place).exists():
+                files.remove_tree(copy / place)
+
+
+def discard(copy: Path) -> None:
+    """Remove a copy, if it is there; a failure leaves it to the next save."""
+    if copy.exists():
+        staging.discard(copy)
+    names.release(copy)
 
 
 def _absent(source: Path, target: Path, names: Iterable[str]) -> Iterator[tuple[Path, Path]]:

@@ -1,0 +1,90 @@
+"""Do one job at a time beside the caller, and lose neither its end nor its failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+# Shorter waits are not worth a line in the log.
+_NOTICEABLE_S = 0.1
+
+
+class Background:
+    """One thread at most, and what went wrong in it.
+
+    The interpreter waits for it before it exits, whether the script ended, called `sys.exit` or raised. A process
+    that is forked meanwhile has neither the thread nor its failure.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._process = os.getpid()
+        self._has_warned = False
+
+    def start(self, name: str, job: Callable[[], None]) -> None:
+        """Begin `job`, the one before being over. Its failure is logged at once and kept for `raise_failure`.
+
+        Where no thread can be started, as while the interpreter exits, the job is done before this returns.
+        """
+        self.join()
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # whatever it is: a thread's exceptions reach nobody
+                self._error = error
+                logger.error("in the background: %s: %s", type(error).__name__, error)
+
+        if not threading.main_thread().is_alive():  # exiting: nothing would wait for a thread that starts now
+            run()
+            return
+        self._thread = threading.Thread(target=run, name=name, daemon=False)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("%s goes on in the foreground: %s", name, error)
+            self._thread = None
+            run()
+
+    def is_busy(self) -> bool:
+        """Whether a job is under way."""
+        self._forget_if_forked()
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        """Return when no job is under way; raises nothing of it."""
+        self._forget_if_forked()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def hold_up(self) -> None:
+        """Join while training waits; it is logged how long, the first time as a warning."""
+        if not self.is_busy():
+            return
+        begun = time.monotonic()
+        self.join()
+        waited_s = time.monotonic() - begun
+        if waited_s >= _NOTICEABLE_S:
+            level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
+            text = (
+                "training waited %.1f s for the checkpoint before to be written; save less often, or to a faster disk"
+            )
+            logger.log(level, text, waited_s)
+
+    def raise_failure(self) -> None:
+        """Raise what a job raised, if one did since the last call. Does not wait."""
+        self._forget_if_forked()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _forget_if_forked(self) -> None:
+        if self._process != os.getpid():
+            self._thread, self._error, self._process = None, None, os.getpid()

@@ -1,0 +1,59 @@
+"""List, verify, compare, export, prune and import checkpoints."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from tr_ckpt.command.parser import build_parser
+from tr_ckpt.errors import CheckpointError
+
+ERROR = 2
+
+# Imported when it is run: some take a second to load.
+_MODULES = {
+    "ls": "listing",
+    "verify": "verifying",
+    "diff": "comparing",
+    "export": "exporting",
+    "prune": "pruning",
+    "import": "importing",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0 if all is well; 1 if a checkpoint is damaged, or two differ; 2 if what was asked for
+        cannot be done; 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: help was asked for (0) or the arguments are wrong (2).
+    """
+    arguments = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no "…" is no reason to fail
+    try:
+        run: Callable[..., int] = import_module(f"tr_ckpt.command.{_MODULES[arguments.action]}").run
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # what reads the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (CheckpointError, OSError) as error:
+        print(f"trainer ckpt {arguments.action}: {_text(error)}", file=sys.stderr)
+        return ERROR
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

@@ -1,0 +1,165 @@
+"""`trainer ckpt diff`: show what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tr_ckpt import files, parts
+from tr_ckpt.command import selection
+from tr_ckpt.command.comparison_report import print_report
+from tr_ckpt.command.progress import Progress
+from tr_ckpt.command.saved_tensors import opened_tensors
+from tr_ckpt.command.selection import Entry
+from tr_ckpt.command.tensor_differences import TensorDifference, compare_tensors
+from tr_ckpt.command.value_differences import ValueDifference, compare_values
+from tr_ckpt.errors import CheckpointError
+from tr_ckpt.manifest import Manifest
+
+_SHARDS = ".shards.json"
+
+
+@dataclass
+class Comparison:
+    """What differs in one part of two checkpoints.
+
+    Attributes:
+        name: of the part, or of a file that belongs to none.
+        values: the values of JSON that differ.
+        tensors: the tensors that do.
+        compared: how many tensors were compared.
+    """
+
+    name: str
+    values: list[ValueDifference] = field(default_factory=list)
+    tensors: list[TensorDifference] = field(default_factory=list)
+    compared: int = 0
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything does."""
+        return bool(self.values or self.tensors)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare two checkpoints; returns 0 if they are equal, 1 if they differ."""
+    first, second = (
+        selection.select_one(Path(given).expanduser(), arguments.prefix)
+        for given in (arguments.first, arguments.second)
+    )
+
+    def wanted(place: str) -> bool:
+        return not any(fnmatchcase(place, pattern) for pattern in arguments.ignore)
+
+    comparisons = compare(first, second, arguments.part, wanted, everything=arguments.manifest)
+    print_report(first.found.path, second.found.path, comparisons, limit=None if arguments.all else 10)
+    return int(any(comparison.differs for comparison in comparisons))
+
+
+def compare(
+    first: Entry, second: Entry, only: list[str] | None, wanted: Callable[[str], bool], *, everything: bool
+) -> list[Comparison]:
+    """Return how the parts and added files of two checkpoints differ, also those that are equal.
+
+    Args:
+        first: a complete checkpoint.
+        second: the other.
+        only: parts to compare; None for all, and all files besides.
+        wanted: tells by its place whether a value or tensor is compared.
+        everything: whether times of saving and versions are compared too.
+
+    Raises:
+        CheckpointError: neither has a part that `only` names, or a file is not what a save writes.
+    """
+    one, other = first.described, second.described
+    assert one is not None  # both are complete
+    assert other is not None
+    names = list(dict.fromkeys((*one.parts, *other.parts)))
+    if unknown := [name for name in only or () if name not in names]:
+        raise CheckpointError(f"neither has the part {unknown[0]!r}; there are {', '.join(names)}")
+    progress = Progress(one.total_bytes + other.total_bytes)
+    reader = _Reader(first.found.path, second.found.path, wanted, progress)
+    try:
+        compared = [] if only else [_compare_manifests(one, other, wanted, everything)]
+        for name in only or names:
+            compared.append(reader.compare_part(name, one.parts.get(name), other.parts.get(name)))
+        if not only:
+            added = dict.fromkeys((*one.extra_files(), *other.extra_files()))
+            compared += [reader.compare_file(name, name in one.files, name in other.files) for name in added]
+    finally:
+        progress.end()
+    return compared
+
+
+def _compare_manifests(one: Manifest, other: Manifest, wanted: Callable[[str], bool], everything: bool) -> Comparison:
+    def facts(manifest: Manifest) -> dict[str, Any]:
+        told: dict[str, Any] = {"step": manifest.step, "world_size": manifest.world_size}
+        if everything:
+            told |= {"saved_at": manifest.saved_at, "sequence": manifest.sequence, "versions": manifest.versions}
+        return told
+
+    differences = compare_values(facts(one), facts(other), "manifest")
+    return Comparison("manifest", [each for each in differences if wanted(each.place)])
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads two checkpoints, a part at a time."""
+
+    first: Path
+    second: Path
+    wanted: Callable[[str], bool]
+    progress: Progress
+
+    def compare_part(self, name: str, mine: list[str] | None, theirs: list[str] | None) -> Comparison:
+        if mine is None or theirs is None:
+            return _alone(name, mine is not None)
+        result = Comparison(name)
+        for stem in dict.fromkeys((*_stems(mine), *_stems(theirs))):
+            file = f"{stem}.json"
+            if file not in mine or file not in theirs:
+                result.values.append(ValueDifference(stem, "only in A" if file in mine else "only in B"))
+                continue
+            values = compare_values(parts.read_json(self.first / file), parts.read_json(self.second / file), stem)
+            result.values += [each for each in values if self.wanted(each.place)]
+            self._compare_tensors(result, stem, mine, theirs)
+        return result
+
+    def _compare_tensors(self, result: Comparison, stem: str, mine: list[str], theirs: list[str]) -> None:
+        with opened_tensors(self.first, stem, mine) as one, opened_tensors(self.second, stem, theirs) as other:
+            for place, difference in compare_tensors(one, other, stem, self.wanted):
+                result.compared += 1
+                if difference is not None:
+                    result.tensors.append(difference)
+                name = place.removeprefix(f"{stem}.")
+                self.progress.begin(place)
+                self.progress.advance(one.size_bytes(name) + other.size_bytes(name))
+
+    def compare_file(self, name: str, in_first: bool, in_second: bool) -> Comparison:
+        if not (in_first and in_second):
+            return _alone(name, in_first)
+        result = Comparison(name)
+        if name.endswith(".json"):
+            try:
+                values = compare_values(parts.read_json(self.first / name), parts.read_json(self.second / name), name)
+                result.values += [each for each in values if self.wanted(each.place)]
+                return result
+            except CheckpointError:
+                pass  # not strict JSON: compared as bytes
+        one, other = (files.record(folder / name) for folder in (self.first, self.second))
+        if one != other and self.wanted(name):
+            text = "other bytes" if one.bytes == other.bytes else f"{one.bytes:,} bytes -> {other.bytes:,} bytes"
+            result.values.append(ValueDifference(name, text))
+        return result
+
+
+def _stems(of_part: list[str]) -> list[str]:
+    return [file.removesuffix(".json") for file in of_part if file.endswith(".json") and not file.endswith(_SHARDS)]
+
+
+def _alone(name: str, in_first: bool) -> Comparison:
+    return Comparison(name, [ValueDifference(name, "only in A" if in_first else "only in B")])

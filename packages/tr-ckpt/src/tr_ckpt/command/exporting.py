@@ -1,0 +1,85 @@
+"""`trainer ckpt export`: write a model folder that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from tr_ckpt import files, names, staging
+from tr_ckpt.command import selection
+from tr_ckpt.command.table import size_text
+from tr_ckpt.errors import CheckpointError
+from tr_ckpt.sharded import export
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the model of a checkpoint, and the files beside it, as a folder of their own; `export` verifies them."""
+    target = Path(arguments.target).expanduser().absolute()
+    _check_target(target, arguments.prefix, overwrite=arguments.overwrite)
+    entry = selection.select_one(Path(arguments.checkpoint).expanduser(), arguments.prefix)
+    fresh = names.temporary(target.parent, "writing", target.name) if arguments.overwrite else target
+    try:
+        made = export(
+            entry.found.path,
+            fresh,
+            dtype=_DTYPES.get(arguments.dtype),
+            max_shard_bytes=arguments.max_shard_size,
+            part=arguments.part,
+        )
+        made = [path.relative_to(fresh) for path in made]
+        if fresh != target:
+            _replace(target, fresh)
+    finally:
+        if fresh != target and fresh.exists():
+            staging.discard(fresh)
+        names.release(fresh)
+    print(f"{target}: {arguments.part} of {entry.found.name}, step {entry.step}")
+    for path in made:
+        print(f"  {path}  {size_text((target / path).stat().st_size)}")
+    if Path("config.json") not in made:
+        print("It holds no config.json: from_pretrained needs one, and the checkpoint has none.")
+    return 0
+
+
+def _check_target(target: Path, prefix: str, *, overwrite: bool) -> None:
+    """Refuse a target that is there, unless it is a model folder and may be replaced.
+
+    Raises:
+        CheckpointError: it is there.
+    """
+    if not os.path.lexists(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists; give another folder, or --overwrite to replace it")
+    kept = [path.name for path in target.iterdir() if names.step_of(path.name, prefix) is not None] or [
+        name for name in (names.MANIFEST, "trainer_state.json") if (target / name).exists()
+    ]
+    if target.is_symlink() or kept or not any((target / name).exists() for name in _MODEL_FILES):
+        what = f"it holds {kept[0]}" if kept else "it is no model folder"
+        raise CheckpointError(f"{target} is not replaced: {what}; give another folder")
+
+
+def _replace(target: Path, fresh: Path) -> None:
+    """Put `fresh` in the place of `target`; what was there is removed when that is done."""
+    aside = names.temporary(target.parent, "removed", target.name)
+    try:
+        if target.exists():
+            files.rename(target, aside)
+        try:
+            files.rename(fresh, target)
+        except OSError:
+            if aside.exists():
+                files.rename(aside, target)
+            raise
+        files.sync_folder(target.parent)
+    finally:
+        if target.exists() and aside.exists():
+            staging.discard(aside)
+        names.release(aside)

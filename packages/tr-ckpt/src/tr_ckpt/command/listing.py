@@ -1,0 +1,183 @@
+"""`trainer ckpt ls`: list checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from tr_ckpt import names
+from tr_ckpt.command import selection, trainer_state
+from tr_ckpt.command.selection import DAMAGED, Entry
+from tr_ckpt.command.table import Column, render, size_text, terminal_width
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the checkpoints; returns 1 if one is damaged."""
+    directory = Path(arguments.directory).expanduser()
+    entries = selection.select(directory, arguments.prefix)
+    show(directory, entries, as_json=arguments.json, good=selection.COMPLETE)
+    return int(any(entry.condition == DAMAGED for entry in entries))
+
+
+def show(directory: Path, entries: list[Entry], *, as_json: bool, good: str) -> None:
+    """Print entries, the newest last in them, as a table by step or as JSON.
+
+    Args:
+        directory: where they are.
+        entries: what to print.
+        as_json: whether other programs are to read it.
+        good: what the condition of one without a fault is called.
+    """
+    listed = describe(directory, entries, good)
+    left = [] if (directory / names.MANIFEST).exists() else _abandoned(directory)
+    if as_json:
+        print(json.dumps({"checkpoints": listed, "left_behind": left}, indent=2, allow_nan=False))
+        return
+    width = terminal_width()
+    print(render(_columns(listed), width))
+    for paragraph in (_parts(listed), _problems(listed), _order(entries), _left(left)):
+        if paragraph:
+            print()
+        for line in paragraph:
+            print(line if width is None else _wrap(line, width))
+
+
+def _wrap(line: str, width: int) -> str:
+    return textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def describe(directory: Path, entries: list[Entry], good: str) -> list[dict[str, Any]]:
+    """Return what is known of each checkpoint, by ascending step, as JSON values."""
+    newest = selection.newest(entries)
+    # Who is best, the one that knows most of the run tells.
+    knowing = newest or next((entry for entry in reversed(entries) if entry.condition == selection.FOREIGN), None)
+    best = None if knowing is None else trainer_state.best_step(trainer_state.read_state(knowing.found.path))
+    listed = [_describe(entry, good) for entry in sorted(entries, key=_by_step)]
+    for each in listed:
+        # Of one that was named outright nothing says that it is the newest.
+        is_newest = newest is not None and each["name"] == newest.found.name and newest.found.path != directory
+        each["marks"] = ["newest"] * is_newest + ["best"] * (best is not None and each["step"] == best)
+    return listed
+
+
+def _by_step(entry: Entry) -> int:
+    return -1 if entry.step is None else entry.step
+
+
+def _describe(entry: Entry, good: str) -> dict[str, Any]:
+    folder, described = entry.found.path, entry.described
+    metric = trainer_state.key_metric(folder, trainer_state.read_state(folder), entry.step)
+    return {
+        "name": entry.found.name,
+        "path": str(folder),
+        "step": entry.step,
+        "sequence": None if described is None else described.sequence,
+        "bytes": selection.bytes_below(folder),
+        "ranks": None if described is None else described.world_size,
+        "saved_at": None if described is None else described.saved_at,
+        "metric": None if metric is None else {"name": metric[0], "value": _strict(metric[1])},
+        "parts": [] if described is None else sorted(described.parts),
+        "files": [] if described is None else sorted(described.files),
+        "versions": {} if described is None else described.versions,
+        "condition": good if entry.condition == selection.COMPLETE else entry.condition,
+        "problem": entry.problem,
+    }
+
+
+def _columns(listed: list[dict[str, Any]]) -> list[Column]:
+    metrics = {each["metric"]["name"] for each in listed if each["metric"]}
+    heading = metrics.pop() if len(metrics) == 1 else "metric"
+    return [
+        Column("checkpoint", [each["name"] for each in listed]),
+        Column("step", [_text(each["step"]) for each in listed], right=True, spare=5 * _named_by_step(listed)),
+        Column("size", [size_text(each["bytes"]) for each in listed], right=True, spare=1),
+        Column("ranks", [_text(each["ranks"]) for each in listed], right=True, spare=4),
+        Column("saved at (UTC)", [_time(each["saved_at"]) for each in listed], spare=3),
+        Column(heading, [_metric(each["metric"], heading) for each in listed], right=True, spare=2),
+        Column("mark", [", ".join(each["marks"]) for each in listed]),
+        Column("condition", [each["condition"] for each in listed]),
+    ]
+
+
+def _named_by_step(listed: list[dict[str, Any]]) -> bool:
+    return all(each["name"].endswith(f"-{each['step']}") for each in listed)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _time(saved_at: str | None) -> str:
+    return (saved_at or "").removesuffix("+00:00").replace("T", " ")
+
+
+def _metric(metric: dict[str, Any] | None, heading: str) -> str:
+    if metric is None:
+        return ""
+    value = metric["value"] if isinstance(metric["value"], str) else f"{metric['value']:.5g}"
+    return value if metric["name"] == heading else f"{metric['name']} {value}"
+
+
+def _strict(value: float) -> float | str:
+    return value if value - value == 0 else str(value)  # JSON has neither NaN nor infinities
+
+
+def _parts(listed: list[dict[str, Any]]) -> list[str]:
+    holders: dict[str, list[str]] = {}
+    for each in listed:
+        if each["parts"]:
+            holders.setdefault(" ".join(each["parts"]), []).append(each["name"])
+    if len(holders) == 1:
+        return [f"parts: {parts}" for parts in holders]
+    return [f"parts of {_some(names)}: {parts}" for parts, names in holders.items()]
+
+
+def _some(of: list[str]) -> str:
+    return ", ".join(of) if len(of) <= 3 else f"{of[0]}, {of[1]} … {of[-1]} ({len(of)})"
+
+
+def _problems(listed: list[dict[str, Any]]) -> list[str]:
+    return [f"{each['name']}: {each['problem']}" for each in listed if each["problem"]]
+
+
+def _order(entries: list[Entry]) -> list[str]:
+    """Explain the mark where the newest is not the one of the highest step."""
+    newest = selection.newest(entries)
+    complete = [entry for entry in entries if entry.condition == selection.COMPLETE]
+    if newest is None or (last := max(complete, key=_by_step)) is newest:
+        return []
+    return [
+        f"{newest.found.name} was saved after {last.found.name}: a run went back, or began anew. Resuming takes "
+        f"{newest.found.name}."
+    ]
+
+
+def _abandoned(directory: Path) -> list[dict[str, Any]]:
+    return [
+        {"name": left.path.name, "kind": left.kind, "target": left.target, "abandoned": left.is_abandoned()}
+        for left in names.temporaries(directory)
+    ]
+
+
+_DOING = {
+    "writing": "writing",
+    "records": "writing",
+    "replaced": "replacing",
+    "removed": "removing",
+    "pushing": "pushing",
+    "fetched": "fetching",
+}
+
+
+def _left(left: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for each in left:
+        doing = f"{_DOING.get(each['kind'], each['kind'])} {each['target']}"
+        if each["abandoned"]:
+            lines.append(f"{each['name']}: left by a run that ended while {doing}; the next save clears it away")
+        else:
+            lines.append(f"{each['name']}: a run is {doing} now")
+    return lines

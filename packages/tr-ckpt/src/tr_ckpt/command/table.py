@@ -1,0 +1,82 @@
+"""Lay out tables that fit the terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_GAP = "  "
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        heading: what stands above it.
+        cells: its content, one a row.
+        right: whether it is aligned to the right, as numbers are.
+        spare: higher ones are left out first where the table is too wide; 0 never.
+    """
+
+    heading: str
+    cells: Sequence[str]
+    right: bool = False
+    spare: int = 0
+
+    @property
+    def width(self) -> int:
+        """Characters that it takes."""
+        return max(map(len, (self.heading, *self.cells)))
+
+
+def terminal_width() -> int | None:
+    """Return how many characters fit a line; None, no limit, if the output goes elsewhere and COLUMNS is unset."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def render(columns: Sequence[Column], width: int | None) -> str:
+    """Return a table. Columns without any content are left out, and spare ones where it is too wide.
+
+    The first column is shortened in its middle where that is not enough.
+    """
+    shown = [column for column in columns if any(column.cells)]
+    while width is not None and _width(shown) > width and any(column.spare for column in shown):
+        shown.remove(max(shown, key=lambda column: column.spare))
+    room = None if width is None else max(12, shown[0].width - (_width(shown) - width))
+    first = Column(shown[0].heading, [shorten(cell, room) for cell in shown[0].cells])
+    return "\n".join(_line([first, *shown[1:]], row) for row in range(-1, len(first.cells)))
+
+
+def shorten(text: str, width: int | None) -> str:
+    """Return `text` with its middle left out where it is longer than `width` characters; None is no limit."""
+    if width is None or len(text) <= width:
+        return text
+    end = (width - 1) * 2 // 3  # names differ at their ends more often
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size as people read it: three digits and a unit, 1 kB being 1000 bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if size_bytes >= 100 else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(column.width for column in columns) + len(_GAP) * (len(columns) - 1)
+
+
+def _line(columns: Sequence[Column], row: int) -> str:
+    cells = []
+    for column in columns:
+        text = column.heading if row < 0 else column.cells[row]
+        cells.append(text.rjust(column.width) if column.right else text.ljust(column.width))
+    return _GAP.join(cells).rstrip()

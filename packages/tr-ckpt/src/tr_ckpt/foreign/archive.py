@@ -1,0 +1,113 @@
+"""Read the files that `torch.save` writes: zip archives of a pickle and of the tensors' bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tr_ckpt import files
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt.foreign import pickled
+from tr_ckpt.foreign.pickled import Strided
+
+
+def read(path: Path) -> Any:
+    """Return the state in a file of `torch.save`, its tensors in host memory; tensors that shared memory do again.
+
+    Nothing that the file names is executed. Every byte is compared with the archive's checksums.
+
+    Raises:
+        CheckpointError: the file holds something that is not plain state; the message names it.
+        DamagedCheckpointError: the file is cut off, was changed, or is no such archive.
+    """
+    name = path.name
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _Archive(archive).load()
+    except pickled.RefusedNameError as error:
+        raise CheckpointError(
+            f"{name} names {error}, which is neither tensor, number nor container: nothing of it was executed, and it "
+            "is not read. Save the state as plain values, or find out who put that there"
+        ) from error
+    except CheckpointError as error:
+        raise type(error)(f"{name} cannot be read: {error}") from error
+    except zipfile.BadZipFile as error:
+        raise DamagedCheckpointError(
+            f"{name} is no whole archive of torch.save: {error}. One that was written before torch 1.6 must be loaded "
+            "and saved again with a later one"
+        ) from error
+    except (OSError, EOFError, ValueError, RuntimeError, NotImplementedError, MemoryError) as error:
+        raise DamagedCheckpointError(f"{name} cannot be read: {error}") from error
+
+
+class _Archive:
+    """An open archive, and the storages that were read from it."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._storages: dict[str, torch.Tensor] = {}
+        names = archive.namelist()
+        pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1 or len(set(names)) != len(names):
+            raise DamagedCheckpointError("it is a zip archive, but not one of torch.save")
+        self._pickle = pickles[0]
+        self._prefix = self._pickle.removesuffix("data.pkl")
+
+    def load(self) -> Any:
+        """Return the state.
+
+        Raises:
+            CheckpointError: it is not plain state.
+            DamagedCheckpointError: it is not what torch writes.
+        """
+        if self._prefix + "byteorder" in self._archive.namelist():
+            order = self._archive.read(self._prefix + "byteorder")
+            if order != b"little":
+                raise CheckpointError(f"its numbers are stored {order!r}-endian; little-endian ones are read")
+        self._check_sizes()
+        return pickled.load(self._archive.read(self._pickle), self._tensor)
+
+    def _check_sizes(self) -> None:
+        for entry in self._archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                raise DamagedCheckpointError(f"{entry.filename} in it is compressed, which torch.save never does")
+
+    def _tensor(self, described: Strided) -> torch.Tensor:
+        numbers = self._storage(described.storage.key)
+        width = described.dtype.itemsize
+        available = numbers.numel() // width
+        last = described.offset + sum((n - 1) * step for n, step in zip(described.size, described.stride, strict=True))
+        if 0 not in described.size and last >= available:
+            raise DamagedCheckpointError(
+                f"a tensor of shape {described.size} reaches beyond its {available} numbers of {described.dtype}"
+            )
+        typed = numbers[: available * width].view(described.dtype)
+        return typed.as_strided(described.size, described.stride, described.offset)
+
+    def _storage(self, key: str) -> torch.Tensor:
+        if key not in self._storages:
+            try:
+                entry = self._archive.getinfo(f"{self._prefix}data/{key}")
+            except KeyError:
+                raise DamagedCheckpointError(f"the numbers {key!r} of a tensor are not in it") from None
+            self._storages[key] = self._bytes(entry)
+        return self._storages[key]
+
+    def _bytes(self, entry: zipfile.ZipInfo) -> torch.Tensor:
+        # Memory of torch's own, aligned as its kernels like it, and filled in pieces: never two copies at once.
+        held = torch.empty(entry.file_size, dtype=torch.uint8)
+        if not entry.file_size:
+            return held
+        view = memoryview((ctypes.c_char * entry.file_size).from_address(held.data_ptr())).cast("B")
+        start = 0
+        with self._archive.open(entry) as file:
+            while piece := file.read(files.BLOCK_BYTES):
+                view[start : start + len(piece)] = piece
+                start += len(piece)
+        if start != entry.file_size:
+            raise DamagedCheckpointError(f"{entry.filename} in it is cut off")
+        return held

@@ -1,0 +1,211 @@
+"""Unpickle plain state without executing anything that the pickle names.
+
+A pickle is a program: it names functions and calls them. Here each name that may occur stands for something of this
+file, which keeps what it is given and does nothing; any other name is refused before anything is called. Tensors come
+out as descriptions, which `archive.py` turns into tensors; arrays and scalars of NumPy become tensors and numbers.
+Neither torch's unpickler nor NumPy takes part, so what is read does not depend on their versions.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import torch
+
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+_STORAGES = {
+    f"torch.{name}Storage": dtype
+    for name, dtype in {
+        "Double": torch.float64,
+        "Float": torch.float32,
+        "Half": torch.float16,
+        "BFloat16": torch.bfloat16,
+        "Long": torch.int64,
+        "Int": torch.int32,
+        "Short": torch.int16,
+        "Char": torch.int8,
+        "Byte": torch.uint8,
+        "Bool": torch.bool,
+        "ComplexFloat": torch.complex64,
+        "ComplexDouble": torch.complex128,
+    }.items()
+} | {"torch.storage.UntypedStorage": torch.uint8, "torch.UntypedStorage": torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where the numbers of a tensor are: a record of the archive, and how its bytes are to be understood."""
+
+    key: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A tensor: a view of a storage, in numbers of its dtype."""
+
+    storage: Storage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_NUMBERS = {
+    "f8": torch.float64,
+    "f4": torch.float32,
+    "f2": torch.float16,
+    "i8": torch.int64,
+    "i4": torch.int32,
+    "i2": torch.int16,
+    "i1": torch.int8,
+    "u8": torch.uint64,
+    "u4": torch.uint32,
+    "u2": torch.uint16,
+    "u1": torch.uint8,
+    "b1": torch.bool,
+}
+
+
+class _DType:
+    """A dtype of NumPy: `number` is torch's."""
+
+    def __init__(self, code: Any) -> None:
+        if code not in _NUMBERS:
+            raise CheckpointError(f"it holds a NumPy value of dtype {code!r}; numbers and booleans are read")
+        self.number = _NUMBERS[code]
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] == ">":
+            raise CheckpointError("it holds NumPy values with the high byte first, which are not read")
+
+    def tensor(self, data: Any) -> torch.Tensor:
+        if not isinstance(data, bytes):
+            raise pickle.UnpicklingError(f"a NumPy value holds {type(data).__name__} in place of bytes")
+        return torch.frombuffer(bytearray(data), dtype=self.number) if data else torch.empty(0, dtype=self.number)
+
+
+class _Array:
+    """A NumPy array: `values` is a tensor of its numbers."""
+
+    values = torch.empty(0)
+
+    def __setstate__(self, state: Any) -> None:
+        """Take what NumPy writes of an array: version, shape, dtype, whether in Fortran's order, bytes."""
+        _, shape, dtype, in_fortran_order, data = state
+        if in_fortran_order and len(shape) > 1:
+            raise CheckpointError("it holds a NumPy array in Fortran's order, which is not read")
+        self.values = dtype.tensor(data).reshape(shape)
+
+
+def _scalar(dtype: _DType, data: Any) -> Any:
+    return dtype.tensor(data).item()
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding != "latin1":
+        raise pickle.UnpicklingError("bytes are given in a form that pickle does not write")
+    return text.encode("latin1")
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Strided:
+    return _strided(storage, offset, size, stride, storage.dtype)
+
+
+def _tensor_with_dtype(  # noqa: PLR0917  the order in which torch writes them
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, *rest: Any
+) -> Strided:
+    return _strided(storage, offset, size, stride, dtype)
+
+
+def _strided(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Strided:
+    numbers = (offset, *size, *stride)
+    is_sound = isinstance(storage, Storage) and isinstance(dtype, torch.dtype) and len(size) == len(stride)
+    if not is_sound or not all(type(number) is int and number >= 0 for number in numbers):
+        raise pickle.UnpicklingError("a tensor is described in a form that torch does not write")
+    return Strided(storage, offset, tuple(size), tuple(stride), dtype)
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+_NUMPY: dict[str, Any] = {
+    "multiarray._reconstruct": lambda *given: _Array(),
+    "multiarray.scalar": _scalar,
+}
+
+# Everything that a pickle may name, and what it gets.
+_ALLOWED: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.Size": lambda size=(): torch.Size(size),
+    "torch.device": lambda kind, index=None: torch.device(kind) if index is None else torch.device(kind, index),
+    "_codecs.encode": _encode,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": lambda code, *rest: _DType(code),
+    **{f"numpy.{core}.{name}": stand_in for core in ("core", "_core") for name, stand_in in _NUMPY.items()},
+    **_DTYPES,
+    **_STORAGES,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if path not in _ALLOWED:
+            raise RefusedNameError(path)
+        return _ALLOWED[path]
+
+    def persistent_load(self, pid: Any) -> Storage:
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
+            raise pickle.UnpicklingError("something other than a storage is kept outside the pickle")
+        return Storage(str(pid[2]), pid[1])
+
+
+class RefusedNameError(CheckpointError):
+    """A pickle names something that is not read; the message is the name."""
+
+
+def load(data: bytes, tensor: Callable[[Strided], torch.Tensor]) -> Any:
+    """Return the state that `data` is the pickle of; `tensor` makes a tensor of its description.
+
+    Raises:
+        RefusedNameError: it names anything but tensors, numbers and containers; nothing was executed.
+        DamagedCheckpointError: it is no pickle, or is cut off.
+    """
+    try:
+        return _with_tensors(_Unpickler(BytesIO(data)).load(), tensor)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever an unpickler objects to, the bytes are what is wrong
+        raise DamagedCheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+def _with_tensors(value: Any, tensor: Callable[[Strided], torch.Tensor]) -> Any:
+    if isinstance(value, Strided):
+        return tensor(value)
+    if isinstance(value, _Array):
+        return value.values
+    if type(value) is list:
+        return [_with_tensors(item, tensor) for item in value]
+    if type(value) is tuple:
+        return tuple(_with_tensors(item, tensor) for item in value)
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _with_tensors(value[key], tensor)
+        metadata = vars(value) if isinstance(value, OrderedDict) else {}
+        for name in metadata:
+            metadata[name] = _with_tensors(metadata[name], tensor)
+    return value

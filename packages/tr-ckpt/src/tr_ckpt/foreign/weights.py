@@ -1,0 +1,79 @@
+"""Read a model's weights as transformers and PEFT save them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tr_ckpt import tensor_file
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt.foreign import archive
+
+# In the order in which transformers itself looks for them, safetensors first.
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def find(folder: Path) -> str | None:
+    """Return the name of the file with a model's or an adapter's weights, or of their index; None if there is none."""
+    return next((name for name in (*SINGLE, *INDEXES, *ADAPTERS) if (folder / name).is_file()), None)
+
+
+def part_of(folder: Path) -> str:
+    """Return the part that the weights are: `adapter_model` of a folder that holds an adapter of PEFT alone."""
+    return "adapter_model" if find(folder) in ADAPTERS else "model"
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Return a model's weights, or an adapter's, by their names in the file; tied ones may be there once only.
+
+    Raises:
+        CheckpointError: there are none, or a file holds anything but tensors.
+        DamagedCheckpointError: a file is missing or damaged.
+    """
+    name = find(folder)
+    if name is None:
+        raise CheckpointError(f"there are no weights in it: none of {', '.join((*SINGLE, *INDEXES, *ADAPTERS))}")
+    return _sharded(folder, name) if name in INDEXES else _tensors(folder / name)
+
+
+def _sharded(folder: Path, index: str) -> dict[str, torch.Tensor]:
+    placed = _weight_map(folder / index)
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(set(placed.values())):
+        if not (folder / file).is_file():
+            raise DamagedCheckpointError(f"{file} is missing, which {index} names")
+        weights |= _tensors(folder / file)
+    if lost := [name for name in placed if name not in weights]:
+        raise DamagedCheckpointError(f"{placed[lost[0]]} lacks {lost[0]!r}, which {index} says is in it")
+    return weights
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = set(placed.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path.name} cannot be read: {error!r}") from error
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in (".safetensors", ".bin"):
+            raise DamagedCheckpointError(f"{path.name} names {file!r}, which is no file of weights beside it")
+    return placed
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return tensor_file.read(path)
+        except DamagedCheckpointError:
+            raise
+        except CheckpointError as error:
+            raise DamagedCheckpointError(str(error)) from error
+    weights: Any = archive.read(path)
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise CheckpointError(f"{path.name} holds more than tensors by name; it is no file of weights")
+    return dict(weights)

@@ -1,0 +1,286 @@
+"""Push a run's model and checkpoints to the Hub while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tr_ckpt import files, names
+from tr_ckpt.errors import CheckpointError, PushError
+from tr_ckpt.hub import snapshot, summary, waiting
+from tr_ckpt.hub.hub_repository import HubRepository
+from tr_ckpt.hub.push_queue import Push, PushQueue
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+
+LAST = "last-checkpoint"
+END = "End of training"
+
+# How many pushes may wait, each with a copy that keeps a checkpoint's space from being freed.
+MOST_WAITING = 3
+
+# How long the start of training waits to hear whether the Hub refuses the repository.
+REFUSAL_WITHIN_S = 3.0
+
+# What stays at home: checkpoints (pushed as the strategy says), private and temporary files.
+_AT_HOME = (".", "_")
+
+
+class HubCallback:
+    """Push to a repository of the Hub, in the background, from copies that training cannot change.
+
+    A push that fails is logged as an error at once and again at the end of the run; the run goes on, and the next push
+    brings what is missing.
+
+    Args:
+        repository: where to push.
+        output_dir: the run's folder.
+        strategy: what a save pushes: `end` nothing; `every_save` the model; `checkpoint` also the checkpoint, as
+            `last-checkpoint`; `all_checkpoints` also the checkpoint, under its own name. The end of the run pushes the
+            files of `output_dir` in any case, and what of the last save is not there yet.
+        always_push: whether a save is pushed also while an earlier push is under way; it then waits its turn. At most
+            three wait; then the one that waits longest is left out.
+        prefix: what the names of checkpoints begin with.
+        by_epoch: whether the commits of saves are named by epochs, of the checkpoint's `trainer_state.json`, and not
+            by steps.
+        wait_limit_s: how long the end of the run waits for pushes; None is ten minutes and the time that what is left
+            takes at 2 MB a second.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+
+    def __init__(
+        self,
+        repository: HubRepository,
+        *,
+        output_dir: str | Path,
+        strategy: str = "every_save",
+        always_push: bool = False,
+        prefix: str = "checkpoint",
+        by_epoch: bool = False,
+        wait_limit_s: float | None = None,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"hub_strategy={strategy!r} is not known; give one of {', '.join(STRATEGIES)}")
+        self.repository = repository
+        self.output_dir = Path(output_dir).expanduser().absolute()
+        self.strategy = strategy
+        self.always_push = always_push
+        self.prefix = prefix
+        self.by_epoch = by_epoch
+        self.wait_limit_s = wait_limit_s
+        self._queue = PushQueue(MOST_WAITING, waiting.limit_s if wait_limit_s is None else lambda left: wait_limit_s)
+        self._made: Future[Any] | None = None
+        self._last_push: Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._newest: Path | None = None  # the last checkpoint, while it is not at the Hub
+        self._owed: dict[str, Path] = {}  # checkpoints whose push failed, by their place at the Hub
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> HubCallback:
+        """Return the callback that the `hub_*` fields, `output_dir` and `save_strategy` of `args` describe."""
+        return cls(
+            HubRepository.from_arguments(args),
+            output_dir=args.output_dir,
+            strategy=getattr(args.hub_strategy, "value", args.hub_strategy),
+            always_push=args.hub_always_push,
+            by_epoch=str(getattr(args, "save_strategy", "")) == "epoch",
+        )
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the repository, in the background: a Hub that cannot be reached keeps nobody from training."""
+        if state.is_world_process_zero:
+            label = f"making {self.repository.repo_id}"
+            self._made = self._queue.submit(Push(label, self.repository.make, is_awaited=False))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to train where the Hub refuses the repository: a wrong token shows before hours of training.
+
+        Raises:
+            PushError: the Hub answered that it will not have it.
+        """
+        if self._made is None:
+            return
+        try:
+            error = self._made.exception(REFUSAL_WITHIN_S)
+        except TimeoutError:
+            return
+        if isinstance(error, PushError) and error.status is not None and not error.may_pass:
+            raise PushError(
+                f"{error} — nothing could be pushed; give a token that may write there as hub_token or HF_TOKEN, "
+                "another hub_model_id, or push_to_hub=False",
+                status=error.status,
+            )
+
+    def on_checkpoint(self, folder: Path, step: int) -> None:
+        """Push what the strategy says of a checkpoint that was just completed; in whichever thread completed it."""
+        if self.strategy == "end":
+            return
+        with self._lock:
+            self._newest = folder
+        if not self.always_push and self._last_push is not None and not self._last_push.done():
+            logger.info("step %d is not pushed: an earlier push is still under way", step)
+            return
+        self._push_checkpoint(folder, step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Push the run's final files, or what was saved last if an `error` ended it; wait for all, and sum up."""
+        if not state.is_world_process_zero:
+            return
+        failures, error = self._queue.failures, kwargs.get("error")
+        with waiting.interrupts(after_signal=isinstance(error, SystemExit)) as caught:
+            is_ready = self._wait(caught)
+            if is_ready and error is None:
+                self._push_end(args, state)
+            elif is_ready and self._newest is not None:
+                self._push_checkpoint(self._newest, state.global_step)
+            elif not is_ready and error is None:
+                failures.append((END, f"{END!r} was not pushed: what came before it was not done"))
+            self._wait(caught)
+            if failures or self._last_push is not None:
+                is_complete = is_ready and self._newest is None and not self._owed and _succeeded(self._last_push)
+                owed = {**self._owed, **self._places(self._newest)}
+                summary.log(failures, self.repository, self.output_dir, self.prefix, owed, is_complete)
+            failures.clear()
+
+    def push_to_hub(
+        self,
+        folder: str | Path,
+        commit_message: str = END,
+        blocking: bool = True,
+        *,
+        repository: HubRepository | None = None,
+    ) -> str | Future[str]:
+        """Push the files of `folder`, checkpoints and names that begin with `_` or `.` excepted.
+
+        Checkpoints whose push failed before go with it.
+
+        Args:
+            folder: copied at once; it may change as soon as this returns.
+            commit_message: first line of the commit.
+            blocking: wait for this push, and those before it.
+            repository: where to push this time; None is this object's own.
+
+        Returns:
+            The commit's address, or without `blocking` the future of it.
+
+        Raises:
+            PushError: it failed, or took longer than a run waits at its end; without `blocking`, the future raises it.
+        """
+        repository = self.repository if repository is None else repository
+        source = Path(folder).expanduser().absolute()
+        future = self._push(
+            commit_message, lambda copy: snapshot.copy_files(source, copy, self._pushed_files(source)), {}, repository
+        )
+        if not blocking:
+            return future
+        with waiting.interrupts() as caught:
+            if not self._wait(caught):
+                logger.error("not pushed: %s", "; ".join(text for _, text in self._queue.failures))
+        return future.result()
+
+    def _wait(self, caught: list[int]) -> bool:
+        return not caught and waiting.wait_for(self._queue, self.repository.url, caught, self.wait_limit_s)
+
+    def _places(self, checkpoint: Path | None) -> dict[str, Path]:
+        """Return where the strategy puts a checkpoint at the Hub, if anywhere."""
+        if checkpoint is None or self.strategy not in ("checkpoint", "all_checkpoints"):
+            return {}
+        return {LAST if self.strategy == "checkpoint" else checkpoint.name: checkpoint}
+
+    def _push_checkpoint(self, checkpoint: Path, step: int) -> None:
+        def fill(copy: Path) -> None:
+            snapshot.link_files(checkpoint, copy, snapshot.model_files(checkpoint))
+            snapshot.copy_files(self.output_dir, copy, self._pushed_files(self.output_dir))
+
+        message = f"Training in progress, {self._progress(checkpoint, step)}"
+        self._push(message, fill, self._places(checkpoint), self.repository, saved=checkpoint)
+
+    def _push_end(self, args: Any, state: Any) -> None:
+        best = state.best_global_step if getattr(args, "load_best_model_at_end", False) else None
+        step = state.global_step if best is None else best
+        checkpoint = self.output_dir / names.checkpoint_name(self.prefix, step)
+
+        def fill(copy: Path) -> None:
+            snapshot.copy_files(self.output_dir, copy, self._pushed_files(self.output_dir))
+            # A run that saves no model of its own at the end has one in a checkpoint.
+            if (checkpoint / names.MANIFEST).exists():
+                snapshot.link_files(checkpoint, copy, snapshot.model_files(checkpoint))
+
+        newest = self._newest
+        self._push(END, fill, self._places(newest), self.repository, saved=newest)
+
+    def _push(
+        self,
+        message: str,
+        fill: Callable[[Path], None],
+        checkpoints: dict[str, Path],
+        repository: HubRepository,
+        *,
+        saved: Path | None = None,
+    ) -> Future[Any]:
+        """Copy what is to be pushed, and push the copy in the background.
+
+        Args:
+            message: first line of the commit.
+            fill: puts files into the copy.
+            checkpoints: checkpoints to push, by their place; those that are owed are added.
+            repository: where to push.
+            saved: the checkpoint that is at the Hub once this push is.
+        """
+        with self._lock:
+            carried = {**self._owed, **checkpoints}
+            self._owed.clear()
+        copy = names.temporary(self.output_dir, "pushing", self.prefix)
+        reason = None
+        try:
+            files.make_folders(copy)
+            fill(copy)
+            snapshot.link_checkpoints(copy, carried, required=checkpoints)
+        except (OSError, CheckpointError) as error:
+            # A full disk, say, must not end the run: the checkpoint itself is safe.
+            reason = f"{message!r} was not pushed: its files could not be copied: {error}"
+
+        def work() -> str:
+            if reason is not None:
+                raise PushError(reason)
+            return repository.upload(copy, message, mirror=list(carried))
+
+        def note(future: Future[Any]) -> None:
+            with self._lock:
+                for place, folder in carried.items():
+                    if not _succeeded(future):
+                        self._owed[place] = folder
+                    else:
+                        self._owed.pop(place, None)
+                if _succeeded(future) and self._newest == saved:
+                    self._newest = None
+
+        push = Push(message, work, 0 if reason else snapshot.size(copy), lambda: snapshot.discard(copy))
+        push.future.add_done_callback(note)
+        self._last_push = self._queue.submit(push)
+        return push.future
+
+    def _progress(self, checkpoint: Path, step: int) -> str:
+        if self.by_epoch:
+            try:
+                state = json.loads((checkpoint / "trainer_state.json").read_bytes())
+                return f"epoch {int(state['epoch'])}"
+            except (OSError, ValueError, KeyError, TypeError):  # of a loop that keeps no such file
+                pass
+        return f"step {step}"
+
+    def _pushed_files(self, source: Path) -> list[str]:
+        return snapshot.files_below(source, (*_AT_HOME, f"{self.prefix}-"))
+
+
+def _succeeded(future: Future[Any] | None) -> bool:
+    return future is not None and future.done() and future.exception() is None

@@ -1,0 +1,144 @@
+"""Try again what failed for a reason that may pass, and say so without giving away the token."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+from tr_ckpt.errors import PushError
+from tr_ckpt.hub.secret import Secret
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Answers that may be another one a moment later; all others below 500 mean that the request is at fault.
+_TRANSIENT = (408, 412, 425, 429)
+
+# A Hub that asks for a longer wait than this will not take the request in time.
+MOST_ASKED_S = 900.0
+
+_LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # the header `ratelimit: "api";r=0;t=55`
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a request that failed.
+
+    Attributes:
+        reason: what it said, without the token.
+        may_pass: whether the same request may succeed later.
+        asked_s: how long the Hub asks to wait; 0 if it does not.
+        status: status of the answer; None if there was none.
+    """
+
+    reason: str
+    may_pass: bool
+    asked_s: float
+    status: int | None
+
+
+class Retrying:
+    """Do requests, again where the fault may pass.
+
+    Args:
+        delays_s: how long to wait before each further try, if the Hub does not ask for more.
+        secret: what no message may show.
+    """
+
+    def __init__(self, delays_s: Sequence[float], secret: Secret) -> None:
+        self._delays_s = tuple(delays_s)
+        self._secret = secret
+
+    def with_secret(self, secret: Secret) -> Retrying:
+        """Return one that hides another token."""
+        return Retrying(self._delays_s, secret)
+
+    def run(self, what: str, work: Callable[[], T]) -> T:
+        """Return what `work` returns.
+
+        Args:
+            what: what is not done if it fails; messages begin with it.
+            work: called once or more often.
+
+        Raises:
+            PushError: it failed for good. It has neither cause nor context: a request's headers, which a traceback of
+                those may show, hold the token.
+        """
+        for delay_s in (*self._delays_s, None):
+            try:
+                return work()
+            except Exception as error:  # any library below may raise its own kind
+                failure = self._judge(error)
+            wait_s = 0.0 if delay_s is None else max(delay_s, failure.asked_s)
+            if delay_s is None or not failure.may_pass or wait_s > MOST_ASKED_S:
+                asked = f", and asks to wait {failure.asked_s:.0f} s" if failure.asked_s > MOST_ASKED_S else ""
+                raise PushError(f"{what}: {failure.reason}{asked}", status=failure.status, may_pass=failure.may_pass)
+            logger.warning("%s (%s); trying again in %g s", what, failure.reason, wait_s)
+            time.sleep(wait_s)
+        raise AssertionError  # the loop's last round returns or raises
+
+    def _judge(self, error: Exception) -> Failure:
+        return Failure(self._secret.hide_in(_reason(error)), _may_pass(error), _asked_s(error), _status(error))
+
+
+def _reason(error: BaseException) -> str:
+    texts: dict[str, None] = {}
+    told: list[Any] = []
+    for each in _chain(error):
+        response = getattr(each, "response", None)
+        if response is None or not any(response is other for other in told):  # else it only wraps what was said
+            told.append(response)
+            said = " ".join(line for line in str(each).split("\n") if not line.startswith("For more information"))
+            texts[f"{type(each).__name__}: {' '.join(said.split())}"] = None
+    return ", because of ".join(texts)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:  # the client wraps what happened to one file's upload
+        yield seen
+        seen = seen.__cause__
+
+
+def _response(error: BaseException) -> Any:
+    found = (getattr(each, "response", None) for each in _chain(error))
+    return next((response for response in found if response is not None), None)
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(_response(error), "status_code", None)
+
+
+def _may_pass(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in _TRANSIENT
+    kinds = {type(each).__name__ for each in _chain(error)}
+    if "OfflineModeIsEnabled" in kinds:
+        return False
+    if "LocalEntryNotFoundError" in kinds:  # a download did not reach the Hub
+        return True
+    if any(isinstance(each, FileNotFoundError | PermissionError | IsADirectoryError) for each in _chain(error)):
+        return False
+    return not isinstance(error, ValueError | TypeError)
+
+
+def _asked_s(error: BaseException) -> float:
+    headers = getattr(_response(error), "headers", None) or {}
+    after = str(headers.get("Retry-After") or "").strip()
+    if after.isdigit():
+        return float(after)
+    if after:
+        try:
+            return max(0.0, (parsedate_to_datetime(after) - datetime.now(UTC)).total_seconds())
+        except (TypeError, ValueError):  # no date, or one without a zone
+            return 0.0
+    spent = _LIMIT.search(str(headers.get("ratelimit") or ""))
+    return float(spent[1]) if spent else 0.0

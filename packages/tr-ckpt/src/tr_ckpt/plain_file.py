@@ -1,0 +1,60 @@
+"""Keep reads inside a checkpoint: nothing in it, whoever made it, leads to a file elsewhere.
+
+A checkpoint may be anybody's: downloaded, unpacked, taken from a shared disk. The names in its manifest are checked
+before they are used, and a link, which such an archive can hold too, is not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path, PurePath, PurePosixPath
+
+from tr_ckpt.errors import CheckpointError
+
+
+def leads_outside(name: str) -> bool:
+    """Whether what should be the path of a file below a checkpoint is that of none."""
+    path = PurePath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return True
+    return bool(path.anchor or not path.parts or ".." in path.parts or "\0" in name)
+
+
+def wrong_kind(folder: Path, name: str) -> str:
+    """Return what is wrong with a file's kind in words; empty if it is a plain file in plain folders.
+
+    Raises:
+        OSError: it cannot be looked at, as where there is none.
+    """
+    path, mode = folder, 0
+    for step in PurePosixPath(name).parts:
+        path = path / step
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode) and _is_in_cache_of_hub(path):
+            mode = path.stat().st_mode
+        if stat.S_ISLNK(mode):
+            return "is a link, which may lead anywhere; copy the checkpoint with its links followed"
+    return "" if stat.S_ISREG(mode) else "is no plain file"
+
+
+def require(path: Path) -> None:
+    """Refuse to read what is there but is no plain file.
+
+    Raises:
+        CheckpointError: the message names it.
+    """
+    try:
+        problem = wrong_kind(path.parent, path.name)
+    except OSError:
+        return  # whoever reads it says why it cannot
+    if problem:
+        raise CheckpointError(f"{path.name} {problem}")
+
+
+def _is_in_cache_of_hub(link: Path) -> bool:
+    """Whether a link leads from a snapshot that huggingface_hub downloaded to a file of the same repository's."""
+    blobs = Path(os.path.realpath(link)).parent  # which, unlike Path.resolve, takes a link to itself
+    return blobs.name == "blobs" and link.parent.resolve().is_relative_to(blobs.parent / "snapshots")

@@ -1,0 +1,187 @@
+"""Let rank 0's thread know, through files, what the threads of the other ranks wrote.
+
+In the background no rank may use the communication of training: its messages would mix with those of the steps. So
+each rank leaves a small file in a folder that rank 0 made for this one save, and rank 0 waits for all of them:
+
+| file | rank 1 |
+|---|---|
+| `rank-1.writing` | has begun |
+| `rank-1.json` | is done: what it wrote, or why it could not |
+| `rank-1.failed` | could not write even that |
+
+The folder goes when rank 0 is done, in whichever way; the other ranks wait for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tr_ckpt import files, names, staging, tensor_damage
+from tr_ckpt.errors import SaveError
+from tr_ckpt.files import FileRecord
+from tr_ckpt.write_errors import explained
+
+# What one rank wrote: its files by part.
+Written = dict[str, dict[str, FileRecord]]
+
+# How long rank 0 waits for a rank after it has written its own share, and the others for rank 0: ranks may write to
+# disks of very different speed. One that ended on this machine is noticed at once.
+LIMIT_S = 30 * 60
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.005, 0.5
+
+
+class RankRecords:
+    """The records of one save.
+
+    Args:
+        name: of the checkpoint, for messages.
+        folder: where they are; rank 0 made it.
+        rank: number of this process.
+
+    Attributes:
+        processes: who the ranks are, in their order; set before the exchange.
+    """
+
+    def __init__(self, name: str, folder: Path, rank: int) -> None:
+        self.name = name
+        self.folder = folder
+        self.rank = rank
+        self.processes: list[names.Process] = []
+
+    @classmethod
+    def make(cls, directory: Path, name: str) -> RankRecords:
+        """Make the folder, on rank 0, beside the checkpoint to be."""
+        records = cls(name, names.temporary(directory, "records", name), 0)
+        try:
+            files.make_folder(records.folder)
+        except OSError:
+            names.release(records.folder)
+            raise
+        return records
+
+    def begin(self) -> None:
+        """Note that this rank will write."""
+        os.close(files.create(self.folder / f"rank-{self.rank}.writing"))
+
+    def exchange(self, write: Callable[[], Written]) -> list[Written]:
+        """Write this rank's share and tell the others.
+
+        Returns:
+            On rank 0 what all ranks wrote, in rank order; on others nothing.
+
+        Raises:
+            Exception: what `write` raised.
+            SaveError: another rank failed, ended, or did not finish in time; on rank 0 only.
+        """
+        if self.rank != 0:
+            self._tell(write)
+            return []
+        error: Exception | None = None
+        mine: Written = {}
+        try:
+            mine = write()
+        except Exception as caught:
+            error = caught
+        # Also after a failure, so that nothing is removed that another rank is still writing to.
+        others, failed = self._collect()
+        if error is not None:
+            raise error
+        if failed:
+            raise SaveError(f"{self.name} was not saved: {'; '.join(failed)}")
+        return [mine, *others]
+
+    def close(self) -> None:
+        """Remove the folder, on rank 0."""
+        if self.rank == 0:
+            if self.folder.exists():
+                staging.discard(self.folder)
+            names.release(self.folder)
+
+    def wait_for_rank_0(self) -> None:
+        """Return once rank 0 is done.
+
+        Raises:
+            SaveError: it ended before, or takes too long.
+        """
+        for seconds in _delays():
+            if not self.folder.exists():
+                return
+            if names.is_gone(self.processes[0]):
+                raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
+            if seconds > LIMIT_S:
+                raise SaveError(f"{self.name} was not saved: rank 0 did not finish within {seconds:.0f} s")
+
+    def _tell(self, write: Callable[[], Written]) -> None:
+        try:
+            written = write()
+        except Exception as error:
+            with contextlib.suppress(OSError):  # what went wrong first is what counts
+                self._leave({"error": f"{type(error).__name__}: {error}"})
+            raise
+        with explained(self.name, self.folder.parent):
+            self._leave({"parts": {part: _as_json(held) for part, held in written.items()}})
+
+    def _leave(self, content: dict[str, Any]) -> None:
+        final = self.folder / f"rank-{self.rank}.json"
+        part = final.with_suffix(".part")
+        try:
+            files.write_file(part, [json.dumps(content).encode()])
+            files.rename(part, final)
+        except OSError:
+            # A full disk takes no new file, but another name for one that is there.
+            with contextlib.suppress(OSError):
+                files.rename(final.with_suffix(".writing"), final.with_suffix(".failed"))
+            raise
+
+    def _collect(self) -> tuple[list[Written], list[str]]:
+        """Return what the other ranks wrote, in rank order, and what went wrong, one sentence a rank."""
+        found: dict[int, Written] = {}
+        failed: dict[int, str] = {}
+        missing = set(range(1, len(self.processes)))
+        for seconds in _delays():
+            gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
+            present = os.listdir(self.folder)  # after asking who is gone: what these left is in it
+            for rank in sorted(missing):
+                if f"rank-{rank}.json" in present:
+                    content = json.loads((self.folder / f"rank-{rank}.json").read_bytes())
+                    found[rank] = {part: _from_json(held) for part, held in content.get("parts", {}).items()}
+                    if "error" in content:
+                        failed[rank] = content["error"]
+                elif f"rank-{rank}.failed" in present:
+                    failed[rank] = "could not write its share, nor why: see what it logged"
+                elif rank in gone:
+                    failed[rank] = "its process ended before it had written its share"
+                elif seconds > LIMIT_S:
+                    failed[rank] = f"did not write its share within {seconds:.0f} s of rank 0's"
+            missing -= {*found, *failed}
+            if not missing:
+                break
+        return [found[rank] for rank in sorted(found)], [f"rank {rank}: {failed[rank]}" for rank in sorted(failed)]
+
+
+def _delays() -> Iterator[float]:
+    """Wait longer and longer between the turns of a loop; yields the seconds since the first."""
+    begun, delay = time.monotonic(), _FIRST_DELAY_S
+    while True:
+        yield time.monotonic() - begun
+        time.sleep(delay)
+        delay = min(delay * 1.5, _LONGEST_DELAY_S)
+
+
+def _as_json(held: dict[str, FileRecord]) -> dict[str, Any]:
+    return {
+        name: [record.bytes, record.sha256, tensor_damage.describe(record.sections)] for name, record in held.items()
+    }
+
+
+def _from_json(held: dict[str, Any]) -> dict[str, FileRecord]:
+    return {
+        name: FileRecord(size, sha256, tensor_damage.parse(sections)) for name, (size, sha256, sections) in held.items()
+    }

@@ -1,0 +1,171 @@
+"""Make one checkpoint: captured at one instant, written and put in its place by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tr_ckpt import catalogue, manifest, names, parts
+from tr_ckpt.distributed_tensor import may_exist
+from tr_ckpt.host_buffers import HostBuffers
+from tr_ckpt.parts import CapturedPart
+from tr_ckpt.rank_records import RankRecords, Written
+from tr_ckpt.ranks import Ranks
+from tr_ckpt.sharded.taken import TakenStates
+from tr_ckpt.staging import Staging
+from tr_ckpt.write_errors import explained
+
+# Parts by name, each as it was at the save.
+Captured = Iterable[tuple[str, CapturedPart]]
+
+
+class Saving:
+    """One save.
+
+    It has three stages: the state is captured, this rank's share of it is written, rank 0 commits what all wrote.
+    `make` does one after the other, a part at a time; `capture` does the first, and `finish` the others, in any
+    thread and without communication. Whatever fails, what was there before is intact and nothing is left behind.
+
+    Args:
+        directory: where the checkpoints are.
+        prefix: what their names begin with.
+        step: completed optimizer steps.
+        ranks: this process among the others.
+    """
+
+    def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks) -> None:
+        self.name = names.checkpoint_name(prefix, step)
+        self._directory = directory
+        self._prefix = prefix
+        self._step = step
+        self._ranks = ranks
+        self._what = f"{self.name} was not saved"
+        self._staging = Staging(directory, self.name) if ranks.rank == 0 else None
+        self._folder = directory  # until `_begin`
+        self._added: list[str] = []
+        self._records: RankRecords | None = None
+        self._taken = TakenStates(ranks)
+
+    def make(self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None) -> None:
+        """Save the state of the parts `given`; no more than one tensor is copied at a time.
+
+        Raises:
+            OSError: it could not be written, here or (`SaveError`) on another rank.
+            CheckpointError: a state holds something that cannot be saved.
+        """
+        try:
+            self._begin(given, write_extra, in_background=False)
+            written = self._ranks.together(self._what, lambda: self._write(self._captured(given, None)))
+            self._ranks.together(self._what, lambda: self._commit(written))
+        except BaseException:
+            self._discard()
+            raise
+
+    def capture(
+        self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, buffers: HostBuffers
+    ) -> Captured:
+        """Copy the state of the parts `given`, which may change once this has returned.
+
+        Raises:
+            OSError: the temporary folder cannot be made, or (`SaveError`) another rank failed.
+            CheckpointError: a state holds something that cannot be saved.
+        """
+        captured: list[tuple[str, CapturedPart]] = []
+
+        def copy() -> names.Process:
+            buffers.begin()
+            captured.extend(self._captured(given, buffers))
+            buffers.finish()
+            if self._records is not None:
+                self._records.begin()
+            return names.this_process()
+
+        try:
+            self._begin(given, write_extra, in_background=True)
+            processes = self._ranks.together(self._what, copy)
+        except BaseException:
+            self._discard()
+            raise
+        if self._records is not None:
+            self._records.processes = processes
+        return captured
+
+    def finish(self, captured: Captured) -> None:
+        """Write what was captured and wait until the checkpoint is in its place.
+
+        Raises:
+            OSError: it could not be written, here or (`SaveError`) on another rank.
+        """
+        try:
+            if self._records is None:
+                self._commit([self._write(captured)])
+            else:
+                self._commit(self._records.exchange(lambda: self._write(captured)))
+        except BaseException:
+            self._discard()
+            raise
+        if self._records is not None:
+            self._records.close()
+            self._records.wait_for_rank_0()
+
+    def _begin(
+        self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, *, in_background: bool
+    ) -> None:
+        world_size = self._ranks.total
+
+        def begin() -> tuple[Path, Path | None, bool] | None:
+            parts.check_names(given)
+            if self._staging is None:
+                return None
+            with explained(self.name, self._directory):
+                self._added = self._staging.begin(write_extra)
+                parts.check_free(self._added, given, world_size)
+                if in_background and world_size > 1:
+                    self._records = RankRecords.make(self._directory, self.name)
+            return self._staging.folder, None if self._records is None else self._records.folder, may_exist()
+
+        begun = self._ranks.together(self._what, begin)[0]
+        assert begun is not None  # rank 0's answer
+        self._folder, records, in_shards = begun
+        if records is not None and self._records is None:
+            self._records = RankRecords(self.name, records, self._ranks.rank)
+        if in_shards:
+            self._taken.take(given, self._what)
+
+    def _captured(self, given: Mapping[str, Any], buffers: HostBuffers | None) -> Iterator[tuple[str, CapturedPart]]:
+        if not self._folder.is_dir():
+            raise OSError(
+                f"rank {self._ranks.rank} does not see {self._folder}, which rank 0 made; "
+                "all ranks must save to one shared file system"
+            )
+        for name, part in given.items():
+            # On every rank: taking a state may need all of them.
+            captured = self._taken.capture(name, part, buffers)
+            if captured is not None:
+                yield name, captured
+
+    def _write(self, captured: Captured) -> Written:
+        written: Written = {}
+        if self._staging is not None:
+            with explained(self.name, self._directory):
+                written[""] = self._staging.seal(self._added)
+        for name, part in captured:
+            with explained(self.name, self._directory):
+                written[name] = part.write(self._folder)
+        return written
+
+    def _commit(self, written: list[Written]) -> None:
+        if self._staging is None:
+            return
+        with explained(self.name, self._directory):
+            sequence = catalogue.next_sequence(self._directory, self._prefix)
+            described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
+            manifest.write(self._folder, described)
+            self._staging.commit()
+
+    def _discard(self) -> None:
+        if self._staging is not None:
+            self._staging.discard()
+            if self._records is not None:
+                self._records.close()

@@ -1,0 +1,153 @@
+"""Make one model of a checkpoint, in the layout that `from_pretrained` loads, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tr_ckpt import catalogue, distributed_tensor, files, model_dtype, names, staging, tensor_file
+from tr_ckpt.catalogue import Found
+from tr_ckpt.errors import CheckpointError
+from tr_ckpt.manifest import Manifest
+from tr_ckpt.sharded import reading
+from tr_ckpt.sharded.shard_index import Index, SavedTensor
+
+INDEX = "model.safetensors.index.json"
+
+
+def export(
+    checkpoint: str | Path,
+    target: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+    part: str = "model",
+) -> list[Path]:
+    """Write the model of a checkpoint, sharded or not, and the files beside it as a folder of their own.
+
+    One process does it and holds about two tensors at a time. What is exported is verified first. The folder
+    appears whole or not at all.
+
+    Args:
+        checkpoint: the folder of one checkpoint.
+        target: the folder to make; it may exist if it is empty.
+        dtype: what floating-point tensors are converted to; None keeps theirs.
+        max_shard_bytes: how large one file of tensors may be; a single larger tensor has one of its own. None
+            writes one file.
+        part: name of the part that is the model.
+
+    Returns:
+        The files made, sorted.
+
+    Raises:
+        DamagedCheckpointError: what would be exported is damaged.
+        CheckpointError: there is no such part, or an argument does not fit.
+        OSError: a file cannot be written.
+    """
+    source, target = Path(checkpoint).expanduser().absolute(), Path(target).expanduser().absolute()
+    if dtype is not None and not (dtype.is_floating_point and dtype in tensor_file.DTYPES):
+        raise CheckpointError(f"dtype={dtype} is none that floating-point weights are kept in; give torch.bfloat16")
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes={max_shard_bytes} holds no tensor; give 1 or more, or None")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is no empty folder; give another")
+    distributed_tensor.require()
+    described, index = _checked(source, part)
+    folder = names.temporary(target.parent, "writing", target.name)
+    try:
+        files.make_folders(target.parent)
+        files.settle(target.parent)
+        files.make_folder(folder)
+        _copy(source, described.extra_files(), folder, dtype)
+        _write_tensors(source, index, folder, dtype, max_shard_bytes)
+        files.sync_folder(folder)
+        if target.exists():
+            files.remove_folder(target)
+        files.rename(folder, target)
+        files.sync_folder(target.parent)
+    except BaseException:
+        if folder.exists():
+            staging.discard(folder)
+        raise
+    finally:
+        names.release(folder)
+    return sorted(path for path in target.rglob("*") if path.is_file())
+
+
+def _checked(source: Path, part: str) -> tuple[Manifest, Index]:
+    try:
+        described = catalogue.check_quickly(Found(None, source.name, source))
+        if part not in described.parts:
+            raise CheckpointError(f"there is no {part!r} in it, only {', '.join(sorted(described.parts))}")
+        wanted = [*described.parts[part], *described.extra_files()]
+        catalogue.raise_if_any(catalogue.damages(source, described, wanted))
+        index = reading.read_index(source, part, described.parts[part])
+    except CheckpointError as error:
+        raise type(error)(f"{source.name}: {error}") from error
+    if not index:
+        raise CheckpointError(f"{source.name}: the part {part!r} holds no tensors")
+    return described, index
+
+
+def _copy(source: Path, extra: list[str], folder: Path, dtype: torch.dtype | None) -> None:
+    made = set()
+    for name in extra:
+        for above in sorted(Path(name).parents)[1:]:  # without the folder itself
+            if above not in made:
+                files.make_folder(folder / above)
+                made.add(above)
+        if name == "config.json" and dtype is not None:
+            files.write_file(folder / name, [model_dtype.configured((source / name).read_bytes(), dtype)])
+            continue
+        with open(source / name, "rb", buffering=0) as file:
+            files.write_file(folder / name, iter(lambda file=file: file.read(files.BLOCK_BYTES), b""))
+    for above in sorted(made, reverse=True):
+        files.sync_folder(folder / above)
+
+
+def _write_tensors(
+    source: Path, index: Index, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int | None
+) -> None:
+    becoming = {
+        name: replace(saved, dtype=dtype if dtype is not None and saved.dtype.is_floating_point else saved.dtype)
+        for name, saved in index.items()
+    }
+    shards = list(_shards(becoming, max_shard_bytes))
+    placed: dict[str, str] = {}
+    with reading.SlicedFiles(source) as opened:
+        for number, shard in enumerate(shards, 1):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            empty = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in shard.items()}
+            tensor_file.write_each(
+                folder / file,
+                empty,
+                lambda name: model_dtype.convert(name, reading.whole(name, index[name], opened), becoming[name].dtype),
+            )
+            placed |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(_bytes(saved) for saved in becoming.values())
+        content = {"metadata": {"total_size": total}, "weight_map": placed}
+        files.write_file(folder / INDEX, [json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"])
+
+
+def _shards(index: Index, max_bytes: int | None) -> Iterator[Index]:
+    """Yield the tensors in lots of at most `max_bytes`, in the order of the index."""
+    lot: Index = {}
+    filled = 0
+    for name, saved in index.items():
+        size = _bytes(saved)
+        if lot and max_bytes is not None and filled + size > max_bytes:
+            yield lot
+            lot, filled = {}, 0
+        lot[name] = saved
+        filled += size
+    yield lot
+
+
+def _bytes(saved: SavedTensor) -> int:
+    return math.prod(saved.shape) * saved.dtype.itemsize

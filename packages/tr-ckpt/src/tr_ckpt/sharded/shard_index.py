@@ -1,0 +1,163 @@
+"""Read and write `NAME.shards.json`, which says in which file each chunk of each tensor of a part is.
+
+```
+{"format": 1, "tensors": {
+    "layers.0.weight": {"dtype": "F32", "shape": [8, 4], "distributed": true, "chunks": [
+        {"file": "model-shard-0.safetensors", "offset": [0, 0], "size": [4, 4]},
+        {"file": "model-shard-1.safetensors", "offset": [4, 0], "size": [4, 4]}]}}}
+```
+
+A file holds at most one chunk of a tensor, under the tensor's name. `dtype` is safetensors' code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tr_ckpt import plain_file, strict_json
+from tr_ckpt.errors import CheckpointError
+from tr_ckpt.tensor_file import DTYPES
+
+FORMAT = 1
+
+_DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box out of a tensor, none of whose sides is empty.
+
+    Attributes:
+        file: the safetensors file that holds it.
+        offset: where it begins in the tensor, one number a dimension.
+        size: how long it is, one number a dimension.
+    """
+
+    file: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor whose numbers lie in one or more files.
+
+    Attributes:
+        dtype: of its numbers.
+        shape: of the whole tensor.
+        distributed: whether it was a DTensor when it was saved; None if nothing says so.
+        chunks: boxes that fill it without overlap.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    distributed: bool | None
+    chunks: tuple[Chunk, ...]
+
+
+Index = dict[str, SavedTensor]
+
+
+def file_name(part: str) -> str:
+    """Return the name of a part's index."""
+    return f"{part}.shards.json"
+
+
+def shard_name(part: str, rank: int) -> str:
+    """Return the name of the file that holds the chunks a rank wrote."""
+    return f"{part}-shard-{rank}.safetensors"
+
+
+def dump(index: Mapping[str, SavedTensor]) -> bytes:
+    """Return the content of the file."""
+    tensors = {
+        name: {
+            "dtype": DTYPES[saved.dtype],
+            "shape": saved.shape,
+            "distributed": saved.distributed,
+            "chunks": [{"file": chunk.file, "offset": chunk.offset, "size": chunk.size} for chunk in saved.chunks],
+        }
+        for name, saved in index.items()
+    }
+    return json.dumps({"format": FORMAT, "tensors": tensors}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def read(path: Path, files: Collection[str]) -> Index:
+    """Read an index and check that it fits together.
+
+    Args:
+        path: of the index.
+        files: those of the part; a chunk elsewhere is refused.
+
+    Raises:
+        CheckpointError: it is none that `dump` writes.
+    """
+    plain_file.require(path)
+    try:
+        content = strict_json.loads(path.read_bytes().decode())
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"its format is {content['format']!r}; this version reads {FORMAT}")
+        return {name: _tensor(name, entry, files) for name, entry in content["tensors"].items()}
+    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+
+
+def of_plain_file(path: Path) -> Index:
+    """Return the index of a part that was saved whole, from its safetensors file; empty if it has none.
+
+    Raises:
+        CheckpointError: it is no valid safetensors file.
+    """
+    if not path.exists():
+        return {}
+    plain_file.require(path)
+    index: Index = {}
+    try:
+        with safe_open(path, "pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118
+                view = file.get_slice(name)
+                shape = tuple(view.get_shape())
+                chunks = (Chunk(path.name, (0,) * len(shape), shape),) if math.prod(shape) else ()
+                index[name] = SavedTensor(_dtype(view.get_dtype()), shape, None, chunks)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from error
+    return index
+
+
+def _tensor(name: str, entry: dict[str, Any], files: Collection[str]) -> SavedTensor:
+    shape = _numbers(entry["shape"])
+    chunks = []
+    for given in entry["chunks"]:
+        chunk = Chunk(given["file"], _numbers(given["offset"]), _numbers(given["size"]))
+        if chunk.file not in files:
+            raise CheckpointError(f"it places a chunk of {name!r} in {chunk.file!r}, which is no file of this part")
+        inside = len(chunk.offset) == len(chunk.size) == len(shape) and all(
+            0 < size <= whole - start for start, size, whole in zip(chunk.offset, chunk.size, shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(f"a chunk of {name!r} lies outside its shape {list(shape)}")
+        chunks.append(chunk)
+    filled = sum(math.prod(chunk.size) for chunk in chunks)
+    if filled != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
+        raise CheckpointError(f"the chunks of {name!r} do not fill its shape {list(shape)}")
+    return SavedTensor(_dtype(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
+
+
+def _numbers(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list) or not all(type(number) is int and number >= 0 for number in given):
+        raise CheckpointError(f"{given!r:.80} is no list of lengths")
+    return tuple(given)
+
+
+def _dtype(code: str) -> torch.dtype:
+    if code not in _DTYPE_OF:
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {code!r}; a newer one wrote it")
+    return _DTYPE_OF[code]

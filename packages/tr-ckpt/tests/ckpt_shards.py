@@ -1,0 +1,395 @@
+"""What the processes that tests of sharded state start do, and how they are started."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+
+from tr_ckpt import Checkpointer, CheckpointError, RNGState
+from tr_ckpt.sharded import reading, stateful
+
+ROWS = 12  # of a batch: 1, 2, 3 and 4 ranks take equal shares of it
+
+
+def run(world_size: int, work: Callable[..., None], *arguments: Any, limit_s: float = 120) -> None:
+    """Call `work(*arguments)` in so many processes of one gloo group; raises what one of them raised."""
+    with tempfile.TemporaryDirectory(prefix="tr_shards_") as folder:
+        context = torch.multiprocessing.start_processes(
+            _enter,
+            (world_size, str(Path(folder) / "meet"), work, arguments),
+            nprocs=world_size,
+            join=False,
+            start_method="forkserver",
+        )
+        end = time.monotonic() + limit_s
+        try:
+            while not context.join(timeout=max(0.0, end - time.monotonic())):
+                assert time.monotonic() < end, f"{work.__name__} took longer than {limit_s} s"
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+
+
+def _enter(rank: int, world_size: int, meeting: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    global STORE
+    STORE = dist.PrefixStore("objects", store)
+    work(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+STORE: Any = None
+SENT: list[int] = []  # bytes of each value this rank gave to `gather_objects`
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Exchange values through the store, with no collective of the process group."""
+    data = pickle.dumps(value)
+    STORE.set(f"{len(SENT)}/{dist.get_rank()}", data)
+    values = [pickle.loads(STORE.get(f"{len(SENT)}/{rank}")) for rank in range(dist.get_world_size())]
+    SENT.append(len(data))
+    return values
+
+
+def checkpointer(directory: str | Path, **options: Any) -> Checkpointer:
+    return Checkpointer(
+        directory, rank=dist.get_rank(), world_size=dist.get_world_size(), gather_objects=gather_objects, **options
+    )
+
+
+class Net(nn.Module):
+    """Sides of 5, 3 and 1 rows: uneven shards, and fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.second = nn.Linear(5, 3)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(self.norm.weight * torch.tanh(self.first(x)))))
+
+
+def build(seed: int, *, lr: float = 0.05) -> tuple[Net, torch.optim.Optimizer]:
+    """A plain model and its optimizer, whose parameters are not in the model's order."""
+    torch.manual_seed(seed)
+    model = Net()
+    return model, optimizer_of(model, lr=lr)
+
+
+def optimizer_of(model: nn.Module, *, lr: float = 0.05) -> torch.optim.Optimizer:
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.children():
+        if not isinstance(layer, nn.BatchNorm1d):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def build_sharded(seed: int, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = shard(Net(), mesh)
+    return model, optimizer_of(model)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(1000 + step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Train on this rank's share of each batch and return the losses of the whole batches."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(batch(step)[rank::world_size]).square().mean()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach() / world_size
+        if world_size > 1:
+            dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+def whole(state: Any) -> Any:
+    """A copy of a state with every DTensor made whole, without the order of its names."""
+    if isinstance(state, dict):
+        return {key: whole(state[key]) for key in sorted(state, key=str)}
+    if isinstance(state, list | tuple):
+        return [whole(value) for value in state]
+    if isinstance(state, torch.Tensor):
+        return state.full_tensor().clone() if hasattr(state, "full_tensor") else state.clone()
+    return state
+
+
+def keep(path: str | Path, value: Any) -> None:
+    """Keep what rank 0 found for the test to read."""
+    if dist.get_rank() == 0:
+        torch.save(value, path)
+
+
+def train_save_and_train_on(directory: str, named: bool, asynchronous: bool = False) -> None:
+    """3 steps, a checkpoint, and 3 more: the run left alone."""
+    model, optimizer = build_sharded(1)
+    parts = stateful(model, optimizer) if named else {"model": model, "optimizer": optimizer}
+    losses = train(model, optimizer, range(3))
+    at_save = whole(stateful(model, optimizer)["optimizer"].state_dict())
+    keeper = checkpointer(directory, asynchronous=asynchronous)
+    keeper.save(3, {**parts, "rng": RNGState()})
+    losses += train(model, optimizer, range(3, 6))
+    keeper.close()
+    weights = whole(model.state_dict())
+    keep(f"{directory}.truth", {"losses": losses, "weights": weights, "optimizer": at_save})
+
+
+def restore_and_train_on(directory: str, named: bool) -> None:
+    """Begin otherwise, restore, and do the last 3 steps."""
+    model, optimizer = build_sharded(2)
+    parts = stateful(model, optimizer) if named else {"model": model, "optimizer": optimizer}
+    assert checkpointer(directory).restore(parts) == 3
+    restored = whole(stateful(model, optimizer)["optimizer"].state_dict())
+    losses = train(model, optimizer, range(3, 6))
+    weights = whole(model.state_dict())
+    keep(f"{directory}.{dist.get_world_size()}", {"losses": losses, "weights": weights, "optimizer": restored})
+
+
+class Counted(reading.SlicedFiles):
+    """Files that note how much was taken out of them."""
+
+    taken: list[int] = []
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        Counted.taken.append(self.bytes_read)
+
+
+class Holder:
+    """A part that is nothing but tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": [dict(self.tensors)], "count": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["count"] == 3
+        [held] = state["held"]
+        assert list(held) == list(self.tensors)
+        for name, tensor in self.tensors.items():
+            assert type(held[name]) is type(tensor), name
+            tensor.copy_(held[name])
+
+
+SHAPES = {"even": (8, 4), "uneven": (5, 7), "few": (2, 3), "row": (1, 6), "cube": (3, 5, 4), "none": (0, 4), "one": ()}
+DTYPES = {"cube": torch.bfloat16, "few": torch.int64, "row": torch.bool, "even": torch.complex64}
+
+
+def numbers() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: (torch.randn(shape, generator=generator) * 8).to(DTYPES.get(name, torch.float32))
+        for name, shape in SHAPES.items()
+    }
+
+
+def laid_out(layout: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Spread tensors over all ranks of this group: `0`, `1` or `r` (replicated) for each dimension of a mesh.
+
+    `plain` makes no DTensors, `half` spreads over the first half of the ranks, `fsdp+tp` is what `fully_shard` makes of
+    what is tensor-parallel in the same dimension.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    world_size = dist.get_world_size()
+    if layout == "plain":
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+    if layout == "fsdp+tp":
+        return fsdp_and_tensor_parallel(tensors)
+    if layout == "half":
+        mesh, dims = DeviceMesh("cpu", list(range(world_size // 2))), "0"
+    else:
+        mesh = init_device_mesh("cpu", (world_size,) if len(layout) == 1 else (2, world_size // 2))
+        dims = layout
+    spread = {}
+    for name, tensor in tensors.items():
+        wanted = [Replicate() if dim == "r" or int(dim) >= tensor.ndim else Shard(int(dim)) for dim in dims]
+        spread[name] = distribute_tensor(tensor.clone(), mesh, wanted)
+    return spread
+
+
+def fsdp_and_tensor_parallel(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        if tensor.ndim == 0:
+            module.register_buffer(name, tensor.clone())
+        else:
+            spread = distribute_tensor(tensor.clone(), mesh["tp"], [Shard(0)])
+            module.register_parameter(name, nn.Parameter(spread, requires_grad=False))
+    fully_shard(module, mesh=mesh["dp"])
+    return module.state_dict()
+
+
+def save_in(directories: dict[str, str]) -> None:
+    for layout, directory in directories.items():
+        checkpointer(directory).save(1, {"held": Holder(laid_out(layout, numbers()))})
+
+
+def restore_in(layouts: list[str], directories: list[str]) -> None:
+    """Load each checkpoint into each layout and compare whole tensors."""
+    expected = numbers()
+    for layout in layouts:
+        for directory in directories:
+            held = Holder(laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in expected.items()}))
+            assert checkpointer(directory).restore({"held": held}) == 1
+            for name, tensor in held.tensors.items():
+                if not hasattr(tensor, "full_tensor"):
+                    assert torch.equal(tensor, expected[name]), (layout, directory, name)
+                elif tensor.device_mesh.get_coordinate() is not None:
+                    assert torch.equal(tensor.full_tensor(), expected[name]), (layout, directory, name)
+
+
+class Buffers(nn.Module):
+    """A module that is nothing but tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def restore_whole_in(layouts: list[str], directory: str) -> None:
+    """Load what one process saved whole into modules in each layout."""
+    expected = numbers()
+    for layout in layouts:
+        module = Buffers(laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in expected.items()}))
+        assert checkpointer(directory).restore({"held": module}) == 1
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, expected[name])
+
+
+def restore_trained_whole(directory: str, by_name: bool) -> None:
+    """Go on, sharded, from what one process without a mesh saved, by the names or the numbers of parameters."""
+    for named in (True, False):
+        model, optimizer = build_sharded(2)
+        parts = stateful(model, optimizer) if named else {"model": model, "optimizer": optimizer}
+        if by_name and not named:
+            with pytest.raises(
+                CheckpointError, match="'state.*exp_avg' is of no parameter of this optimizer.*stateful"
+            ):
+                checkpointer(directory).restore(parts)
+            continue
+        assert checkpointer(directory).restore(parts) == 3
+        held = optimizer.state[model.first.weight]
+        assert {name: hasattr(value, "placements") for name, value in held.items()} == {
+            "step": False, "exp_avg": True, "exp_avg_sq": True,
+        }  # fmt: skip
+        restored = whole(stateful(model, optimizer)["optimizer"].state_dict())
+        losses = train(model, optimizer, range(3, 6))
+        keep(f"{directory}.{named}", {"losses": losses, "weights": whole(model.state_dict()), "optimizer": restored})
+
+
+def run_script(source: str, directory: str) -> None:
+    """Run a script in this rank of a group that is there already."""
+    os.chdir(directory)
+    exec(compile(source, "script", "exec"), {"__name__": "__main__"})
+
+
+def save_and_restore_tied(directory: str) -> None:
+    """Tie two weights of 2 rows on 3 ranks: on the last, which holds nothing of them, nothing shows that."""
+    from torch.distributed.fsdp import fully_shard
+
+    def build_tied(value: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2, bias=False))
+        model[1].weight = model[0].weight
+        nn.init.constant_(model[0].weight, value)
+        return fully_shard(model)
+
+    model = build_tied(3.0)
+    checkpointer(directory).save(1, {"model": model})
+    for target in (build_tied(0.0), fully_shard(nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2, bias=False)))):
+        assert checkpointer(directory).restore({"model": target}) == 1
+        for name in ("0.weight", "1.weight"):
+            assert torch.equal(target.state_dict()[name].full_tensor(), torch.full((2, 4), 3.0))
+
+
+class RowScaled(torch.optim.Optimizer):
+    """Scale each row of a weight's gradient by a running mean of its squares: a state of another shape."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                squares = parameter.grad.square().mean(dim=-1)
+                if not state:
+                    state["rows"] = torch.zeros_like(squares)
+                    state["numbers"] = torch.zeros(3)
+                state["rows"].mul_(0.9).add_(squares, alpha=0.1)
+                state["numbers"] += 1
+                parameter.sub_(parameter.grad / (state["rows"].sqrt().unsqueeze(-1) + 0.1), alpha=group["lr"])
+
+
+def row_scaled(seed: int, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = shard(Net()) if sharded else Net()
+    return model, RowScaled([model.first.weight, model.second.weight])
+
+
+def train_with_rows(directory: str) -> None:
+    model, optimizer = row_scaled(1, True)
+    train(model, optimizer, range(3))
+    checkpointer(directory).save(3, stateful(model, optimizer))
+    keep(f"{directory}.truth", train(model, optimizer, range(3, 6)))
+
+
+def go_on_with_rows(directory: str) -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    model, optimizer = row_scaled(2, True)
+    checkpointer(directory).restore(stateful(model, optimizer))
+    held = optimizer.state[model.first.weight]
+    assert isinstance(held["rows"], DTensor)
+    assert held["rows"].placements == (Replicate(),)
+    assert type(held["numbers"]) is torch.Tensor
+    keep(f"{directory}.{dist.get_world_size()}", train(model, optimizer, range(3, 6)))
+    # An optimizer that has its state already says itself how it is laid out.
+    model, optimizer = row_scaled(2, True)
+    train(model, optimizer, range(1))
+    before = optimizer.state[model.first.weight]["rows"].placements
+    checkpointer(directory).restore(stateful(model, optimizer))
+    assert optimizer.state[model.first.weight]["rows"].placements == before
+    keep(f"{directory}.{dist.get_world_size()}.begun", train(model, optimizer, range(3, 6)))

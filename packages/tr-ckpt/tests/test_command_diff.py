@@ -1,0 +1,362 @@
+"""`trainer ckpt diff` shows what differs between two checkpoints, part by part."""
+
+import json
+import math
+import re
+import weakref
+
+import ckpt_shards
+import pytest
+import torch
+from ckpt_listed import State, flip, foreign, model, rewritten, save
+
+from tr_ckpt import Checkpointer, RNGState
+from tr_ckpt.command import main, tensor_differences
+from tr_ckpt.command.saved_tensors import SavedTensors
+from tr_ckpt.command.value_differences import compare_values
+
+
+@pytest.fixture(autouse=True)
+def any_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def saved(folder, step=1, extra=None, **parts):
+    """Save parts whose states are given."""
+    given = {name: State(**state) for name, state in parts.items()}
+    return Checkpointer(folder).save(step, given, write_extra=extra)
+
+
+@pytest.fixture
+def diff(tmp_path, capsys):
+    """Return a function that saves two states of a part, compares them and returns the exit code and the output."""
+
+    def diff(first, second, *words):
+        one, other = saved(tmp_path / "a", part=first), saved(tmp_path / "b", part=second)
+        code = main(["diff", str(one), str(other), *words])
+        output = capsys.readouterr()
+        assert output.err == ""
+        return code, output.out
+
+    return diff
+
+
+def lines_of(output):
+    """Return the lines that stand under the part."""
+    body = output.split("\npart: ")[1].split("\n\nequal")[0]
+    return [line.strip() for line in body.splitlines()[1:] if line.strip()]
+
+
+def test_equal_checkpoints_are_equal_whenever_they_were_saved(tmp_path, capsys):
+    one, other = save(tmp_path / "a", 5), save(tmp_path / "b", 5)
+    rewritten(other, saved_at="2020-01-01T00:00:00+00:00", versions={"torch": "1.0"}, sequence=7)
+    assert main(["diff", str(one), str(other)]) == 0
+    output = capsys.readouterr().out
+    assert output == (f"A: {one}\nB: {other}\n\nequal: manifest, model, scheduler, trainer_state, config.json\n")
+    assert main(["diff", str(one), str(other), "--manifest"]) == 1
+    output = capsys.readouterr().out
+    assert "manifest.sequence: 1 -> 7" in output
+    assert 'manifest.versions.torch: "' in output
+    assert 'manifest.saved_at: "' in output
+
+
+def test_two_steps_of_a_run_differ_by_part(tmp_path, capsys):
+    one, other = (save(tmp_path, step) for step in (10, 20))
+    assert main(["diff", str(one), str(other)]) == 1
+    output = capsys.readouterr().out
+    assert "\nmanifest: 1 value differs\n  manifest.step: 10 -> 20\n" in output
+    assert "\nscheduler: 1 value differs\n  scheduler.last_epoch: 10 -> 20\n" in output
+    assert "\nmodel: 1 of 2 tensors differ\n" in output
+    assert re.search(r"  model\.weight +float32 +\[3, 4\] +10 +1 +12 of 12\n", output)
+    assert output.endswith("\nequal: config.json\n")
+
+
+def test_of_an_output_folder_the_newest_is_compared(tmp_path, capsys):
+    save(tmp_path / "a", 1)
+    newest = save(tmp_path / "a", 2)
+    other = save(tmp_path / "b", 2)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.startswith(f"A: {newest}\nB: {other}\n")
+
+
+VALUES = [
+    ({"a": 1}, {"a": 2}, ["part.a: 1 -> 2"]),
+    ({"a": 1}, {"a": 1.0}, ["part.a: 1 -> 1.0"]),
+    ({"a": 1}, {"a": True}, ["part.a: 1 -> true"]),
+    ({"a": None}, {"a": "x"}, ['part.a: null -> "x"']),
+    ({"a": 1}, {"b": 1}, ["part.a: only in A: 1", "part.b: only in B: 1"]),
+    ({"a": {"b c": {"d": 1}}}, {"a": {"b c": {"d": 2}}}, ["part.a[b c].d: 1 -> 2"]),
+    ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}, ["part.a[1].b: 2 -> 3"]),
+    ({"a": [1, 2]}, {"a": [1, 2, 3, 4]}, ["part.a: 2 items -> 4 items"]),
+    ({"a": [1]}, {"a": []}, ["part.a: 1 item -> 0 items"]),
+    ({"a": (0.9, 0.99)}, {"a": (0.9, 0.999)}, ["part.a[1]: 0.99 -> 0.999"]),
+    ({"a": {0: "x"}}, {"a": {0: "y"}}, ['part.a[0]: "x" -> "y"']),
+    ({"a": {(1, 2): 3}}, {"a": {(1, 2): 4}}, ["part.a[[1, 2]]: 3 -> 4"]),
+    ({"a": math.nan}, {"a": 1.5}, ["part.a: NaN -> 1.5"]),
+    ({"a": math.inf}, {"a": -math.inf}, ["part.a: Infinity -> -Infinity"]),
+    ({"a": 2**80}, {"a": 2**80 + 1}, [f"part.a: {2**80} -> {2**80 + 1}"]),
+    ({"a": b"hi"}, {"a": b"ho"}, ["part.a: bytes aGk= -> bytes aG8="]),
+    ({"a": torch.float32}, {"a": torch.bfloat16}, ["part.a: dtype float32 -> dtype bfloat16"]),
+    ({"a": {}}, {"a": []}, ["part.a: {} -> []"]),
+    ({"a": {"b": 1}}, {"a": 3}, ['part.a: {"b": 1} -> 3']),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "shown"), VALUES)
+def test_values_that_differ_are_shown_with_their_place(first, second, shown, diff):
+    code, output = diff(first, second)
+    assert code == 1
+    assert lines_of(output) == shown
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"a": math.nan}, {"a": {(1, "b"): (1, [2, {3: None}])}}, {"a": 2**80}, {"a": torch.device("cpu")}, {}],
+)
+def test_a_state_equals_itself(state, diff):
+    code, output = diff(state, state)
+    assert code == 0
+    assert "equal: manifest, part\n" in output
+
+
+def test_json_of_other_programs_is_compared_whatever_it_holds():
+    """What looks like a tag of ours, and is none, is a value like any other."""
+    for value in (
+        {"$schema": "x", "a": 1},
+        {"$dict": 3},
+        {"$dict": [1]},
+        {"$tuple": 1},
+        {"$float": [1]},
+        {"$unknown": {}},
+    ):
+        assert list(compare_values(value, json.loads(json.dumps(value)), "p")) == []
+        assert list(compare_values(value, {"z": 1}, "p"))
+
+
+def test_large_changes_come_first_and_all_are_counted(diff):
+    first = {f"v{index:02d}": 100.0 for index in range(30)}
+    second = {f"v{index:02d}": 100.0 + index for index in range(30)}
+    code, output = diff(first, second)
+    assert code == 1
+    shown = lines_of(output)
+    assert shown[:2] == ["part.v29: 100.0 -> 129.0", "part.v28: 100.0 -> 128.0"]
+    assert shown[-1] == "… and 19 more"
+    assert len(shown) == 11
+    assert "\npart: 29 values differ\n" in output
+    assert output.endswith("19 smaller differences are not shown; --all shows them\n")
+    _, output = diff(first, second, "--all")
+    assert len(lines_of(output)) == 29
+
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def tensor_row(output, name):
+    [row] = [line for line in lines_of(output) if line.split()[0] == f"part.{name}"]
+    return re.split(r"\s{2,}", row)[1:]
+
+
+def test_a_tensor_that_differs_is_measured(diff):
+    one = torch.zeros(4, 5, dtype=torch.float64)
+    one[0, 0] = 3.0
+    other = one.clone()
+    other[2, 1] = -4.0
+    other[0, 0] = 6.0
+    code, output = diff({"x": one, "same": one + 1}, {"x": other, "same": one + 1})
+    assert code == 1
+    assert tensor_row(output, "x") == ["float64", "[4, 5]", "4", "1.67", "2 of 20"]
+    assert "1 of 2 tensors differ" in output
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2), ["float32", "[2, 3] -> [3, 2]", "another shape"]),
+        (torch.ones(2), torch.ones(2).bfloat16(), ["float32 -> bfloat16", "[2]", "0", "0", "2 of 2", "another dtype"]),
+        (torch.zeros(2), torch.tensor([0.0, math.nan]), ["float32", "[2]", "0", "0", "1 of 2", "0 -> 1"]),
+        (torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 1.5]), ["float32", "[2]", "0.5", "0.5", "2 of 2", "1 -> 0"]),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 3.0]), ["float32", "[2]", "2", "2", "1 of 2"]),
+        (torch.tensor([math.inf]), torch.tensor([1.0]), ["float32", "[1]", "inf", "inf", "1 of 1"]),
+        (torch.zeros(2), torch.ones(2), ["float32", "[2]", "1", "inf", "2 of 2"]),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), ["float32", "[1]", "0", "0", "1 of 1"]),
+        (torch.tensor([True, False]), torch.tensor([True, True]), ["bool", "[2]", "1", "1", "1 of 2"]),
+        (torch.tensor(3), torch.tensor(5), ["int64", "[]", "2", "0.667", "1 of 1"]),
+        (torch.tensor([255]).byte(), torch.tensor([5]).byte(), ["uint8", "[1]", "250", "0.98", "1 of 1"]),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 3j]), ["complex64", "[1]", "2", "1.41", "1 of 1"]),
+        (torch.ones(1).to(FLOAT8), torch.tensor([2.0]).to(FLOAT8), ["float8_e4m3fn", "[1]", "1", "1", "1 of 1"]),
+    ],
+)  # fmt: skip
+def test_tensors_of_every_kind_are_compared(one, other, shown, diff):
+    code, output = diff({"x": one}, {"x": other})
+    assert code == 1
+    assert tensor_row(output, "x") == shown
+
+
+@pytest.mark.parametrize("same", [torch.tensor([math.nan, math.inf]), torch.empty(0, 3), torch.tensor(True)])
+def test_tensors_with_the_same_bits_are_equal(same, diff):
+    assert diff({"x": same}, {"x": same.clone()})[0] == 0
+
+
+def test_a_tensor_that_only_one_has_is_named(diff):
+    x = torch.zeros(2)
+    code, output = diff({"x": x, "y": x + 1}, {"x": x, "z": x + 2})
+    assert code == 1
+    assert tensor_row(output, "y") == ["float32", "[2]", "only in A"]
+    assert tensor_row(output, "z") == ["float32", "[2]", "only in B"]
+
+
+def test_tensors_are_sorted_by_their_relative_change(diff):
+    first = {name: torch.ones(3) for name in "abc"}
+    second = {"a": torch.ones(3) + 0.1, "b": torch.full((3,), math.nan), "c": torch.ones(3) + 1}
+    _, output = diff(first, second)
+    assert [line.split()[0] for line in lines_of(output)[1:4]] == ["part.b", "part.c", "part.a"]
+
+
+def test_large_tensors_are_compared_in_blocks(diff, monkeypatch):
+    one = torch.arange(1000.0)
+    other = one.clone()
+    other[[0, 333, 999]] += 1
+    monkeypatch.setattr(tensor_differences, "_BLOCK", 7)
+    _, output = diff({"x": one}, {"x": other})
+    assert tensor_row(output, "x")[-1] == "3 of 1,000"
+    _, relative = tensor_row(output, "x")[2:4]
+    assert float(relative) == pytest.approx(math.sqrt(3) / one.norm().item(), rel=1e-2)
+
+
+def test_comparing_takes_no_memory_for_all_tensors_at_once(tmp_path, monkeypatch):
+    state = {f"t{index}": torch.full((500,), float(index)) for index in range(40)}
+    one, other = saved(tmp_path / "a", part=state), saved(tmp_path / "b", part=state)
+    alive, most = weakref.WeakSet(), []
+    load = SavedTensors.load
+
+    def counted(self, name):
+        tensor = load(self, name)
+        alive.add(tensor)
+        most.append(len(alive))
+        return tensor
+
+    monkeypatch.setattr(SavedTensors, "load", counted)
+    assert main(["diff", str(one), str(other)]) == 0
+    assert len(most) == 80
+    assert max(most) <= 4
+
+
+def test_parts_and_files_that_only_one_has_are_named(tmp_path, capsys):
+    one = saved(tmp_path / "a", model={"x": 1}, optimizer={"y": 1}, extra=lambda f: (f / "vocab.txt").write_text("a"))
+    other = saved(tmp_path / "b", model={"x": 1}, ema={"z": 1}, extra=lambda f: (f / "merges.txt").write_text("b"))
+    assert main(["diff", str(one), str(other)]) == 1
+    output = capsys.readouterr().out
+    for name, side in {"optimizer": "A", "ema": "B", "vocab.txt": "A", "merges.txt": "B"}.items():
+        assert f"\n{name}: 1 value differs\n  {name}: only in {side}\n" in output
+    assert output.endswith("\nequal: manifest, model\n")
+
+
+def test_added_files_are_compared_as_json_or_as_bytes(tmp_path, capsys):
+    def extra(number):
+        def write(folder):
+            (folder / "config.json").write_text(json.dumps({"layers": number}))
+            (folder / "odd.json").write_text("{" * number)
+            (folder / "vocab.txt").write_text("x" * number)
+            (folder / "merges.txt").write_text(str(number))
+
+        return write
+
+    one, other = saved(tmp_path / "a", extra=extra(2), m={}), saved(tmp_path / "b", extra=extra(3), m={})
+    assert main(["diff", str(one), str(other)]) == 1
+    output = capsys.readouterr().out
+    assert "  config.json.layers: 2 -> 3\n" in output
+    assert "  odd.json: 2 bytes -> 3 bytes\n" in output
+    assert "  vocab.txt: 2 bytes -> 3 bytes\n" in output
+    assert "  merges.txt: other bytes\n" in output
+
+
+def test_random_states_are_compared_rank_by_rank(tmp_path, capsys):
+    folders = []
+    for name in ("a", "b"):
+        folders.append(Checkpointer(tmp_path / name).save(1, {"rng": RNGState()}))
+        torch.rand(1)
+    assert main(["diff", *map(str, folders)]) == 1
+    assert re.search(r"\nrng: .*differ", capsys.readouterr().out)
+
+
+def test_only_one_part_can_be_compared(tmp_path, capsys):
+    one, other = save(tmp_path, 10), save(tmp_path, 20)
+    assert main(["diff", str(one), str(other), "--part", "scheduler"]) == 1
+    output = capsys.readouterr().out
+    assert "manifest" not in output
+    assert "model" not in output
+    assert main(["diff", str(one), str(other), "--part", "optimiser"]) == 2
+    expected = "neither has the part 'optimiser'; there are model, scheduler, trainer_state\n"
+    assert capsys.readouterr().err == f"trainer ckpt diff: {expected}"
+
+
+def test_what_is_to_be_ignored_is(tmp_path, capsys):
+    one, other = save(tmp_path, 10), save(tmp_path, 20)
+    ignored = ["*.last_epoch", "manifest.step", "trainer_state.*", "model.weight"]
+    words = [word for pattern in ignored for word in ("--ignore", pattern)]
+    assert main(["diff", str(one), str(other), *words]) == 0
+    assert main(["diff", str(one), str(other), *words[:-2]]) == 1
+    assert "model.weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [120, 80, 50])
+def test_it_fits_the_terminal(width, diff, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    long = "encoder.layers.0.attention.self.query_key_value_projection.weight"
+    first = {long: torch.zeros(128, 64), "text": "x" * 300, "y": torch.zeros(2)}
+    second = {long: torch.ones(128, 64), "text": "y" * 300, "y": torch.ones(2)}
+    _, output = diff(first, second)
+    assert max(map(len, output.splitlines()[2:])) <= width
+    assert "[128, 64]" in output
+
+
+def test_damaged_and_foreign_ones_are_refused_in_words(tmp_path, capsys):
+    one = save(tmp_path / "a", 10)
+    damaged, other = save(tmp_path / "b", 10), foreign(tmp_path / "c", 10)
+    (damaged / "model.json").unlink()
+    assert main(["diff", str(one), str(damaged)]) == 2
+    assert main(["diff", str(one), str(other)]) == 2
+    assert main(["diff", str(tmp_path / "none"), str(one)]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == f"trainer ckpt diff: {damaged}: model.json is missing"
+    assert second.startswith(f"trainer ckpt diff: {other}: it was written by another program")
+    assert second.endswith("`trainer ckpt import` makes one of ours of it")
+    assert third.startswith(f"trainer ckpt diff: {tmp_path / 'none'} does not exist")
+
+
+def test_a_bit_that_flipped_on_the_disk_shows(tmp_path, capsys):
+    one, other = save(tmp_path / "a", 10), save(tmp_path / "b", 10)
+    flip(other / "model.safetensors")
+    assert main(["diff", str(one), str(other)]) == 1
+    assert "model: 1 of 2 tensors differ" in capsys.readouterr().out
+    flip(other / "model.safetensors", at=0)  # the length of its header
+    assert main(["diff", str(one), str(other)]) == 2
+    assert "model.safetensors is no valid safetensors file" in capsys.readouterr().err
+
+
+def test_tied_tensors_are_compared_once(tmp_path, capsys):
+    shared = torch.ones(3)
+    folders = []
+    for name, tensor in (("a", shared), ("b", shared + 1)):
+        part = model(1.0, head=tensor, embedding=tensor)
+        folders.append(Checkpointer(tmp_path / name).save(1, {"model": part}))
+    assert main(["diff", *map(str, folders)]) == 1
+    assert "model: 1 of 3 tensors differ" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed makes no shards")
+def test_what_was_saved_in_shards_equals_what_was_saved_whole(tmp_path, capsys):
+    sharded = {layout: str(tmp_path / layout) for layout in ("0", "1")}
+    ckpt_shards.run(2, ckpt_shards.save_in, sharded)
+    numbers = ckpt_shards.numbers()
+    whole = saved(tmp_path / "whole", held={"held": [numbers], "count": 3})
+    apart = [*sharded.values()]
+    assert main(["diff", *apart]) == 0
+    assert main(["diff", str(whole), apart[0], "--ignore", "manifest.world_size"]) == 0
+    numbers["uneven"][4, 0] += 1
+    other = saved(tmp_path / "other", held={"held": [numbers], "count": 3})
+    capsys.readouterr()
+    assert main(["diff", str(other), apart[1], "--part", "held"]) == 1
+    output = capsys.readouterr().out
+    assert "held: 1 of 7 tensors differ" in output
+    assert re.search(r"held\.held\.0\.uneven +float32 +\[5, 7\] +1 .* 1 of 35", output)

@@ -1,0 +1,291 @@
+"""Pickles in the files of other programs: read without executing anything, and compared with their checksums."""
+
+import io
+import json
+import pickle
+import random
+import zipfile
+from collections import Counter, OrderedDict
+
+import ckpt_foreign
+import pytest
+import torch
+from ckpt_foreign import Payload
+
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, foreign
+from tr_ckpt.foreign import archive, pickled
+
+
+def write_plain(value, path):
+    path.write_bytes(pickle.dumps(value, protocol=2))
+
+
+def write_old(value, path):
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+
+
+def write_nested(value, path):
+    torch.save(OrderedDict(a=torch.zeros(2), b=[{"c": value}]), path)
+
+
+FORMS = [torch.save, write_plain, write_old, write_nested]
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A checkpoint of step 3 that another program left."""
+    parts = ckpt_foreign.make()
+    ckpt_foreign.train(parts, 3)
+    return ckpt_foreign.save(tmp_path / "theirs", 3, parts)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """A folder that exists once something was executed."""
+    yield tmp_path / "executed"
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_payload_of_these_tests_works(mark, tmp_path):
+    torch.save(Payload(mark), tmp_path / "x.pt")
+    torch.load(tmp_path / "x.pt", weights_only=False)
+    assert mark.exists()
+    mark.rmdir()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_malicious_pickle_in_a_file_of_state_executes_nothing(file, form, left, mark):
+    form(Payload(mark), left / file)
+    parts = ckpt_foreign.make()
+    before = {name: value.clone() for name, value in parts["model"].state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"checkpoint-3: {file} "):
+        Checkpointer(left.parent / "ours").restore(parts, left)
+    for name, value in parts["model"].state_dict().items():
+        assert torch.equal(value, before[name])
+    with pytest.raises(CheckpointError, match=file):
+        foreign.convert(left, left.parent / "converted")
+    assert list((left.parent / "converted").iterdir()) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_malicious_pickle_in_the_scaler_executes_nothing(form, left, mark):
+    form(Payload(mark), left / "scaler.pt")
+    with pytest.raises(CheckpointError, match="scaler.pt"):
+        Checkpointer(left.parent / "ours").restore({"scaler": ckpt_foreign.Place()}, left)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "adapter_model.bin"])
+def test_a_malicious_pickle_in_a_file_of_weights_executes_nothing(file, form, left, mark):
+    (left / "model.safetensors").unlink()
+    form(Payload(mark), left / file)
+    if "-of-" in file:
+        (left / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"first.weight": file}}))
+    part = "adapter_model" if file.startswith("adapter") else "model"
+    with pytest.raises(CheckpointError, match=file):
+        Checkpointer(left.parent / "ours").restore({part: ckpt_foreign.Place()}, left)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_malicious_pickle_in_the_random_states_of_a_rank_executes_nothing(rank, form, left, mark):
+    (left / "rng_state.pth").rename(left / "rng_state_0.pth")
+    torch.save(ckpt_foreign.random_states(), left / "rng_state_1.pth")
+    form(Payload(mark), left / f"rng_state_{rank}.pth")
+    with pytest.raises(CheckpointError, match=f"rng_state_{rank}.pth"):
+        foreign.read(left).random_states[rank]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer_state.json"])
+def test_a_pickle_in_place_of_a_file_that_holds_none_executes_nothing(file, form, left, mark):
+    form(Payload(mark), left / file)
+    with pytest.raises(CheckpointError, match=file):
+        Checkpointer(left.parent / "ours").restore(ckpt_foreign.make(), left)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_pickled_arguments_are_never_read(form, left, mark):
+    form(Payload(mark), left / "training_args.bin")
+    parts = ckpt_foreign.make()
+    assert Checkpointer(left.parent / "ours").restore(parts, left) == 3
+    folder = foreign.convert(left, left.parent / "converted")
+    assert not (folder / "training_args.bin").exists()
+    assert any("training_args.bin is a pickle" in note for note in foreign.read(left).notes)
+
+
+def test_a_refused_name_is_in_the_message(left, mark):
+    torch.save(Payload(mark), left / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer.pt names posix.mkdir, which is neither tensor, number nor"):
+        foreign.read(left).states["optimizer"]
+
+
+PROGRAMS = {
+    "a name of builtins": b"cbuiltins\neval\n(S'1'\ntR.",
+    "a name inside an allowed one": b"ccollections\nOrderedDict.fromkeys\n(]tR.",
+    "a module that is not imported": b"cthis\ns\n.",
+    "an extension": b"\x82\x01.",
+    "an instance by name": b"(S'1'\nios\nsystem\n.",
+    "an object by class": b"(cos\nsystem\nS'1'\no.",
+    "a name from the stack": b"\x8c\x02os\x8c\x06system\x93.",
+    "a call of a dtype": b"ctorch\nfloat32\n(tR.",
+    "state for a tensor": b"ctorch._utils\n_rebuild_parameter\n(K\x01tR}b.",
+    "a storage of another kind": b"(S'storage'\nNS'0'\nS'cpu'\nK\x01tQ.",
+    "something else outside": b"S'module'\nQ.",
+    "bytes in another encoding": b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13tR.",
+    "an array of objects": b"cnumpy\ndtype\n(S'O8'\nK\x00K\x01tR.",
+    "nothing": b"",
+    "a pickle that is cut off": pickle.dumps([1, 2, 3], protocol=2)[:-3],
+    "a list for ever": b"]q\x00h\x00a.",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_what_is_no_plain_state_is_refused(program):
+    with pytest.raises(CheckpointError):
+        pickled.load(program, lambda described: torch.empty(0))
+
+
+def plain_state():
+    weight = torch.randn(4, 6)
+    return {
+        "weight": weight,
+        "transposed": weight.t(),
+        "row": weight[1],
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "bfloat16": torch.randn(3).bfloat16(),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.randn(2, dtype=torch.complex64),
+        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "module": torch.nn.Linear(2, 2).state_dict(),
+        "plain": (1, 2**70, 0.1, float("inf"), None, True, "text", b"bytes", [1, {2: "x"}]),
+        "counter": Counter("aab"),
+        "kinds": [torch.Size([1, 2]), torch.float16, torch.device("cpu"), torch.device("cuda", 1)],
+    }
+
+
+def same(value, other):
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value.detach(), other)
+    if isinstance(value, dict):
+        return (
+            type(value) is type(other) and list(value) == list(other) and all(same(value[k], other[k]) for k in value)
+        )
+    if type(value) in (list, tuple):
+        return len(value) == len(other) and all(map(same, value, other))
+    return value == other and type(value) is type(other)
+
+
+def test_plain_state_is_read_as_torch_reads_it(tmp_path):
+    state = plain_state()
+    torch.save(state, tmp_path / "x.pt")
+    read = archive.read(tmp_path / "x.pt")
+    assert same(torch.load(tmp_path / "x.pt", weights_only=True), read)
+    assert read["module"]._metadata == state["module"]._metadata
+    read["weight"].zero_()  # tensors that shared memory do again
+    assert not read["transposed"].any()
+    assert not read["row"].any()
+
+
+def test_values_of_numpy_become_tensors_and_numbers_whatever_its_version(tmp_path):
+    np = pytest.importorskip("numpy")
+    value = {
+        "words": np.arange(5, dtype=np.uint32),
+        "matrix": np.ones((2, 3)),
+        "rate": np.float64(0.1),
+        "n": np.int64(-7),
+    }
+    written = pickle.dumps(value, protocol=2)
+    for core in (b"numpy.core.", b"numpy._core."):
+        for other in (b"numpy.core.", b"numpy._core."):
+            program = written.replace(other, core)
+            read = pickled.load(program, lambda described: torch.empty(0))
+            assert read["words"].tolist() == [0, 1, 2, 3, 4]
+            assert read["words"].dtype == torch.uint32
+            assert torch.equal(read["matrix"], torch.ones(2, 3, dtype=torch.float64))
+            assert (read["rate"], read["n"]) == (0.1, -7)
+            assert type(read["rate"]) is float
+
+
+@pytest.mark.parametrize("kind", [object, ">u4", "U3"])
+def test_arrays_that_are_not_of_numbers_are_refused(kind):
+    np = pytest.importorskip("numpy")
+    with pytest.raises(CheckpointError, match="NumPy value"):
+        pickled.load(pickle.dumps(np.array([1, 2]).astype(kind), protocol=2), lambda described: torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"),
+    [(0, (5,), (1,)), (1, (4,), (1,)), (0, (2, 2), (3, 1)), (2**62, (1,), (1,)), (-1, (1,), (1,)), (0, (2,), (-1,))],
+)
+def test_a_tensor_that_reaches_beyond_its_numbers_is_damage(offset, size, stride, tmp_path, monkeypatch):
+    class Odd:
+        def __reduce__(self):
+            storage = torch.zeros(4)._typed_storage()
+            return torch._utils._rebuild_tensor_v2, (storage, offset, size, stride, False, OrderedDict())
+
+    torch.save(Odd(), tmp_path / "x.pt")
+    with pytest.raises(DamagedCheckpointError, match="x.pt"):
+        archive.read(tmp_path / "x.pt")
+
+
+def small(tmp_path):
+    torch.manual_seed(0)
+    state = {"weight": torch.randn(3), "step": 5, "name": "x", "rng": random.Random(0).getstate()[:1]}
+    torch.save(state, tmp_path / "x.pt")
+    return tmp_path / "x.pt", state
+
+
+def read_or_none(path):
+    try:
+        return archive.read(path)
+    except CheckpointError:
+        return None
+
+
+def test_no_flipped_byte_of_a_file_is_taken_for_state(tmp_path):
+    path, state = small(tmp_path)
+    whole, detected = path.read_bytes(), 0
+    for index in range(len(whole)):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 0x55]) + whole[index + 1 :])
+        read = read_or_none(path)
+        detected += read is None
+        assert read is None or same(state, read), index  # padding, dates, and records that hold no state
+    assert detected > len(whole) // 4
+
+
+def test_a_file_that_is_cut_anywhere_is_damage(tmp_path):
+    path, _ = small(tmp_path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpointError, match="x.pt"):
+            archive.read(path)
+
+
+def test_a_zip_archive_of_something_else_is_refused(tmp_path):
+
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a.txt", "text")
+    with pytest.raises(DamagedCheckpointError, match=r"x.pt cannot be read: it is a zip archive, but not one of torch"):
+        archive.read(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x/data.pkl", pickle.dumps([0] * 100, protocol=2))
+    with pytest.raises(DamagedCheckpointError, match="compressed"):
+        archive.read(path)
+
+
+def test_numbers_with_the_high_byte_first_are_refused(tmp_path):
+    torch.save({"a": torch.zeros(2)}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(tmp_path / "y.pt", "w") as target:
+        for entry in source.infolist():
+            content = b"big" if entry.filename.endswith("byteorder") else source.read(entry)
+            target.writestr(entry.filename, content)
+    with pytest.raises(CheckpointError, match="big"):
+        archive.read(tmp_path / "y.pt")
