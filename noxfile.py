@@ -124,9 +124,9 @@ def alone(session: nox.Session, package: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
-    optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4")
+    optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    ignored = ("--ignore=tests/parity", "--ignore=tests/test_house.py")
+    ignored = ("--ignore=tests/parity", "--ignore=tests/crash", "--ignore=tests/test_house.py")
     session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
 
 
@@ -136,6 +136,21 @@ def parity(session: nox.Session) -> None:
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "optuna>=4", *CONSTRAINTS)
     compared = ("tests/parity", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def crash(session: nox.Session) -> None:
+    """Kill a run at every operation and step, cut its power, damage its files; it must end as if left alone."""
+    session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
+    session.run("pytest", "tests/crash", env=TEST_ENVIRONMENT)
+    session.run("python", "tests/crash/run.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def resume(session: nox.Session) -> None:
+    """Stop a run at every step, go on with it, and compare the ends bit by bit, in every combination of settings."""
+    session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
+    session.run("python", "tests/resume_session.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(name="bench-step")
@@ -150,6 +165,15 @@ def bench_eval(session: nox.Session) -> None:
     """Print what evaluating a sample costs as samples become more, beside transformers' growth, in one run."""
     session.install(*EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
     session.run("python", "packages/tr-core/bench/eval.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(name="bench-ckpt")
+def bench_ckpt(session: nox.Session) -> None:
+    """Print how long a save holds training up: in the background, in the foreground, with transformers, in one run."""
+    session.install(*EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    # As many threads as torch takes: those that copy and those that train are part of what is measured.
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
+    session.run("python", "packages/tr-ckpt/bench/saving.py", *session.posargs, env=environment)
 
 
 @nox.session(name="format")

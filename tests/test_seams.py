@@ -21,5 +21,6 @@ def test_ddp_keeps_the_promises_of_a_strategy(world_size):
     run_ranks(ddp_keeps_its_promises, world_size, timeout_s=90)
 
 
-def test_the_local_checkpointer_keeps_the_promises_of_a_checkpointer(tmp_path):
-    check_checkpointer(functools.partial(Checkpointer, tmp_path, keep_last=2))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_local_checkpointer_keeps_the_promises_of_a_checkpointer(asynchronous, tmp_path):
+    check_checkpointer(functools.partial(Checkpointer, tmp_path, keep_last=2, asynchronous=asynchronous))

@@ -102,6 +102,41 @@ def test_another_batch_size_at_a_resume_goes_on_with_the_next_sample(tmp_path):
         assert again.trainer.state.log_history[2]["epoch"] == (5 / 9 if side is OURS else 3 / 9)
 
 
+def rates_from(outcome, step):
+    """Return the learning rates that were logged of the steps after one."""
+    history = outcome.trainer.state.log_history
+    return [entry["learning_rate"] for entry in history if "learning_rate" in entry and entry["step"] > step]
+
+
+def test_a_changed_learning_rate_is_applied_at_a_resume(tmp_path):
+    """The reference goes on with the rate in the checkpoint, and says nothing."""
+    scenario = Scenario(models.Mlp, data.classes(), arguments=SAVING)
+    for side in (REFERENCE, OURS):
+        finished(side, scenario, tmp_path)
+        changed = resume(side, scenario, tmp_path, 4, learning_rate=0.5)
+        base = 0.05 if side is REFERENCE else 0.5
+        assert rates_from(changed, 4) == pytest.approx([base * left / 10 for left in range(6, 0, -1)])
+
+
+def test_a_run_that_was_made_longer_does_not_begin_at_the_last_rate_of_the_shorter(tmp_path):
+    scenario = Scenario(models.Mlp, data.classes(), arguments=SAVING)
+    for side in (REFERENCE, OURS):
+        finished(side, scenario, tmp_path)
+        longer = resume(side, scenario, tmp_path, 10, num_train_epochs=4)
+        expected = [0.05 * left / 20 for left in range(10, 0, -1)]
+        if side is REFERENCE:
+            expected[0] = 0.0
+        assert rates_from(longer, 10) == pytest.approx(expected)
+
+
+def test_another_weight_decay_at_a_resume_is_applied(tmp_path):
+    scenario = Scenario(models.Mlp, data.classes(), arguments=SAVING)
+    for side in (REFERENCE, OURS):
+        finished(side, scenario, tmp_path)
+        changed = resume(side, scenario, tmp_path, 4, weight_decay=0.3)
+        assert changed.trainer.optimizer.param_groups[0]["weight_decay"] == (0.0 if side is REFERENCE else 0.3)
+
+
 def test_a_stream_goes_on_where_it_was_beyond_its_first_pass(tmp_path):
     """Three steps a pass, resumed in the second one."""
     scenario = Scenario(models.Mlp, data.Stream(data.classes(12)), arguments={**SAVING, "max_steps": 8})
@@ -270,7 +305,7 @@ def test_two_callbacks_of_one_class_keep_their_states(tmp_path):
         scenario = Scenario(
             models.Mlp,
             data.classes(),
-            arguments={**SAVING, "restore_callback_states_from_checkpoint": side is REFERENCE},
+            arguments={**SAVING, "restore_callback_states_from_checkpoint": True},
             callbacks=lambda counts=counts: [counts(1), counts(10)],
         )
         finished(side, scenario, tmp_path)

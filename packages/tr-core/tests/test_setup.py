@@ -196,7 +196,7 @@ READ_ELSEWHERE = {
     "log_level", "log_level_replica", "log_on_each_node", "per_device_train_batch_size", "per_device_eval_batch_size",
     "warmup_steps",  # tr-args: derived values
     "logging_dir", "run_name",  # tr-log: trackers
-    "save_total_limit",  # tr-ckpt
+    "save_total_limit", "save_keep_every", "save_on_each_node",  # tr-ckpt
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
     "ddp_static_graph",  # tr-dist

@@ -67,3 +67,49 @@ def test_a_single_number_cannot_be_concatenated():
         with pytest.raises(ValueError, match=r"not shape \(\); give a number as tensor.reshape\(1\)"):
             strategy.gather(torch.tensor(1.0))
         assert strategy.gather(torch.tensor([1.0])).tolist() == [1.0]
+
+
+def _agree():
+    with DDP(use_cpu=True) as strategy:
+        rank = strategy.rank
+        first = strategy.agree(10 * (rank + 1))
+        second = strategy.agree(0)
+        between = strategy.sum(torch.ones(()))  # other exchanges may come in between
+        third = strategy.agree(5 if rank == 1 else 0)
+        return [third(), first(), second(), first()], between.item()
+
+
+def test_ranks_agree_on_the_largest_value_in_any_order_of_reading():
+    assert run_ranks(_agree, 3) == [([5, 30, 0, 30], 3.0)] * 3
+
+
+def _begin_before_the_other():
+    with DDP(use_cpu=True) as strategy:
+        strategy.agree(0)()
+        if strategy.rank == 1:
+            strategy.gather_objects(None)  # the first rank comes here after it has begun to agree
+            return strategy.agree(1)()
+        read = strategy.agree(7)
+        strategy.gather_objects(None)
+        return read()
+
+
+def test_beginning_to_agree_waits_for_nobody():
+    assert run_ranks(_begin_before_the_other, 2) == [7, 7]
+
+
+def test_one_process_agrees_with_itself():
+    with DDP(use_cpu=True) as strategy:
+        assert strategy.agree(3)() == 3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_that_have_nothing_but_nccl_agree_on_the_host():
+    with DDP(backend="nccl") as strategy:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            reads = [strategy.agree(value) for value in (3, 4)]
+            assert [read() for read in reads] == [3, 4]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from tr_core.protocols import Stateful
@@ -29,6 +30,9 @@ EVENTS = (
     "on_log",
     "on_push_begin",
 )
+
+# Not among them: it may come from another thread, so that it has no control to steer and no state to look at.
+CHECKPOINT = "on_checkpoint"
 
 # The flags that an event finds cleared.
 _CLEARED = {
@@ -114,6 +118,13 @@ class TrainerCallback:
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a checkpoint is complete."""
 
+    def on_checkpoint(self, folder: Path, step: int) -> None:
+        """As soon as a checkpoint is complete in `folder`, before any older one is removed; on the main process only.
+
+        It is given these two and returns nothing. With `save_async` it is called by the thread that writes, while
+        training goes on: it must not touch the model, and return soon. What it raises is logged.
+        """
+
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After an entry was added to `state.log_history`, with `logs`."""
 
@@ -137,6 +148,7 @@ class CallbackList:
         self._owner = owner
         self.callbacks: list[Any] = []
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
+        self._last: dict[str, list[Any]] = {}
         self.wants_outputs = False
         for callback in callbacks:
             self.add(callback)
@@ -160,6 +172,22 @@ class CallbackList:
                 return candidate
         return None
 
+    def listen(self, event: str, method: Callable[..., Any]) -> None:
+        """Have a method called at an event, after those of all callbacks; it is none of them, and has no state.
+
+        A signal handler may call this at any moment: what is being sent just then reaches the method too.
+        """
+        last = self._last.setdefault(event, [])
+        if method not in last:
+            last.append(method)
+            self._listeners[event].append(method)
+
+    def unlisten(self, event: str, method: Callable[..., Any]) -> None:
+        """Take back what `listen` did."""
+        if method in self._last.get(event, ()):
+            self._last[event].remove(method)
+            self._index()
+
     def fire(self, event: str, **extra: Any) -> None:
         """Clear the flags that `event` clears, call every method that defines it, and take in what each returns."""
         owner = self._owner
@@ -182,6 +210,22 @@ class CallbackList:
             answer = method(owner.args, owner.state, control, **context)
             if answer is not None and answer is not control:
                 _apply(answer, control, method)
+
+    def announce(self, folder: Path, step: int) -> None:
+        """Tell every callback that defines `on_checkpoint` of a checkpoint that is complete.
+
+        Raises:
+            Exception: what the last that failed raised; the others were told all the same.
+        """
+        failure: Exception | None = None
+        for callback in list(self.callbacks):
+            try:
+                if _defines(callback, CHECKPOINT):
+                    callback.on_checkpoint(folder, step)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def stateful(self) -> dict[str, Stateful]:
         """Return the callbacks that have a state, by class name; a second of one class is `Name#2`."""
@@ -215,6 +259,9 @@ class CallbackList:
         self.wants_outputs = any(_names(method, "outputs") for method in self._listeners["on_micro_batch_end"])
         steps = self._listeners["on_step_end"]
         steps[:] = [self._with_loss(method) if _names(method, "loss") else method for method in steps]
+        for event in list(self._last):  # of now: a signal may have added one while all this was made
+            listeners = self._listeners[event]
+            listeners += [method for method in self._last[event] if method not in listeners]
 
     def _with_loss(self, method: Any) -> Any:
         @wraps(method)
@@ -235,7 +282,7 @@ def _names(method: Any, parameter: str) -> bool:
 
 
 def _checked(callback: Any) -> Any:
-    if isinstance(callback, TrainerCallback) or any(_defines(callback, event) for event in EVENTS):
+    if isinstance(callback, TrainerCallback) or any(_defines(callback, event) for event in (*EVENTS, CHECKPOINT)):
         return callback
     raise TypeError(
         f"{callback!r} is no callback: it defines none of the events; inherit from TrainerCallback or define one of "

@@ -23,13 +23,7 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "deepspeed": (None, "train with strategy='ddp'"),
     "fsdp": ([], "train with strategy='ddp'"),
     "fsdp_config": ({}, "train with strategy='ddp'"),
-    "optim_target_modules": (None, "no optimizer of this version takes target modules"),
     "parallelism_config": (None, "train with strategy='ddp'"),
-    "restore_callback_states_from_checkpoint": (
-        False,
-        "leave it out: states of callbacks are always restored",
-    ),
-    "save_on_each_node": (False, "save to a file system that every machine sees"),
 }
 
 # Options that are refused for good. name -> (value that is allowed, why nothing else can be)

@@ -106,7 +106,8 @@ def log_evaluate_save(trainer: Trainer, run: Run) -> None:
 def evaluate(trainer: Trainer, run: Run) -> None:
     """Evaluate, and have the best noted and the schedule stepped that goes by it."""
     store_tokens(trainer, run)
-    metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
+    with run.evaluating():
+        metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
     trainer.report_trial(metrics)
     is_best = note_best(trainer, metrics)
     if run.schedule_follows_metric:

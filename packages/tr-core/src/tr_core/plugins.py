@@ -15,7 +15,10 @@ from tr_args.suggestion import did_you_mean
 # Which of our packages brings a name, so that the error for a missing one can say what to install.
 _BROUGHT_BY = {
     "tr.checkpointers": {"local": "tr-ckpt"},
-    "tr.optimizers": {"adafactor": "tr-optim"},
+    "tr.optimizers": dict.fromkeys(
+        ("adafactor", "galore_adamw", "galore_adamw_layerwise", "galore_adafactor", "galore_adafactor_layerwise"),
+        "tr-optim",
+    ),
     "tr.strategies": {"ddp": "tr-dist"},
     "tr.callbacks": {
         "hub": "tr-ckpt[hub]",

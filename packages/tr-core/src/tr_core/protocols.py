@@ -6,7 +6,7 @@ import of this package. `tr_core.testing` holds a conformance suite for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -57,6 +57,15 @@ class Collectives(Protocol):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        ...
+
+    def agree(self, value: int) -> Callable[[], int]:
+        """Begin to find the largest `value` of all ranks, on the host alone, and return without waiting.
+
+        Returns:
+            What gives that value, as often as it is called, once every rank has begun. All ranks begin in the same
+            order; when each of them reads is its own affair.
+        """
         ...
 
     def barrier(self) -> None:
@@ -135,6 +144,67 @@ class Strategy(Collectives, Protocol):
 
 
 @runtime_checkable
+class InBackward(Protocol):
+    """An optimizer that consumes gradients during the backward pass, so that they are never all there at once.
+
+    It is a `torch.optim.Optimizer`, known by `fused_in_backward` being True. The loop calls `bind` once before the first
+    backward pass, then, in each step, `backward` for every micro-batch in place of `loss.backward()`, `clip_grad_norm`,
+    `step` and `zero_grad`, and `detach` when training ends, however it ends. In a loop of one's own on one process `bind`
+    and `detach` may be left out. A plain `loss.backward()` consumes nothing.
+
+    Attributes:
+        fused_in_backward: whether this is such an optimizer; one whose modes differ has it False in the others.
+        updates_in_backward: whether weights change in `backward` already. Where they do not, an update is left out by
+            not calling `step`, and nothing remembers it after `zero_grad`. Where they do, `clip_to(max_norm)` is called
+            once after `bind`, for the norm has to be known before; and a true `leaves_out_nonfinite` says that a step
+            whose loss or norm is not finite on any rank has changed nothing.
+        reduces_own_gradients: whether it averages over the ranks itself, so that a strategy must not.
+        norm_is_estimated: whether the norm that `clip_grad_norm` returned last is an estimate.
+    """
+
+    fused_in_backward: bool
+    updates_in_backward: bool
+    reduces_own_gradients: bool
+    norm_is_estimated: bool
+
+    def bind(self, collectives: Collectives) -> None:
+        """Take over who this process is among the others, and how values travel between them."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, last: bool = True, scale: torch.Tensor | None = None) -> None:
+        """Compute the gradients of one micro-batch and consume them.
+
+        Args:
+            loss: scalar, already divided by what the step's losses are to be divided by.
+            last: whether it is the last micro-batch of its step.
+            scale: scalar on the device that the loss is multiplied by before, and gradients are divided by after, so
+                that small ones do not vanish in float16.
+        """
+        ...
+
+    def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
+        """Have the step use gradients whose total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Returns:
+            The norm before clipping over all its parameters, those included that keep their `.grad`: a new scalar
+            tensor. Nothing is read back to the host.
+        """
+        ...
+
+    def step(self, closure: None = None) -> object:
+        """Apply what the backward passes since the last step have left."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what the backward passes since the last step have left, gradients and all else."""
+        ...
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters; the next `backward` puts them on again."""
+        ...
+
+
+@runtime_checkable
 class EvaluationWeights(Protocol):
     """A callback that has the model evaluated and exported with other weights than those that train.
 
@@ -160,7 +230,10 @@ class EvaluationWeights(Protocol):
 class Checkpointer(Protocol):
     """Where a run's state is kept.
 
-    Every rank calls every method; which rank writes what is the implementation's affair.
+    Every rank calls every method; which rank writes what is the implementation's affair. A save may go on in the
+    background after `save` has returned: what it saves is the state at the call, whatever changes meanwhile.
+    `restore`, `steps` and `path` wait for it first. A failure of it is raised once, by `check`, `wait`, `close` or
+    the next `save`.
     """
 
     def save(
@@ -170,6 +243,7 @@ class Checkpointer(Protocol):
         *,
         write_extra: Callable[[Path], None] | None = None,
         protected: Sequence[int] = (),
+        on_commit: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write the state of all `parts` as the checkpoint of `step` and remove older ones beyond the limit.
 
@@ -179,28 +253,33 @@ class Checkpointer(Protocol):
             write_extra: called on rank 0 with the folder being written, before it is sealed, to add files of its own
                 (`config.json`, a tokenizer); those files are verified as the others are.
             protected: steps that must not be removed, whatever the limit (the best one).
+            on_commit: called on rank 0 with the checkpoint's folder once it is complete, before older ones are removed;
+                maybe in another thread, and it must return soon. What it raises is logged, not raised.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; it is there once `wait` has returned.
 
         Raises:
-            OSError: it could not be written; what was there before is intact.
+            OSError: it, or the one before, could not be written; what was there before is intact.
         """
         ...
 
-    def restore(self, parts: Mapping[str, Stateful], source: str | Path | None = None) -> int | None:
+    def restore(
+        self, parts: Mapping[str, Stateful], source: str | Path | None = None, *, optional: Collection[str] = ()
+    ) -> int | None:
         """Load a checkpoint into `parts`, which may be fewer than were saved.
 
         Args:
-            parts: what to load into, by name.
+            parts: what to load into, by name; loaded in this order, but random states last.
             source: a checkpoint's folder; None takes the newest valid one, passing over damaged ones with a warning
                 that names the damage.
+            optional: names of parts that stay as they are where the checkpoint does not hold them.
 
         Returns:
             The checkpoint's step, or None if `source` is None and there is no valid checkpoint.
 
         Raises:
-            ValueError: `source` is damaged or no checkpoint, or it lacks one of `parts`.
+            ValueError: `source` is damaged or no checkpoint, or it lacks one of `parts` that is not optional.
         """
         ...
 
@@ -212,6 +291,22 @@ class Checkpointer(Protocol):
         """Return the folder of the checkpoint of `step`, whether it exists or not."""
         ...
 
+    def check(self) -> None:
+        """Raise what a save that went on in the background failed with; local to this rank, and waits for nothing.
+
+        Raises:
+            OSError: it could not be written; what was there before is intact.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Return when nothing is being written. All ranks call it, and all raise if one of them failed.
+
+        Raises:
+            OSError: it could not be written; what was there before is intact.
+        """
+        ...
+
     def close(self) -> None:
-        """Finish what is being written; raises what went wrong with it."""
+        """Finish what is being written; raises as `wait` does."""
         ...

@@ -149,7 +149,10 @@ class RandomState:
             keys = saved["keys"].numpy().astype(np.uint32)
             np.random.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
         if self.device.type in state_dict:
-            torch.get_device_module(self.device).set_rng_state(state_dict[self.device.type])
+            held = state_dict[self.device.type]
+            if isinstance(held, list):  # of another program: of the one device it used, or of all that it saw
+                held = held[0 if len(held) == 1 else self.device.index or 0]
+            torch.get_device_module(self.device).set_rng_state(held)
 
     def reapply(self) -> None:
         """Put the generators once more into the state loaded last, if any: right before the first resumed step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,15 @@ from tr_core.data.batches import Batches
 from tr_core.data.order import MicroBatch
 from tr_core.metric_window import MetricWindow
 from tr_core.optimization.nonfinite import UpdateGuard, build_guard, is_nonfinite
-from tr_core.protocols import Strategy
+from tr_core.protocols import Stateful, Strategy
+from tr_core.resuming.foreign_place import derive_place
 from tr_core.state import TrainerState
 from tr_core.steps import Plan
 from tr_core.tokens import TokenCounter, build_token_counter
 from tr_core.window import RankWindow, read_rank_window, share_window, store_counts
 
 if TYPE_CHECKING:
+    from tr_core.callbacks.interruption import Interruption
     from tr_core.trainer import Trainer
 
 # Steps whose loss and norm are looked at together: one by one that costs a step four operations on scalars.
@@ -62,6 +65,8 @@ class Run:
         counters: what is called with every micro-batch: floating-point operations and tokens, where they are counted.
         tokens: what counts input tokens, None where nobody asked.
         syncs_each_batch: whether gradients are exchanged after every micro-batch, not after a step's last one only.
+        settings: what the run is trained with, as its checkpoints remember it.
+        begins_pass_anew: whether a restored place in a pass is its beginning.
         reopens_pass: whether the next pass is one that was begun already, where a step is made again.
         hides_nan: whether losses that are not finite are left out of the log.
         update_strategy: what clips and applies gradients: the strategy, or a guard before it where not all are applied.
@@ -82,6 +87,8 @@ class Run:
         num_nonfinite: steps since the last log whose loss or norm was not finite, on the device.
         num_skipped: updates since the last log that were left out for it, on the device.
         zero: the scalar that a step's loss begins with, on the device.
+        interruption: what ends the run after a signal, None where nothing does.
+        owed: what an interruption left out of the last step, `evaluate` and perhaps `save` after it.
     """
 
     plan: Plan
@@ -98,6 +105,8 @@ class Run:
     counters: list[Callable[[MicroBatch], None]] = field(default_factory=list)
     tokens: TokenCounter | None = None
     syncs_each_batch: bool = False
+    settings: Stateful | None = None
+    begins_pass_anew: bool = False
     reopens_pass: bool = False
     hides_nan: bool = False
     update_strategy: Strategy | UpdateGuard = field(init=False)
@@ -119,6 +128,8 @@ class Run:
     num_skipped: torch.Tensor = field(init=False)
     zero: torch.Tensor = field(init=False)
     loss_before_step: torch.Tensor = field(init=False)
+    interruption: Interruption | None = None
+    owed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.metrics = MetricWindow(self.strategy)
@@ -137,6 +148,7 @@ class Run:
             self.step_schedule = self.schedule.step
         self.hides_nan = args.logging_nan_inf_filter
         self.syncs_each_batch = syncs_each_batch(args)
+        self.begins_pass_anew = args.ignore_data_skip
         self.guard = build_guard(trainer, self)
         self.update_strategy = self.guard or self.strategy
         self.tokens = build_token_counter(trainer)
@@ -148,6 +160,15 @@ class Run:
     def is_pass_complete(self) -> bool:
         """Whether the pass that `position` is in has no batch left; False where that cannot be known."""
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Surround an evaluation, which a signal may cut short."""
+        return nullcontext() if self.interruption is None else self.interruption.evaluating()
+
+    def settle(self) -> None:
+        """Wait, after the last step, for what is being written in the background."""
+        if self.interruption is not None:
+            self.interruption.settle()
 
     def finite(self, loss: torch.Tensor, loss_sum: torch.Tensor, step: int) -> torch.Tensor:
         """Return a loss for the log: in place of one that is not finite, the mean of the window so far.
@@ -192,16 +213,24 @@ class Run:
             "last_logged_step": self.last_logged_step,
             "learning_rate": self.learning_rate,
             "window": self.window,
+            "owed": self.owed,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Take over the place in the data and the log window; another number of ranks shares the window evenly."""
-        self.position = DataPosition(state_dict["epoch"], state_dict["samples"])
+        if "foreign" in state_dict:
+            self._begin_after(state_dict["foreign"])
+            return
+        self.position = DataPosition(state_dict["epoch"], 0 if self.begins_pass_anew else state_dict["samples"])
         self.data.restore_order(state_dict["order"], self.position.samples)
         self.last_logged_step = state_dict["last_logged_step"]
         # For the log at the end of an epoch, if the checkpoint is of its last step.
         self.learning_rate = state_dict["learning_rate"]
+        self.owed = list(state_dict.get("owed", ()))
         windows = state_dict["window"]
+        if self.position.samples > 0:
+            places = [window.get("place") for window in windows]
+            self.data.restore_place(places, self.strategy.rank, self.strategy.world_size)
         own = share_window(windows, self.strategy.rank, self.strategy.world_size)
         norm = own["grad_norm"]
         self.grad_norm = None if norm is None else torch.full_like(self.loss_sum, norm)
@@ -213,12 +242,20 @@ class Run:
         self.logged_loss = -sum(window["loss"] for window in windows) / len(windows)
         self.logged_skips = -own["skipped"]
 
+    def _begin_after(self, saved: dict[str, Any]) -> None:
+        """Go on from where a run of another program was, with a new log window."""
+        passes, samples = derive_place(saved, self.data, self.plan.per_step)
+        self.position = DataPosition(passes, 0 if self.begins_pass_anew else samples)
+        self.last_logged_step = saved["global_step"]
+
     def collect_window(self, state: TrainerState) -> None:
         """Read the log window of all ranks, to be saved: a log after a resume is then what it would have been.
 
         Operations and tokens are added to the state, where a checkpoint has them.
         """
-        windows = self.strategy.gather_objects(read_rank_window(self))  # sync: once a save
+        own = read_rank_window(self)  # sync: once a save
+        own["place"] = self.data.place_state()
+        windows = self.strategy.gather_objects(own)
         store_counts(state, windows)
         for window in windows:
             window["flops"], window["tokens"] = 0.0, 0

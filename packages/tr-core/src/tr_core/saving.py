@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tr_core import plugins
+from tr_core.adapters import adapter_parts, is_adapter, write_adapter_config
 from tr_core.conditions.surroundings import configuration_as_given
 from tr_core.evaluation.evaluation_weights import evaluation_weights, weight_parts
 from tr_core.model_io import base_model
@@ -85,12 +87,19 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
         state.best_model_checkpoint = str(checkpointer.path(best))
     parts = checkpoint_parts(trainer, run)
     if trainer.args.save_only_model:
-        parts = {name: parts[name] for name in ("model", *weight_parts(trainer), "trainer_state")}
+        parts = {name: parts[name] for name in (*model_parts(trainer), *weight_parts(trainer), "trainer_state")}
+
+    def write_extra(path: Path) -> None:
+        save_companions(trainer, path)
+        if is_adapter(trainer.model):
+            write_adapter_config(trainer.model, path)
+
     folder = checkpointer.save(
         state.global_step,
         parts,
-        write_extra=lambda path: save_companions(trainer, path),
+        write_extra=write_extra,
         protected=() if best is None else (best,),
+        on_commit=partial(trainer.callback_handler.announce, step=state.global_step),
     )
     if trainer.strategy.rank == 0:
         trainer.logger.info("saved checkpoint %s", folder)
@@ -102,8 +111,13 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
     Raises:
         ValueError: a callback gives a part the name of one of these.
     """
+    others = trainer.strategy.stateful(trainer.model_wrapped, run.optimizer)
+    del others["model"]
     parts = {
-        **trainer.strategy.stateful(trainer.model_wrapped, run.optimizer),
+        # Restored first, for it tells whether the others fit.
+        **({} if run.settings is None else {"settings": run.settings}),
+        **model_parts(trainer),
+        **others,
         "scheduler": run.schedule,
         "rng": trainer.random_state,
         "run": run,
@@ -114,6 +128,12 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
     if taken := sorted(set(weights) & set(parts)):
         raise ValueError(f"a callback gives its part of the checkpoint the name {taken[0]!r}, which is taken")
     return {**parts, **weights}
+
+
+def model_parts(trainer: Trainer) -> dict[str, Stateful]:
+    """Return what holds the model in a checkpoint, by name: all of it, or what an adapter leaves to be trained."""
+    model = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
+    return adapter_parts(trainer.model, model) if is_adapter(trainer.model) else {"model": model}
 
 
 def find_hub(callbacks: Sequence[Any], args: Any) -> Any:

@@ -10,25 +10,30 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tr_core.conditions.batch_size_search import lower, run_epochs_within_memory
+from tr_core.callbacks.interruption import interruptible
+from tr_core.conditions.batch_size_search import run_epochs_within_memory
 from tr_core.conditions.memory_metrics import ReadMemory
 from tr_core.conditions.surroundings import while_training
 from tr_core.data.first_batches import training_batches
 from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, weight_parts
 from tr_core.loop import run_epochs
+from tr_core.making_up import make_up
+from tr_core.optimization.in_backward import consuming_gradients
+from tr_core.protocols import Checkpointer
 from tr_core.randomness import set_seed
 from tr_core.results import TrainOutput
+from tr_core.resuming.model_form import restore_either_form
+from tr_core.resuming.restoring import Resume, resume_run
+from tr_core.resuming.settings import Settings
 from tr_core.run import Run
-from tr_core.saving import checkpoint_parts
+from tr_core.saving import model_parts
 from tr_core.speed import speed_metrics
 from tr_core.state import TrainerState
-from tr_core.steps import make_plan, steps_left
+from tr_core.steps import make_plan
 from tr_core.window import close_window
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
-
-Resume = str | Path | bool | None
 
 
 def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
@@ -38,13 +43,14 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     trainer.renew_model()
     with while_training(trainer), trainer.memory.stage("train") as read_memory:
         run = _begin(trainer, resume, ignore_keys)
-        if run.first_step >= run.plan.max_steps:
+        if run.first_step >= run.plan.max_steps and not run.owed:
             return _leave_finished(trainer, run)
-        with _in_training(trainer, run):
+        with consuming_gradients(trainer, run), interruptible(trainer, run), _in_training(trainer, run):
             trainer.random_state.reapply()
             if trainer.args.eval_on_start and run.first_step == 0:
                 trainer.evaluate(ignore_keys=ignore_keys)
             trainer.model_wrapped.train()
+            make_up(trainer, run)
             (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(trainer, run)
             return _finish(trainer, run, read_memory)
 
@@ -88,17 +94,24 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     loss_sum = torch.zeros((), device=strategy.device)
     run = Run(plan, data, strategy, optimizer, schedule, loss_sum, ignore_keys=ignore_keys)
     run.configure(trainer)
-    if resume not in (None, False) and _restore(trainer, run, resume):
-        run = _continue(trainer, run)
-    elif args.save_strategy != "no" and strategy.rank == 0 and (earlier := trainer.checkpointer().steps()):
-        trainer.logger.warning(
-            "%s holds checkpoints of an earlier run, up to step %d: resuming with True would take those once this run "
-            "ends before that step; give every run an output_dir of its own, or remove them",
-            args.output_dir,
-            earlier[-1],
-        )
+    run.settings = Settings(trainer, run)
+    resumed = False
+    if resume not in (None, False):
+        resumed = resume_run(trainer, run, resume, _fresh_state(trainer, plan.max_steps, plan.num_epochs))
+    if not resumed and args.save_strategy != "no":
+        _warn_of_earlier(trainer, trainer.checkpointer())
     _announce(trainer, run)
     return run
+
+
+def _warn_of_earlier(trainer: Trainer, checkpointer: Checkpointer) -> None:
+    if trainer.strategy.rank == 0 and (earlier := checkpointer.steps()):
+        trainer.logger.warning(
+            "%s holds checkpoints of an earlier run, up to step %d: resuming takes those until this run has saved its "
+            "first, and save_total_limit removes them first; give every run an output_dir of its own, or remove them",
+            trainer.args.output_dir,
+            earlier[-1],
+        )
 
 
 def _fresh_state(trainer: Trainer, max_steps: int, num_epochs: int) -> TrainerState:
@@ -123,65 +136,6 @@ def _fresh_state(trainer: Trainer, max_steps: int, num_epochs: int) -> TrainerSt
     )
 
 
-def _restore(trainer: Trainer, run: Run, resume: Resume) -> bool:
-    """Load a checkpoint into everything; False if there is none and none is demanded.
-
-    Raises:
-        ValueError: there is none and `resume` is True, or the one named is damaged.
-    """
-    automatic = resume is True or str(resume) in ("auto", "True", "true")
-    source = None if automatic else str(resume)
-    # All parts, also with save_only_model: going on without optimizer and place in silence would be another run.
-    step = trainer.checkpointer().restore(checkpoint_parts(trainer, run), source=source)
-    if step is None and resume != "auto":
-        raise ValueError(
-            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {trainer.args.output_dir!r}; give "
-            "the folder of one, or resume_from_checkpoint='auto' to begin anew where there is none"
-        )
-    return step is not None
-
-
-def _continue(trainer: Trainer, run: Run) -> Run:
-    """Fit plan and state to a restored place: the arguments of now, the position of then."""
-    args, state = trainer.args, trainer.state
-    if args.auto_find_batch_size:
-        _take_found_size(trainer, run)
-    run.first_step, run.first_tokens = state.global_step, state.num_input_tokens_seen
-    if args.ignore_data_skip:
-        run.position.samples = 0
-    fresh = _fresh_state(trainer, run.plan.max_steps, run.plan.num_epochs)
-    for name in (
-        "max_steps",
-        "num_train_epochs",
-        "train_batch_size",
-        "logging_steps",
-        "eval_steps",
-        "save_steps",
-    ):
-        setattr(state, name, getattr(fresh, name))
-    left = steps_left(args, run.data, run.position.epoch, run.position.samples)
-    if args.max_steps <= 0 and left is not None and not args.ignore_data_skip:
-        state.max_steps = state.global_step + left
-        run.plan = run.plan.with_max_steps(state.max_steps)
-    trainer.logger.info(
-        "resuming at step %d of %d: epoch %d, sample %d",
-        state.global_step,
-        state.max_steps,
-        run.position.epoch,
-        run.position.samples,
-    )
-    return run
-
-
-def _take_found_size(trainer: Trainer, run: Run) -> None:
-    """Go on with the micro-batch that the saved run found to fit, if steps can be made of such."""
-    args, found = trainer.args, trainer.state.train_batch_size
-    if found is None or found >= args.train_batch_size:
-        return
-    if args.train_batch_size * args.gradient_accumulation_steps % found == 0:
-        lower(trainer, run, found)
-
-
 def _announce(trainer: Trainer, run: Run) -> None:
     args, logger = trainer.args, trainer.logger
     samples = "unknown" if run.data.num_samples is None else f"{run.data.num_samples:,}"
@@ -204,6 +158,7 @@ def _finish(trainer: Trainer, run: Run, read_memory: ReadMemory) -> TrainOutput:
     """Log the run's own figures and load the best weights, if that was asked for."""
     state = trainer.state
     steps = state.global_step - run.first_step
+    run.settle()
     close_window(trainer, run)
     share = steps / max(run.plan.max_steps, 1)
     metrics = speed_metrics("train", run.start_s, num_samples=run.plan.num_samples * share, num_steps=steps)
@@ -238,10 +193,21 @@ def _load_best(trainer: Trainer) -> None:
         )
         return
     folder = checkpointer.path(state.best_global_step)
-    if state.best_global_step not in checkpointer.steps():  # the run began in another folder
+    is_there = state.best_global_step in checkpointer.steps()
+    if not is_there:  # the run began in another folder, or on another machine and went on from the Hub
         folder = state.best_model_checkpoint or folder
-    weights = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
-    checkpointer.restore({"model": weights, **weight_parts(trainer)}, source=folder)
+        is_there = Path(folder).is_dir()
+    trainer.lacks_best_weights = not trainer.strategy.gather_objects(is_there)[0]  # as rank 0 sees it
+    if trainer.lacks_best_weights:
+        trainer.logger.error(
+            "load_best_model_at_end=True, but the checkpoint of the best step, %d, is not at %s; the weights are those "
+            "of step %d. Where it was kept or pushed, it is loaded from there with from_pretrained",
+            state.best_global_step,
+            folder,
+            state.global_step,
+        )
+        return
+    restore_either_form(trainer, {**model_parts(trainer), **weight_parts(trainer)}, source=folder)
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
 
 

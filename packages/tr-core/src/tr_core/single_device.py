@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -125,6 +126,10 @@ class SingleDevice:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value as the list of all."""
         return [value]
+
+    def agree(self, value: int) -> Callable[[], int]:
+        """Return what gives the value: one process agrees with itself."""
+        return lambda: value
 
     def barrier(self) -> None:
         """Return at once."""

@@ -49,7 +49,7 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 def check_collectives(strategy: Strategy) -> None:
-    """Check sums and gathers over the ranks."""
+    """Check sums, gathers and agreements over the ranks."""
     rank, world = strategy.rank, strategy.world_size
     mine = torch.full((), float(rank + 1), device=strategy.device)
     total = strategy.sum(mine)
@@ -61,6 +61,9 @@ def check_collectives(strategy: Strategy) -> None:
     assert strategy.gather_objects(("rank", rank)) == [("rank", r) for r in range(world)], (
         "objects are not in rank order"
     )
+    first, second = strategy.agree(rank + 3), strategy.agree(7 if rank == 0 else 0)
+    assert second() == 7, "agree is not the largest value of all ranks"
+    assert first() == first() == world + 2, "what was agreed on first is another value once there is a second"
     strategy.barrier()
 
 
@@ -76,29 +79,49 @@ def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
     assert checkpointer.restore({"part": part}) is None, "an empty folder restored something"
     assert checkpointer.steps() == []
     extra: list[Path] = []
+    committed: list[Path] = []
+
+    def on_commit(folder: Path) -> None:
+        committed.append(folder)
+        raise RuntimeError("on purpose: it must be logged, and the checkpoint stays")
+
     for step in (1, 2, 3):
         part.state["count"] = step
-        folder = checkpointer.save(step, {"part": part}, write_extra=extra.append, protected=(1,))
+        part.state["weight"].fill_(step)
+        folder = checkpointer.save(step, {"part": part}, write_extra=extra.append, protected=(1,), on_commit=on_commit)
+        assert len(extra) == step, "write_extra was not called once, before save returned"
+        # Training goes on: what is saved must be the state of the call.
+        part.state["weight"].fill_(-1)
         assert folder == checkpointer.path(step), "save and path disagree about the folder"
-        assert folder.is_dir()
-    assert len(extra) == 3, "write_extra was not called once a save"
+        assert folder.is_dir(), "path did not wait for the save"
+        checkpointer.check()
+    checkpointer.wait()
+    assert committed == [checkpointer.path(step) for step in (1, 2, 3)], "on_commit was not called once a save"
     assert 1 in checkpointer.steps(), "a protected checkpoint was removed"
     assert 3 in checkpointer.steps(), "the newest checkpoint was removed"
     checkpointer.close()
     again, restored = make(), _Part({})
     assert again.restore({"part": restored}) == 3, "the newest checkpoint was not found again"
     assert restored.state["count"] == 3
-    torch.testing.assert_close(restored.state["weight"], part.state["weight"], rtol=0, atol=0)
+    expected = torch.full((2, 3), 3.0)
+    torch.testing.assert_close(restored.state["weight"], expected, rtol=0, atol=0, msg="not the state of the save")
     assert restored.state["nested"] == part.state["nested"]
     assert again.restore({"part": restored}, source=again.path(1)) == 1, "a named checkpoint was not restored"
+    _check_missing_parts(again)
+    again.close()
+
+
+def _check_missing_parts(checkpointer: Checkpointer) -> None:
     complaint = ""
     try:
-        again.restore({"other": _Part({})}, source=again.path(3))
+        checkpointer.restore({"other": _Part({})}, source=checkpointer.path(3))
     except ValueError as error:
         complaint = str(error)
     assert complaint, "a part that was never saved was restored in silence"
     assert "other" in complaint, "the error does not name the missing part"
-    again.close()
+    parts = {"part": _Part({}), "other": _Part({"count": 7})}
+    assert checkpointer.restore(parts, optional={"other"}) == 3, "an optional part was demanded"
+    assert parts["other"].state == {"count": 7}, "an optional part that was never saved was changed"
 
 
 class _Part:

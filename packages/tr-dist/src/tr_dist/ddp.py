@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -187,6 +187,13 @@ class DDP:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
         return self._group.gather_objects(value)
+
+    def agree(self, value: int) -> Callable[[], int]:
+        """Begin to find the largest `value` of all ranks and return what waits for it; the device takes no part.
+
+        All ranks begin in the same order. Begun in one step and read in the next, it costs no waiting.
+        """
+        return self._group.agree(value)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

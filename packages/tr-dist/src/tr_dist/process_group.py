@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -59,6 +60,7 @@ class ProcessGroup:
     _made_here = False
     _exit_registered = False
     _stuck = False
+    _agreeing_groups: list[Any] = []  # those that objects made to agree in, to be kept alive likewise
     _left: list[tuple[float, Any]] = []  # groups kept alive after they were destroyed, and when that was
 
     def __init__(
@@ -74,7 +76,7 @@ class ProcessGroup:
         self.device = device
         self.rank, self.world_size = environment.rank, environment.world_size
         self.local_rank = environment.local_rank
-        self._member = False
+        self._member, self._timeout, self._agreeing = False, timedelta(seconds=timeout_s), None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
@@ -158,6 +160,26 @@ class ProcessGroup:
         dist.all_gather_object(values, value)
         return values
 
+    def agree(self, value: int) -> Callable[[], int]:
+        """Begin to find the largest `value` of all ranks; what is returned waits for it. Nothing touches the device.
+
+        All ranks begin in the same order among these calls. They have a gloo group of their own, so that they wait for
+        no other exchange and none for them; the first call makes it, together with the other ranks.
+        """
+        if self._agreeing is None:
+            self._agreeing = dist.new_group(backend="gloo", timeout=self._timeout)
+            if self._member:
+                ProcessGroup._agreeing_groups.append(self._agreeing)
+        largest = torch.tensor(value, dtype=torch.int64)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
+
+        def read() -> int:
+            if work is not None:
+                work.wait()
+            return int(largest)
+
+        return read
+
     def barrier(self) -> None:
         """Return once every rank has called it."""
         present = torch.ones((), device=self._host)
@@ -232,10 +254,10 @@ def _names(backend: str | None) -> set[str]:
 
 def _destroy() -> None:
     _release_settled()
-    kept = dist.group.WORLD
+    kept = (dist.group.WORLD, *ProcessGroup._agreeing_groups)
     dist.destroy_process_group()
     ProcessGroup._left.append((time.monotonic(), kept))
-    ProcessGroup._made_here = False
+    ProcessGroup._made_here, ProcessGroup._agreeing_groups = False, []
 
 
 def _release_settled() -> None:

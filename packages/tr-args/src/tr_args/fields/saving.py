@@ -46,7 +46,8 @@ class SavingFields:
 
     enable_jit_checkpoint: bool = True
     """On SIGTERM, SIGUSR1 or Ctrl-C, finish the step, write a checkpoint on all ranks and stop with exit code 143, 138
-    or 130; a second signal stops at once. Without save_strategy there is nothing to write, and signals act as ever."""
+    or 130; a second signal stops at once. An evaluation that is due or under way is left to the resumed run. Signals
+    act as ever without save_strategy, before training begins, outside the main thread, and where a handler is set."""
 
     load_best_model_at_end: bool = False
     """After training, load the best checkpoint's weights. Whatever save_strategy says, a model that an evaluation
@@ -67,5 +68,5 @@ class SavingFields:
     ignore_data_skip: bool = False
     """When resuming, start the epoch's data again instead of going on after the last sample."""
 
-    restore_callback_states_from_checkpoint: bool = False
-    """When resuming, rebuild the callbacks that a checkpoint describes."""
+    restore_callback_states_from_checkpoint: bool = True
+    """When resuming, give callbacks back the states that they were saved with; off, they begin anew."""

@@ -28,9 +28,10 @@ def run_epochs_within_memory(trainer: Trainer, run: Run) -> None:
         RuntimeError: one sample is too many, or memory ran out where a smaller micro-batch does not help.
         ValueError: the optimizer applies gradients before the step's end, or the loader's batch size is its own.
     """
-    if getattr(run.optimizer, "fused_in_backward", False):
+    optimizer = run.optimizer
+    if getattr(optimizer, "updates_in_backward", getattr(optimizer, "fused_in_backward", False)):
         raise ValueError(
-            f"auto_find_batch_size=True cannot make a step again with {type(run.optimizer).__name__}, which changes "
+            f"auto_find_batch_size=True cannot make a step again with {type(optimizer).__name__}, which changes "
             "weights during the backward; set per_device_train_batch_size yourself"
         )
     if trainer.strategy.world_size > 1:
@@ -123,6 +124,7 @@ class _Attempts:
         self.is_in_step = False
         for parameter in self._trainer.model.parameters():
             parameter.grad = None
+        self._run.optimizer.zero_grad()  # some keep of gradients what is not in .grad
         for part, values in self._noted:
             vars(part).update(values)
         self._forward.put_back()
@@ -218,6 +220,7 @@ def _fits(trainer: Trainer, run: Run) -> bool:
     finally:
         for parameter in model.parameters():
             parameter.grad = None
+        run.optimizer.zero_grad()
 
 
 def _copy(value: Any) -> Any:

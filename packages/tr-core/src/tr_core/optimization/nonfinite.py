@@ -64,7 +64,8 @@ class SkippingGuard:
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         strategy, optimizer = run.strategy, run.optimizer
-        if getattr(optimizer, "fused_in_backward", False):
+        too_late = getattr(optimizer, "updates_in_backward", getattr(optimizer, "fused_in_backward", False))
+        if too_late and not getattr(optimizer, "leaves_out_nonfinite", False):
             raise ValueError(
                 f"on_nonfinite='skip' cannot leave out an update of {type(optimizer).__name__}: it is made during the "
                 "backward, before loss and norm are known; use on_nonfinite='raise', or another optimizer"

@@ -70,20 +70,31 @@ def parameter_groups(
     return groups
 
 
-def optimizer_factory(args: Any) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_factory(
+    args: Any, model: nn.Module | None = None
+) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """Return what builds `args.optim` of parameter groups, and the keyword arguments to call it with.
 
     For an optimizer of torch that is its class; for one that an installed package offers, a function of the groups.
+    What a package offers is called with groups and arguments; with the model too, if its attribute `needs_model` is
+    True. One that acts on `optim_target_modules` has a true `takes_target_modules`.
+
+    Args:
+        args: the training arguments.
+        model: whose parameters the groups will hold.
 
     Raises:
         tr_core.plugins.PluginError: nothing offers the name; the message says which package would.
-        ValueError: `optim_args` has what the optimizer does not take.
+        ValueError: `optim_args` has what the optimizer does not take, or it takes no target modules and is given some.
     """
     name = str(args.optim)
     if name in _TORCH:
+        _refuse_targets(args)
         return _TORCH[name](args)
     factory = plugins.load("tr.optimizers", name, built_in=_TORCH)
-    return partial(_build, factory, args), {}
+    if not getattr(factory, "takes_target_modules", False):
+        _refuse_targets(args)
+    return partial(_build, factory, args, model), {}
 
 
 def build_optimizer(
@@ -122,8 +133,25 @@ def optimizer_names() -> list[str]:
     return sorted({*_TORCH, *plugins.available("tr.optimizers")})
 
 
-def _build(factory: Callable[[Groups, Any], torch.optim.Optimizer], args: Any, groups: Groups) -> torch.optim.Optimizer:
-    return factory(groups, args)
+def _build(
+    factory: Callable[..., torch.optim.Optimizer], args: Any, model: nn.Module | None, groups: Groups
+) -> torch.optim.Optimizer:
+    if not getattr(factory, "needs_model", False):
+        return factory(groups, args)
+    if model is None:
+        raise ValueError(
+            f"optim={str(args.optim)!r} looks for its parameters in the model; pass it too, as in "
+            "Trainer.get_optimizer_cls_and_kwargs(args, model)"
+        )
+    return factory(groups, args, model)
+
+
+def _refuse_targets(args: Any) -> None:
+    if getattr(args, "optim_target_modules", None) is not None:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} has no effect on optim={str(args.optim)!r}, which "
+            "updates all parameters alike; leave it out, or use an optimizer that projects gradients, as galore_adamw"
+        )
 
 
 Factory = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]

@@ -52,9 +52,9 @@ class Optimizing(Assembly):
 
         Args:
             args: the training arguments.
-            model: for overrides whose choice depends on the model.
+            model: for optimizers whose choice of parameters depends on it, and for overrides.
         """
-        return optimizer_factory(args)
+        return optimizer_factory(args, model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """Build the schedule that the arguments name and keep it as `self.lr_scheduler`, unless there is one.
@@ -78,6 +78,16 @@ class Optimizing(Assembly):
                 scheduler_specific_kwargs=options,
             )
         return self.lr_scheduler
+
+    @property
+    def has_given_optimizer(self) -> bool:
+        """Whether the optimizer was passed to the Trainer."""
+        return self._given_optimizers[0] is not None
+
+    @property
+    def has_given_schedule(self) -> bool:
+        """Whether the schedule was passed to the Trainer."""
+        return self._given_optimizers[1] is not None
 
     def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
         """Build optimizer and schedule for a new run; those that were given are used as they are."""

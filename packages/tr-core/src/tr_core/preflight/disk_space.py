@@ -17,6 +17,7 @@ from tr_core.preflight.report import Problem
 from tr_core.preflight.resume_source import checkpointer_of
 from tr_core.preflight.subject import Subject
 from tr_core.protocols import EvaluationWeights, Stateful
+from tr_core.saving import model_parts
 from tr_log.wording import size
 
 
@@ -104,7 +105,7 @@ def _existing(subject: Subject) -> int:
 
 
 def _model_bytes(trainer: Any) -> int:
-    return tensor_bytes(trainer.strategy.stateful(trainer.model_wrapped, None)["model"].state_dict())
+    return tensor_bytes([part.state_dict() for part in model_parts(trainer).values()])
 
 
 def _other_bytes(subject: Subject) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from tr_core import plugins
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject
+from tr_core.resuming.passed_over import collect_warnings
 
 
 class _Ignored:
@@ -49,13 +48,14 @@ def check_resume(subject: Subject) -> Iterator[Problem]:
         return
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source, origin = None if automatic else str(resume), subject.origin("resume_from_checkpoint")
-    if source is not None and not Path(source).exists():
+    is_at_hub = source is not None and source.partition(":")[0] == "hub"  # which the checkpointer looks up
+    if source is not None and not is_at_hub and not Path(source).exists():
         message = f"resume_from_checkpoint={source!r}: there is no such folder; give a checkpoint's folder, or True"
         yield Problem("T204", message, origin)
         return
     subject.progress("verifying the checkpoint to resume from")
     try:
-        with _warnings(checkpointer) as warned:
+        with collect_warnings(checkpointer) as warned:
             step = checkpointer.restore({name: _Ignored() for name in _PARTS}, source=source)
     except (ValueError, OSError) as error:
         yield Problem("T205", f"resume_from_checkpoint={resume!r}: {error}", origin)
@@ -91,26 +91,8 @@ def _earlier(subject: Subject, checkpointer: Any) -> Iterator[Problem]:
     if steps := checkpointer.steps():
         yield Problem(
             "T208",
-            f"{subject.args.output_dir!r} holds checkpoints of an earlier run, up to step {steps[-1]}: resuming with "
-            "True would take those once this run ends before that step; give every run an output_dir of its own, or "
-            "remove them",
+            f"{subject.args.output_dir!r} holds checkpoints of an earlier run, up to step {steps[-1]}: resuming takes "
+            "those until this run has saved its first, and save_total_limit removes them first; give every run an "
+            "output_dir of its own, or remove them",
             subject.origin("output_dir"),
         )
-
-
-@contextmanager
-def _warnings(checkpointer: Any) -> Iterator[list[str]]:
-    """Collect what its package logs as a warning meanwhile: that is how a checkpoint that is passed over shows."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(type(checkpointer).__module__.partition(".")[0])
-    level = logger.level
-    logger.addHandler(handler)
-    if not logger.isEnabledFor(logging.WARNING):
-        logger.setLevel(logging.WARNING)
-    try:
-        yield found
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)

@@ -93,7 +93,7 @@ def write_model_card(trainer: Trainer, details: CardDetails) -> None:
 
 def model_card(trainer: Trainer, details: CardDetails) -> str:
     """Return the text of the card."""
-    figures = of_the_model(trainer.state, trainer.args.load_best_model_at_end)
+    figures = of_the_model(trainer.state, trainer.args.load_best_model_at_end and not trainer.lacks_best_weights)
     details = _with_defaults(trainer, details)
     parts = [
         front_matter(_metadata(trainer, details, figures)) + MARKER,
@@ -157,13 +157,14 @@ def _with_defaults(trainer: Trainer, details: CardDetails) -> CardDetails:
 
 def _metadata(trainer: Trainer, details: CardDetails, figures: EvaluationFigures | None) -> dict[str, Any]:
     metrics = _numbers(figures)
-    tags = [*_words(details.tags)]
+    # What a library that made the model wants it to be found by.
+    tags = [*_words(details.tags), "generated_from_trainer", *_words(getattr(trainer.model, "model_tags", None))]
     return {
         "library_name": _library(trainer.model),
         "language": _words(details.language),
         "license": details.license,
         "base_model": details.finetuned_from,
-        "tags": [*tags, *(tag for tag in ("generated_from_trainer",) if tag not in tags)],
+        "tags": list(dict.fromkeys(tags)),
         "datasets": _words(details.dataset_tags),
         "metrics": [name for name in metrics if not name.endswith("loss")],
         "model-index": [{"name": _line(details.model_name), "results": _results(details, metrics)}] if metrics else [],

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tr_core import plugins, saving
+from tr_core import saving
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.publication.model_card import CardDetails, Words, write_model_card
 from tr_core.reporting import Reporting
 
 if TYPE_CHECKING:
+    from tr_core.run import Run
     from tr_core.trainer import Trainer
 
 
@@ -19,9 +20,12 @@ class Publishing(Reporting):
 
     Attributes:
         card_details: what `create_model_card` was told so far.
+        lacks_best_weights: whether the best weights were to be loaded and were not there.
     """
 
     card_details = CardDetails()
+    lacks_best_weights = False
+    _is_saving_to_push = False
 
     def create_model_card(  # noqa: PLR0917  the documented order
         self,
@@ -60,29 +64,68 @@ class Publishing(Reporting):
         if self.is_world_process_zero():
             write_model_card(cast("Trainer", self), self.card_details)
 
-    def push_to_hub(self, commit_message: str = "End of training", blocking: bool = True, **card: Any) -> Any:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
         """Save the model and its card to `output_dir` and push it to the Hub repository that the arguments name.
 
-        Under `fast_dev_run` nothing is saved or pushed, and None returned.
+        Pushes that are under way come first. Checkpoints whose push failed during training go with this one. Under
+        `fast_dev_run` nothing is saved or pushed, and None returned; likewise on other than the main process.
 
         Args:
             commit_message: what the commit says.
             blocking: return when it is there; else push in the background.
-            **card: what `create_model_card` is told.
+            token: access token, in place of the arguments' `hub_token`, for this push alone.
+            revision: branch to push to, in place of `hub_revision`.
+            private: whether a repository that is made now is private, in place of `hub_private_repo`.
+            **card: what `create_model_card` is told: `language`, `license`, `tags` and so on.
+
+        Returns:
+            The commit's address, or without `blocking` a future of it.
 
         Raises:
             tr_core.plugins.PluginError: the package that pushes is not installed.
+            RuntimeError: it was not pushed, also when tried again; the message says why.
         """
+        given, token = _Hidden(token), None
+        stop_if_requested(cast("Trainer", self))
         if self.args.fast_dev_run:
             self.logger.info("fast_dev_run=%r: nothing is pushed to the Hub", self.args.fast_dev_run)
             return None
-        self.save_model()
-        self.create_model_card(**card)
         self.fire("on_push_begin")
-        if not self.is_world_process_zero():
-            return None
-        hub = saving.find_hub(self.callback_handler.callbacks, self.args)
-        return hub.push_to_hub(self.args.output_dir, commit_message=commit_message, blocking=blocking)
+        self._save_to_push()
+        self.create_model_card(**card)
+        return self._push(commit_message or "End of training", blocking, given, revision, private)
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Write weights (safetensors), configuration and tokenizer; every rank calls, rank 0 writes.
+
+        With `ema_decay` the weights are the average. With `push_to_hub`, a call outside of `train` saves to
+        `output_dir` of the arguments too and pushes that, as "Model save"; a push that fails is an error in the log.
+        """
+        super().save_model(output_dir)
+        if not self.args.push_to_hub or _internal_call or self.is_in_train or self._is_saving_to_push:
+            return
+        self.fire("on_push_begin")
+        if output_dir is not None and Path(output_dir) != Path(self.args.output_dir):
+            self._save_to_push()
+        self.create_model_card()
+        try:
+            self._push("Model save")
+        except RuntimeError as error:
+            self.logger.error("the model is saved, but not pushed: %s", error)
+
+    def save_checkpoint(self, run: Run) -> None:
+        """Save everything that the run needs to go on from here, and say before that it will be pushed."""
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self.fire("on_push_begin")
+        super().save_checkpoint(run)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Make the Hub repository that the arguments name, unless it exists; `push_to_hub=True` does so by itself.
@@ -94,14 +137,41 @@ class Publishing(Reporting):
         Raises:
             tr_core.plugins.PluginError: the package that pushes is not installed.
         """
+        given, token = _Hidden(token), None
         stop_if_requested(cast("Trainer", self))
         if not self.is_world_process_zero():
             return
-        if token is None and private is None:
-            hub = saving.find_hub(self.callback_handler.callbacks, self.args)
-        else:
-            args = copy.copy(self.args)
-            args.hub_token = token if token is not None else args.hub_token
-            args.hub_private_repo = private if private is not None else args.hub_private_repo
-            hub = plugins.load("tr.callbacks", "hub")(args)
-        hub.repository.make()
+        hub = saving.find_hub(self.callback_handler.callbacks, self.args)
+        hub.repository.but(token=given.value, private=private).make()
+
+    def _push(
+        self,
+        message: str,
+        blocking: bool = True,
+        token: _Hidden | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+    ) -> Any:
+        if not self.is_world_process_zero():
+            return None
+        hub = saving.find_hub(self.callback_handler.callbacks, self.args)
+        elsewhere = {}
+        if (token and token.value) or revision is not None or private is not None:
+            repository = hub.repository.but(token=token and token.value, revision=revision, private=private)
+            elsewhere["repository"] = repository
+        return hub.push_to_hub(self.args.output_dir, commit_message=message, blocking=blocking, **elsewhere)
+
+    def _save_to_push(self) -> None:
+        # An override of save_model may have any signature, and calls the one above, which is not to push again.
+        self._is_saving_to_push = True
+        try:
+            self.save_model()
+        finally:
+            self._is_saving_to_push = False
+
+
+class _Hidden:
+    """Keep a token out of displays of local variables."""
+
+    def __init__(self, value: str | None) -> None:
+        self.value = value

@@ -1,0 +1,223 @@
+"""Save and stop when a signal asks for it, on all ranks at the same step, and stop when a background save failed."""
+
+from __future__ import annotations
+
+import copy
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tr_core.conditions.signals import StopSignals, interrupted
+from tr_core.data.fetch import MapFetch, StreamFetch
+from tr_core.randomness import RandomState
+from tr_core.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer import Trainer
+
+# What ranks tell each other: 0, the number of a signal, or this, which is larger than any.
+FAILED_SAVE = 1000
+
+
+@contextmanager
+def interruptible(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Surround training and its events: signals end it with a checkpoint, and a failed background save ends it.
+
+    Without checkpoints there is nothing to write, and signals act as ever.
+    """
+    args = trainer.args
+    if args.save_strategy == "no" or not (args.enable_jit_checkpoint or args.save_async):
+        yield
+        return
+    interruption = run.interruption = Interruption(trainer, run)
+    with ExitStack() as undo:
+        undo.callback(interruption.forget)
+        if args.save_async or trainer.strategy.world_size > 1:
+            interruption.listen()
+        if args.enable_jit_checkpoint:
+            undo.enter_context(interruption.signals)
+        yield
+
+
+class Interruption:
+    """Ends a run between two steps, after a signal or because a checkpoint could not be written.
+
+    The first signal is looked at when a step ends, after all callbacks: the step is logged if that is due, saved, and
+    `Interrupted` raised. An evaluation that is due then, or under way, is left out; the checkpoint notes it, and the
+    resumed run begins with it. A run whose last step it is ends as if nothing had come, unless it is in an evaluation.
+
+    With one process nothing here is called before a signal came, unless checkpoints are written in the background,
+    for then each step looks whether that failed. With several ranks one host-side number a step travels while the
+    next one computes, so that all of them stop at the step after the one in which the signal was seen.
+
+    Args:
+        trainer: whose run it is.
+        run: the run.
+
+    Attributes:
+        signals: the block in which signals are noted.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self._trainer, self._run, self._strategy = trainer, run, trainer.strategy
+        self._listeners = {
+            "on_step_end": self._after_step,
+            "on_prediction_step": self._after_prediction_step,
+            "on_save": self._after_save,
+        }
+        self.signals = StopSignals(self.listen)
+        self._pending: Callable[[], int] | None = None
+        self._agreed, self._is_leaving = 0, False
+        self._error: Exception | None = None
+        self._before_evaluation: _Before | None = None
+
+    def listen(self) -> None:
+        """Look at every step, evaluation batch and save from now on; a signal handler may call this."""
+        for event, method in self._listeners.items():
+            self._trainer.callback_handler.listen(event, method)
+
+    def forget(self) -> None:
+        """Listen no longer."""
+        for event, method in self._listeners.items():
+            self._trainer.callback_handler.unlisten(event, method)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Surround an evaluation between two steps, which a signal cuts short: what it changed is put back first."""
+        self._before_evaluation = before = _Before(self._trainer)
+        try:
+            yield
+        except _EvaluationCut:
+            before.put_back(self._trainer)
+            self._owe(saves=self._trainer.control.should_save)
+            self._is_leaving = True
+            self._trainer.save_checkpoint(self._run)
+            self._trainer.fire("on_save")
+        finally:
+            self._before_evaluation = None
+
+    def settle(self) -> None:
+        """Wait, after the last step, for what is being written; all ranks call it.
+
+        Raises:
+            Exception: it could not be written.
+        """
+        if self._pending is not None:
+            self._take(self._pending())
+            self._pending = None
+        if self._trainer.args.save_async:
+            self._trainer.checkpointer().wait()
+        if number := self._agreed or self.signals.number:
+            self._trainer.logger.info(
+                "%s came with the run's last step: it is complete, and ends as if there had been none",
+                signal.Signals(number).name,
+            )
+
+    def _after_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # A pass that a callback ends here has its own end to come; the next step is soon enough.
+        if not self._is_asked() or control.should_training_stop or control.should_epoch_stop:
+            return
+        if control.should_evaluate:
+            self._owe(saves=control.should_save)
+        control.should_evaluate, control.should_save = False, True
+        self._is_leaving = True
+
+    def _after_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._before_evaluation is None:  # an evaluation that a callback makes is that callback's own
+            return
+        dataset = getattr(kwargs["eval_dataloader"], "dataset", None)
+        # A loader of the user's own may give each rank another number of batches, and so of chances to agree.
+        if self._strategy.world_size > 1 and not isinstance(dataset, MapFetch | StreamFetch):
+            return
+        if self._is_asked():
+            raise _EvaluationCut
+
+    def _after_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        is_end = control.should_training_stop or control.should_epoch_stop
+        if self._is_leaving or (self._is_asked() and not is_end):
+            self._leave(args, state)
+
+    def _leave(self, args: Any, state: TrainerState) -> None:
+        trainer = self._trainer
+        if args.save_async:
+            trainer.checkpointer().wait()
+        error = interrupted(self._agreed, state.global_step, trainer.checkpointer().path(state.global_step))
+        trainer.logger.warning(
+            "%s: stopping with exit code %d at step %d of %d, saved as %s; %s",
+            error.signal.name,
+            error.code,
+            state.global_step,
+            state.max_steps,
+            error.checkpoint,
+            _how_to_go_on(trainer),
+        )
+        raise error
+
+    def _owe(self, *, saves: bool) -> None:
+        self._run.owed = ["evaluate", *(["save"] if saves else [])]
+
+    def _is_asked(self) -> bool:
+        """Whether all ranks know of a signal; every rank asks as often as the others.
+
+        Raises:
+            Exception: a checkpoint could not be written in the background.
+        """
+        if self._agreed:
+            return True
+        mine = self._find()
+        if self._strategy.world_size == 1:
+            self._take(mine)
+            return mine > 0
+        if self._pending is not None:
+            self._take(self._pending())
+        self._pending = None if self._agreed else self._strategy.agree(mine)
+        return self._agreed > 0
+
+    def _find(self) -> int:
+        if self._trainer.args.save_async and self._error is None:
+            try:
+                self._trainer.checkpointer().check()
+            except Exception as error:  # raised on all ranks together, once they know of it
+                self._error = error
+        return self.signals.number if self._error is None else FAILED_SAVE
+
+    def _take(self, value: int) -> None:
+        if value == FAILED_SAVE:
+            self._pending = None
+            raise (
+                self._error
+                if self._error is not None
+                else RuntimeError(
+                    "a checkpoint could not be written in the background by another rank, whose own error says why; "
+                    "training ends on all of them"
+                )
+            )
+        self._agreed = value
+
+
+class _EvaluationCut(BaseException):  # not an Exception: nothing on its way may take it for a failure
+    """Ends an evaluation that a resumed run will make anew."""
+
+
+class _Before:
+    """What an evaluation that is cut short has changed of a run's state, as it was before."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._generators = RandomState(trainer.strategy.device).state_dict()
+        self._callbacks = copy.deepcopy(trainer.callback_handler.state_dict())
+        self._num_entries = len(trainer.state.log_history)
+
+    def put_back(self, trainer: Trainer) -> None:
+        RandomState(trainer.strategy.device).load_state_dict(self._generators)
+        trainer.callback_handler.load_state_dict(self._callbacks)
+        del trainer.state.log_history[self._num_entries :]
+
+
+def _how_to_go_on(trainer: Trainer) -> str:
+    if trainer.args.save_only_model:
+        return "save_only_model=True, so the checkpoint holds the weights, but no run can go on from it"
+    if trainer.search is not None:
+        return "hyperparameter_search(resume=True) with the same arguments goes on from there"
+    return "train(resume_from_checkpoint=True) with the same arguments goes on from there"

@@ -1,0 +1,65 @@
+"""Tell whether the weights under an adapter, which its checkpoints do not hold, are those that it was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_core.adapters import is_adapter
+
+# Bytes that are looked at together: what is made of them takes three times as much.
+_CHUNK_BYTES = 1 << 26
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any] | None:
+    """Return what tells the frozen weights of a model with an adapter from others; None for any other model.
+
+    Every byte counts. Weights are summed where they lie, so this takes one pass over them and one read.
+    """
+    if not is_adapter(model):
+        return None
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    digest = hashlib.sha256()
+    sums = [_sum(parameter.detach()) for parameter in frozen.values()]
+    for (name, parameter), value in zip(frozen.items(), sums, strict=True):
+        # Where an adapter sits, the module is one level down: which adapter it is, is told elsewhere.
+        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        # sync: once a run, and not in a step
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {value.tolist()}\n".encode())
+    count = sum(parameter.numel() for parameter in frozen.values())
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in frozen.values()})
+    return {"digest": digest.hexdigest(), "weights": count, "dtypes": kinds}
+
+
+def check_frozen(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+    """Raise where an adapter would go on upon other weights than those that it was trained on.
+
+    Raises:
+        ValueError: the message says what is known of the difference.
+    """
+    if then is None or now is None or then["digest"] == now["digest"]:
+        return
+    figures = [f"{side['weights']:,} of {', '.join(side['dtypes'])}" for side in (then, now)]
+    what = f"{figures[0]} then, {figures[1]} now" if figures[0] != figures[1] else f"{figures[0]}, with other values"
+    raise ValueError(
+        f"the frozen weights under the adapter are not those that it was trained on ({what}), and the checkpoint does "
+        "not hold them; give the base model, its revision and its dtype of then, with the same layers frozen"
+    )
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of a tensor's bits, each 8 bytes weighted by their place: one 64-bit number where it lies."""
+    if tensor.device.type not in ("cpu", "cuda"):  # others lack views of 64-bit integers
+        tensor = tensor.cpu()
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, chunk in enumerate(data.split(_CHUNK_BYTES)):
+        padded = torch.cat([chunk, chunk.new_zeros(-len(chunk) % 8)]).view(torch.int64)
+        # Odd weights, and sums that wrap around: a change of any one word changes the sum.
+        weights = torch.arange(1, 2 * len(padded), 2, device=tensor.device)
+        total = total * 1_000_003 + (padded * weights).sum() + number
+    return total

@@ -1,0 +1,105 @@
+"""Tell a run to stop at every kind of moment: it saves once, says how it ended, and puts everything back."""
+
+import pickle
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from memory_checkpointer import MemoryCheckpointer
+from signal_at import Heard, SignalAt, assert_ends_alike, handlers, interrupt, saving_trainer
+
+from tr_core import Trainer
+from tr_core.conditions.signals import Interrupted, KeyboardInterrupted
+
+
+@pytest.fixture
+def saving(make_trainer, tmp_path):
+    return partial(saving_trainer, make_trainer, tmp_path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_under_way_and_ends_the_run_with_its_exit_code(saving, tmp_path, number, code):
+    before, watch = handlers(), SignalAt("on_step_begin", 4, number)
+    trainer = saving(watch)
+    error = interrupt(trainer)
+    assert (error.code, error.signal, error.step) == (code, number, 5)
+    assert error.checkpoint == tmp_path / "checkpoint-5"
+    assert trainer.checkpointer().saves == [5]
+    assert watch.noted == [("log", 3), ("save", 5), ("train_end", 5)]
+    assert watch.error is error
+    assert handlers() == before
+    assert isinstance(error, KeyboardInterrupt) == (number == signal.SIGINT)
+
+
+def test_the_exceptions_come_through_a_pickle_whole():
+    for kind in (Interrupted, KeyboardInterrupted):
+        error = pickle.loads(pickle.dumps(kind(15, 7, Path("there"))))
+        assert (type(error), error.code, error.step, error.checkpoint) == (kind, 143, 7, Path("there"))
+        assert str(error) == "SIGTERM at step 7, saved as there"
+
+
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end", "on_log"])
+def test_whenever_in_a_step_it_comes_the_checkpoint_is_of_a_whole_step_and_the_run_goes_on_as_if_uncut(saving, event):
+    alone = saving()
+    alone.train()
+    cut = saving(SignalAt(event, 6 if event == "on_log" else 5))
+    error = interrupt(cut)
+    resumed = saving(checkpointer=cut.checkpointer())
+    resumed.train(resume_from_checkpoint=True)
+    assert error.step in (5, 6, 7)
+    assert_ends_alike(alone, resumed)
+
+
+@pytest.mark.parametrize(("event", "stops_at"), [("on_train_begin", 1), ("on_step_end", 5), ("on_save", 5)])
+def test_a_step_that_is_saved_anyway_is_saved_once(saving, event, stops_at):
+    cut = saving(SignalAt(event, 0 if event == "on_train_begin" else 5), save_steps=stops_at)
+    assert interrupt(cut).step == stops_at
+    assert cut.checkpointer().saves == [stops_at]
+
+
+def test_a_signal_during_a_save_ends_the_run_with_that_checkpoint(saving, tmp_path):
+    class Signalled(MemoryCheckpointer):
+        def save(self, step, parts, **more):
+            signal.raise_signal(signal.SIGTERM)
+            return super().save(step, parts, **more)
+
+    cut = saving(checkpointer=Signalled(tmp_path), save_steps=4)
+    assert interrupt(cut).step == 4
+    assert cut.checkpointer().saves == [4]
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_save", "on_train_end"])
+def test_a_run_whose_last_step_it_is_ends_as_ever(saving, event):
+    watch = SignalAt(event, 9 if event == "on_step_begin" else 10)
+    trainer = saving(watch)
+    output = trainer.train()
+    assert output.global_step == 10
+    assert watch.error is None
+    assert trainer.checkpointer().saves == [10]
+    assert watch.noted[-2:] == [("log", 10), ("train_end", 10)]
+    assert handlers() == [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL]
+
+
+def test_that_the_last_step_made_a_signal_needless_is_said(saving, monkeypatch):
+    heard = Heard()
+    monkeypatch.setattr(Trainer, "logger", heard)
+    saving(SignalAt("on_step_begin", 9)).train()
+    assert heard.said("SIGTERM came with the run's last step: it is complete, and ends as if there had been none")
+
+
+def test_the_log_says_which_signal_came_where_the_run_is_saved_and_how_to_go_on(saving, monkeypatch, tmp_path):
+    heard = Heard()
+    monkeypatch.setattr(Trainer, "logger", heard)
+    interrupt(saving(SignalAt("on_step_begin", 4)))
+    assert heard.said(
+        f"SIGTERM: stopping with exit code 143 at step 5 of 10, saved as {tmp_path / 'checkpoint-5'}; "
+        "train(resume_from_checkpoint=True) with the same arguments goes on from there"
+    )
+
+
+def test_with_save_only_model_the_log_says_that_no_run_can_go_on(saving, monkeypatch):
+    heard = Heard()
+    monkeypatch.setattr(Trainer, "logger", heard)
+    interrupt(saving(SignalAt("on_step_begin", 4), save_only_model=True))
+    assert heard.said("the checkpoint holds the weights, but no run can go on from it")

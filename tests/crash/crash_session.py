@@ -1,0 +1,253 @@
+"""Share out faults among processes, and know what the run left alone ends with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crash_operations import Breaker, every_operation
+from crash_process import Outcome, in_child
+from crash_training import COMPLETE, PARTS, SAVED, digest, held, train, watch
+
+from tr_ckpt import Checkpointer
+
+NEW_RUN = Path("a", "run")  # neither folder is there
+
+STRIDE = 12  # of a quick session: one fault in so many
+
+
+@dataclass
+class Tally:
+    """What came of faults.
+
+    Attributes:
+        faults: how many there were.
+        problems: one text for each that went wrong.
+        seen: other counts, by what they are of.
+    """
+
+    faults: int = 0
+    problems: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Tally) -> None:
+        self.faults += other.faults
+        self.problems += other.problems
+        self.seen.update(other.seen)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something to break, and to judge what came of it.
+
+    Attributes:
+        label: what it is, in words.
+        work: does it in a folder of its own; returns what went wrong, empty if nothing did, or a tally of several.
+    """
+
+    label: str
+    work: Callable[[Path], str | Tally]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The run that nobody disturbed.
+
+    Attributes:
+        end: digest of its end.
+        operations: names of its operations on files, in order.
+        complete: for each checkpoint its step, and how many operations were done when it was complete.
+        saved: the same for when the loop went on, which is later, or earlier if it saves asynchronously.
+        places: the places that it reached, in order, each with the step of the last save.
+        states: digest of what each checkpoint held, by step.
+        folders: names of what it left.
+    """
+
+    end: str
+    operations: list[str]
+    complete: list[tuple[int, int]]
+    saved: list[tuple[int, int]]
+    places: list[tuple[str, int]]
+    states: dict[int, str]
+    folders: list[str]
+
+    def step_at(self, operation: int) -> int:
+        """Return the newest step that was complete before `operation`, counted from 1; 0 if none was."""
+        return max((step for step, done in self.complete if done < operation), default=0)
+
+
+def run_alone(folder: Path, **options: Any) -> Outcome:
+    """Train in a process of its own, undisturbed; the answer is what `Alone` holds."""
+
+    def work() -> dict[str, Any]:
+        breaker, complete, saved, places, states = Breaker(), [], [], [], {}
+
+        def watcher(place: str, step: int) -> None:
+            places.append((place, saved[-1][0] if saved else 0))
+            if place == COMPLETE:
+                complete.append((step, len(breaker.done)))
+            if place == SAVED:
+                saved.append((step, len(breaker.done)))
+                if not options.get("asynchronous"):  # it may not be written yet
+                    states[step] = newest(folder)[1]
+
+        watch(watcher)
+        with every_operation(breaker):
+            end = train(folder, **options)
+        folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        return {
+            "end": end,
+            "operations": breaker.done,
+            "complete": complete,
+            "saved": saved,
+            "places": places,
+            "states": list(states.items()),
+            "folders": folders,
+        }
+
+    return in_child(work)
+
+
+def as_alone(outcome: Outcome) -> Alone:
+    """Return what `run_alone` found.
+
+    Raises:
+        RuntimeError: the undisturbed run did not end.
+    """
+    if outcome.answer is None:
+        raise RuntimeError(f"the run left alone did not end: {outcome}")
+    found = outcome.answer
+    return Alone(
+        found["end"],
+        found["operations"],
+        [tuple(each) for each in found["complete"]],
+        [tuple(each) for each in found["saved"]],
+        [tuple(each) for each in found["places"]],
+        {step: state for step, state in found["states"]},
+        found["folders"],
+    )
+
+
+def newest(folder: Path) -> tuple[int, str, list[str]]:
+    """Return the step that a restore gives (0 if none), a digest of all parts, and what it passed over."""
+    parts = held(PARTS)
+    with passed_over() as said:
+        step = Checkpointer(folder).restore(parts)
+    return step or 0, digest({name: part.state for name, part in parts.items()}), said
+
+
+@contextmanager
+def passed_over() -> Iterator[list[str]]:
+    """Collect what tr_ckpt says of damaged checkpoints, and keep it off the screen."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("tr_ckpt")
+    before = logger.propagate, logger.level, logger.handlers
+    logger.propagate, logger.handlers = False, [handler]
+    logger.setLevel(logging.WARNING)  # the run's arguments may have made it more silent
+    try:
+        yield said
+    finally:
+        logger.propagate, level, logger.handlers = before
+        logger.setLevel(level)
+
+
+@dataclass
+class Session:
+    """One session: where it works, how much of it is done, and what is right.
+
+    Attributes:
+        root: an empty folder.
+        jobs: processes that faults are shared among.
+        quick: whether to do a part only.
+        alone: the undisturbed run, by whether it saves asynchronously.
+    """
+
+    root: Path
+    jobs: int
+    quick: bool
+    alone: dict[bool, Alone] = field(default_factory=dict)
+
+    @property
+    def end(self) -> str:
+        return self.alone[False].end
+
+    def prepare(self) -> list[str]:
+        """Let the run alone, with either way of saving; returns what is wrong before any fault."""
+        for asynchronous in (False, True):
+            # As deep as the faults' runs are: what is synced above it counts as operations too.
+            folder = self.root / f"alone-{asynchronous}" / "0" / NEW_RUN
+            self.alone[asynchronous] = as_alone(run_alone(folder, asynchronous=asynchronous))
+        one, other = self.alone[False], self.alone[True]
+        wrong = []
+        if one.end != other.end:
+            wrong.append("the run that saves asynchronously ends with another digest")
+        if one.folders != other.folders:
+            wrong.append(f"left alone, the runs leave {one.folders} and {other.folders}")
+        return wrong
+
+    def chosen(self, faults: Sequence[Fault], stride: int = STRIDE) -> list[Fault]:
+        """Return all faults, or in a quick session every `stride`-th."""
+        return list(faults[:: stride if self.quick else 1])
+
+    def do(self, name: str, faults: Sequence[Fault]) -> Tally:
+        """Let all faults happen, shared among `jobs` processes, and return what came of them."""
+        folder = self.root / name
+        folder.mkdir()
+        pipes = [self._start(folder, faults, job) for job in range(self.jobs)]
+        total = Tally()
+        for child, pipe in pipes:
+            with os.fdopen(pipe) as lines:
+                for line in lines:
+                    found = json.loads(line)
+                    total.add(Tally(found["faults"], found["problems"], Counter(found["seen"])))
+            _, status = os.waitpid(child, 0)
+            if status:
+                total.problems.append(f"a process of the session ended with status {status}")
+        return total
+
+    def _start(self, folder: Path, faults: Sequence[Fault], job: int) -> tuple[int, int]:
+        receive, send = os.pipe()
+        sys.stdout.flush()
+        child = os.fork()
+        if child:
+            os.close(send)
+            return child, receive
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            with os.fdopen(send, "w") as lines:
+                for number in range(job, len(faults), self.jobs):
+                    tally = _do(faults[number], folder / str(number))
+                    found = {"faults": tally.faults, "problems": tally.problems, "seen": tally.seen}
+                    lines.write(json.dumps(found) + "\n")
+                    lines.flush()
+            code = 0
+        finally:
+            os._exit(code)
+
+
+def _do(fault: Fault, folder: Path) -> Tally:
+    folder.mkdir()
+    try:
+        came = fault.work(folder)
+    except Exception as error:
+        came = f"{type(error).__name__}: {error}"
+    tally = came if isinstance(came, Tally) else Tally(1, [came] if came else [])
+    tally.problems = [f"{fault.label}: {problem}" for problem in tally.problems]
+    if tally.problems:  # left to be looked at
+        (folder / "problems.txt").write_text("\n\n".join(tally.problems))
+    else:
+        shutil.rmtree(folder)
+    return tally

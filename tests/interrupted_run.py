@@ -1,0 +1,84 @@
+"""Train a small model, as a script does: step by step said on stdout. Run by test_interruption_processes.py.
+
+Usage: interrupted_run.py FOLDER [--workers N] [--step_s SECONDS] [--wait_at N] [--end FILE] [--save_async]
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+
+from tr_core import Trainer, TrainerCallback, TrainingArguments
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x, labels):
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Tell(TrainerCallback):
+    """Says where the run is, takes its time, and waits in one step for a line on stdin."""
+
+    def __init__(self, step_s, wait_at):
+        self.step_s, self.wait_at = step_s, wait_at
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        workers = [child.pid for child in multiprocessing.active_children()]
+        print(f"begin {state.global_step} process {os.getpid()} workers {workers}", flush=True)
+        time.sleep(self.step_s)
+        if state.global_step == self.wait_at:
+            sys.stdin.readline()
+
+    def on_save(self, args, state, control, **kwargs):
+        print(f"saved {state.global_step}", flush=True)
+
+    def on_train_end(self, args, state, control, error=None, **kwargs):
+        print(f"end {state.global_step} {type(error).__name__}", flush=True)
+
+
+def rows(number):
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--step_s", type=float, default=0.0)
+    parser.add_argument("--wait_at", type=int, default=-1)
+    parser.add_argument("--end")
+    parser.add_argument("--save_async", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    args = TrainingArguments(
+        given.folder,
+        per_device_train_batch_size=2,
+        max_steps=30,
+        save_steps=1000,
+        logging_steps=5,
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_num_workers=given.workers,
+        resume_from_checkpoint="auto",
+        save_async=given.save_async,
+    )
+    trainer = Trainer(Network(), args, train_dataset=rows(64), callbacks=[Tell(given.step_s, given.wait_at)])
+    trainer.train()
+    if given.end and trainer.is_world_process_zero():
+        torch.save(list(trainer.model.state_dict().values()), given.end)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

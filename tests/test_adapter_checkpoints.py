@@ -1,0 +1,226 @@
+"""Checkpoints of models with LoRA adapters: what training changes, in PEFT's own format, and nothing else."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tr_all import Trainer, TrainingArguments
+from tr_core.resuming.frozen_weights import fingerprint
+
+# PEFT asks transformers by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+ROWS = torch.randint(0, 50, (24, 8), generator=torch.Generator().manual_seed(0))
+
+
+def make_base(folder, seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=50,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        tie_word_embeddings=True,
+        **{**sizes, **options},
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Return a folder with a small pretrained model whose embedding and head are one."""
+    return make_base(tmp_path / "base")
+
+
+def adapted(base, **options):
+    torch.manual_seed(1)
+    given = {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**{**given, **options}))
+
+
+def norms_trained(base):
+    """A model whose last norm is trained beside the adapter."""
+    model = adapted(base)
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    return model
+
+
+def norm_saved(base):
+    """A model whose last norm is trained whole, as PEFT's `modules_to_save` has it."""
+    return adapted(base, modules_to_save=["model.norm"])
+
+
+def of_two(base):
+    """A model with a second adapter, which is not the active one."""
+    model = adapted(base)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+    return model
+
+
+def decomposed(base):
+    """A model with DoRA, some of whose weights PEFT saves under other names."""
+    return adapted(base, use_dora=True)
+
+
+def make(model, folder, **changes):
+    options = {
+        "num_train_epochs": 2,
+        "save_strategy": "epoch",
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "log_level": "error",
+    }
+    rows = [{"input_ids": row, "labels": row} for row in ROWS]
+    args = TrainingArguments(str(folder), **{**options, **changes})
+    return Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8])
+
+
+def weights(model):
+    return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", [adapted, norms_trained, norm_saved, of_two, decomposed])
+def test_a_run_resumed_from_an_adapters_checkpoint_ends_with_the_same_bits(base, tmp_path, kind):
+    whole = make(kind(base), tmp_path / "out")
+    whole.train()
+    shutil.rmtree(tmp_path / "out/checkpoint-12")
+    resumed = make(kind(base), tmp_path / "out")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 12
+    assert same(weights(whole.model), weights(resumed.model))
+
+
+@pytest.mark.parametrize("kind", [adapted, norm_saved])
+def test_a_checkpoint_is_what_from_pretrained_of_peft_loads(base, tmp_path, kind):
+    trainer = make(kind(base), tmp_path / "out")
+    trainer.train()
+    folder = tmp_path / "out/checkpoint-12"
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ROWS).logits, trainer.model.eval()(ROWS).logits)
+    assert json.loads((folder / "adapter_config.json").read_text())["inference_mode"] is True
+
+
+def test_a_checkpoint_holds_no_frozen_weight(base, tmp_path):
+    trainer = make(norms_trained(base), tmp_path / "out")
+    trainer.train()
+    folder = tmp_path / "out/checkpoint-12"
+    adapter = {n.replace(".default", "") for n, p in trainer.model.named_parameters() if "lora_" in n}
+    assert load_file(folder / "adapter_model.safetensors").keys() == adapter
+    assert list(load_file(folder / "unfrozen.safetensors")) == ["base_model.model.model.norm.weight"]
+    assert not (folder / "model.safetensors").exists()
+    # What PEFT writes at the end of a run is the same.
+    trainer.save_model()
+    assert same(load_file(folder / "adapter_model.safetensors"), load_file(tmp_path / "out/adapter_model.safetensors"))
+    at_end, in_folder = (json.loads((f / "adapter_config.json").read_text()) for f in (tmp_path / "out", folder))
+    assert {**at_end, "target_modules": None} == {**in_folder, "target_modules": None}  # a set, in any order
+
+
+def test_another_base_under_the_adapter_is_refused(base, tmp_path):
+    make(adapted(base), tmp_path / "out").train()
+    other = make_base(tmp_path / "other", seed=5)
+    with pytest.raises(ValueError, match="frozen weights under the adapter are not those .*with other values"):
+        make(adapted(other), tmp_path / "out").train(resume_from_checkpoint=True)
+    narrow = make(adapted(base).to(torch.bfloat16), tmp_path / "out", num_train_epochs=3)
+    with pytest.raises(ValueError, match=r"of float32 then, .* of bfloat16 now"):
+        narrow.train(resume_from_checkpoint=True)
+
+
+def test_another_adapter_is_refused(base, tmp_path):
+    make(adapted(base), tmp_path / "out").train()
+    with pytest.raises(ValueError, match="optimizer state|adapter is another than the one that was saved"):
+        make(adapted(base, target_modules=["q_proj"]), tmp_path / "out").train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="size mismatch|shape"):
+        make(adapted(base, r=2), tmp_path / "out").train(resume_from_checkpoint=True)
+
+
+def test_one_changed_bit_of_one_frozen_weight_shows(base):
+    model = adapted(base)
+    before = fingerprint(model)
+    assert fingerprint(adapted(base)) == before
+    weight = model.get_base_model().model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        weight.view(torch.int32)[3, 5] ^= 1
+    assert fingerprint(model) != before
+    assert fingerprint(torch.nn.Linear(2, 2)) is None
+
+
+def test_the_best_adapter_is_loaded_at_the_end(base, tmp_path):
+    scores = iter([1.0, 2.0, 3.0])
+    trainer = make(
+        adapted(base),
+        tmp_path / "out",
+        num_train_epochs=3,
+        eval_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=False,
+    )
+    trainer.compute_metrics = lambda prediction: {"score": next(scores)}
+    trainer.train()
+    best = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "out/checkpoint-6"))
+    assert same({k: v for k, v in weights(best).items()}, weights(trainer.model))
+
+
+def test_the_model_alone_is_the_adapter_alone(base, tmp_path):
+    make(adapted(base), tmp_path / "out", save_only_model=True).train()
+    names = {path.name for path in (tmp_path / "out/checkpoint-12").glob("*.safetensors")}
+    assert names == {"adapter_model.safetensors"}
+
+
+def test_a_checkpoint_that_holds_the_model_whole_is_gone_on_from(base, tmp_path):
+    """As those of an earlier version do."""
+    from tr_ckpt import Checkpointer
+
+    class Whole:
+        def __init__(self, part):
+            self.part = part
+
+        def state_dict(self):
+            return self.part
+
+        def load_state_dict(self, state):
+            self.part = state
+
+    whole = make(adapted(base), tmp_path / "out")
+    whole.train()
+    names = ["optimizer", "scheduler", "rng", "run", "callbacks", "trainer_state"]
+    parts = {name: Whole(None) for name in names}
+    Checkpointer(tmp_path / "out").restore(parts, tmp_path / "out/checkpoint-6")
+    shutil.rmtree(tmp_path / "out/checkpoint-12")
+    half = make(adapted(base), tmp_path / "half")
+    half.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-6"))  # the same bits, to have the model of step 12
+    assert same(weights(half.model), weights(whole.model))
+    at_six = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "out/checkpoint-6"))
+    Checkpointer(tmp_path / "old").save(6, {"model": Whole(at_six.state_dict()), **parts})
+    again = make(adapted(base), tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "old/checkpoint-6"))
+    assert same(weights(again.model), weights(whole.model))
+    Checkpointer(tmp_path / "none").save(6, parts)
+    with pytest.raises(ValueError, match="the checkpoint of step 6 holds no adapter"):
+        make(adapted(base), tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "none"))
+
+
+def test_a_frozen_model_without_an_adapter_is_saved_whole(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    make(model, tmp_path / "out", num_train_epochs=1).train()
+    saved = load_file(tmp_path / "out/checkpoint-6/model.safetensors")
+    assert "model.layers.0.mlp.down_proj.weight" in saved

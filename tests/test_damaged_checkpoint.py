@@ -1,0 +1,111 @@
+"""A run whose newest checkpoint is damaged names the tensor, goes on from the one before, and ends equal."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3))
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Stop
+
+
+def trainer(folder, *callbacks):
+    set_seed(7)
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(i % 3)} for i in range(32)]
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        save_steps=2,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return Trainer(Network(), args, train_dataset=rows, callbacks=list(callbacks))
+
+
+def section(path, name):
+    """Return where a tensor lies in a safetensors file."""
+    raw = path.read_bytes()
+    before = 8 + int.from_bytes(raw[:8], "little")
+    start, end = json.loads(raw[8:before])[name]["data_offsets"]
+    return before + start, before + end
+
+
+def flip(path, start, end):
+    content = bytearray(path.read_bytes())
+    content[start] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path, start, end):
+    path.write_bytes(path.read_bytes()[: end - 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "tensor", "message"),
+    [
+        (
+            flip,
+            "optimizer.safetensors",
+            "state.0.exp_avg",
+            "optimizer.safetensors was changed after it was written: its SHA-256 is another, "
+            "first in tensor state.0.exp_avg (bytes {start:,} to {end:,})",
+        ),
+        (
+            cut,
+            "model.safetensors",
+            "layers.2.bias",
+            "model.safetensors is {missing:,} bytes short: cut in tensor layers.2.bias (bytes {start:,} to {end:,})",
+        ),
+    ],
+    ids=["a changed byte", "a cut file"],
+)
+def test_a_damaged_checkpoint_is_named_to_the_tensor_and_the_one_before_is_gone_on_from(
+    damage, file, tensor, message, tmp_path
+):
+    torch.set_num_threads(1)
+    alone = trainer(tmp_path / "alone")
+    alone.train()
+    with pytest.raises(Stop):
+        trainer(tmp_path / "run", StopAt(7)).train()
+    path = tmp_path / "run" / "checkpoint-6" / file
+    start, end = section(path, tensor)
+    missing = path.stat().st_size
+    damage(path, start, end)
+    missing -= path.stat().st_size
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("tr_ckpt").addHandler(handler)
+    try:
+        resumed = trainer(tmp_path / "run")
+        resumed.train(resume_from_checkpoint=True)
+    finally:
+        logging.getLogger("tr_ckpt").removeHandler(handler)
+    assert said == [f"passed over checkpoint-6: {message.format(start=start, end=end, missing=missing)}"]
+    for mine, theirs in zip(resumed.model.state_dict().values(), alone.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
