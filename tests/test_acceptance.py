@@ -19,7 +19,7 @@ FOLDERS = {
 LIST = tomllib.loads((ROOT / "tests/acceptance.toml").read_text("utf-8"))
 BEHAVIOURS = {int(number): entry for section in LIST.values() for number, entry in section.items()}
 # Memory-efficient optimizers and asynchronous saves are not there yet.
-NOT_YET = {41, 53, 54, 55}
+NOT_YET = {53, 54}
 
 
 @functools.cache
