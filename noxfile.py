@@ -133,7 +133,8 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def parity(session: nox.Session) -> None:
     """Compare with the Trainer of transformers 5.23: data order, losses, logs, events, weights."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, "optuna>=4", *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, "optuna>=4", *CONSTRAINTS)
+    session.install("--no-deps", "galore-torch", "lomo-optim", *CONSTRAINTS)  # they require what they do not use here
     compared = ("tests/parity", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
 

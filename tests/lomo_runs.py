@@ -65,7 +65,9 @@ class Rates(TrainerCallback):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
 
-def trainer(folder, *, callbacks=(), model=None, dropout=0.2, number=40, optimizers=(None, None), **changes):
+def trainer(
+    folder, *, callbacks=(), model=None, dropout=0.2, number=40, optimizers=(None, None), strategy=None, **changes
+):
     set_seed(7)
     options = {
         "optim": "lomo",
@@ -88,6 +90,7 @@ def trainer(folder, *, callbacks=(), model=None, dropout=0.2, number=40, optimiz
         train_dataset=rows(number),
         callbacks=list(callbacks),
         optimizers=optimizers,
+        strategy=strategy,
     )
 
 

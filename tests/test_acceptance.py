@@ -18,8 +18,6 @@ FOLDERS = {
 }
 LIST = tomllib.loads((ROOT / "tests/acceptance.toml").read_text("utf-8"))
 BEHAVIOURS = {int(number): entry for section in LIST.values() for number, entry in section.items()}
-# Memory-efficient optimizers and asynchronous saves are not there yet.
-NOT_YET = {53, 54}
 
 
 @functools.cache
@@ -29,8 +27,7 @@ def names_in(path: Path) -> set[str]:
 
 def test_every_behaviour_is_listed_once():
     assert sum(len(section) for section in LIST.values()) == len(BEHAVIOURS)
-    assert set(BEHAVIOURS) | NOT_YET == set(range(1, 67))
-    assert not set(BEHAVIOURS) & NOT_YET
+    assert set(BEHAVIOURS) == set(range(1, 67))
 
 
 @pytest.mark.parametrize("number", sorted(BEHAVIOURS))

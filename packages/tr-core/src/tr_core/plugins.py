@@ -16,7 +16,15 @@ from tr_args.suggestion import did_you_mean
 _BROUGHT_BY = {
     "tr.checkpointers": {"local": "tr-ckpt"},
     "tr.optimizers": dict.fromkeys(
-        ("adafactor", "galore_adamw", "galore_adamw_layerwise", "galore_adafactor", "galore_adafactor_layerwise"),
+        (
+            "adafactor",
+            "galore_adamw",
+            "galore_adamw_layerwise",
+            "galore_adafactor",
+            "galore_adafactor_layerwise",
+            "lomo",
+            "adalomo",
+        ),
         "tr-optim",
     ),
     "tr.strategies": {"ddp": "tr-dist"},

@@ -1,7 +1,25 @@
 """Memory-efficient optimizers and parameter groups for any PyTorch training loop."""
 
 from tr_optim.adafactor import Adafactor
+from tr_optim.adalomo import AdaLomo
+from tr_optim.engine.loss_scaling import LossScaler
+from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
 from tr_optim.groups import decay_parameter_names, parameter_groups
+from tr_optim.lomo import Lomo
 from tr_optim.neftune import NEFTune, input_embedding
+from tr_optim.targets import Targets, find_targets
 
-__all__ = ["Adafactor", "NEFTune", "decay_parameter_names", "input_embedding", "parameter_groups"]
+__all__ = [
+    "AdaLomo",
+    "Adafactor",
+    "GaLoreAdafactor",
+    "GaLoreAdamW",
+    "Lomo",
+    "LossScaler",
+    "NEFTune",
+    "Targets",
+    "decay_parameter_names",
+    "find_targets",
+    "input_embedding",
+    "parameter_groups",
+]

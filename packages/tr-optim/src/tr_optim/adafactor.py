@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tr_optim.moments.adafactor import check_ranges, check_step_size, normalised, rms, start, step_size
 from tr_optim.options import flag, number, number_pair, optional_number, read_options
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -68,8 +69,8 @@ class Adafactor(Optimizer):
         relative_step: bool = True,
         warmup_init: bool = False,
     ) -> None:
-        _check_step_size(lr, relative_step, warmup_init)
-        _check_ranges(eps, clip_threshold, decay_rate, beta1)
+        check_step_size(lr, relative_step, warmup_init)
+        check_ranges(eps, clip_threshold, decay_rate, beta1)
         defaults = {
             "lr": lr,
             "eps": eps,
@@ -143,85 +144,23 @@ def _update(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any
     gradient = parameter.grad.to(dtype)  # type: ignore[union-attr]
     weights = parameter.to(dtype)  # the parameter itself, unless it is of low precision
     if not state:
-        _start(state, gradient, group["beta1"] is not None)
+        # On the CPU, where arithmetic with it costs the device nothing; in float64 every step can be counted.
+        state["step"] = torch.zeros((), dtype=torch.float64)
+        start(state, gradient, group["beta1"] is not None)
     state["step"] += 1
 
-    update = _normalised(gradient, state, group)
-    update.div_((_rms(update) / group["clip_threshold"]).clamp_(min=1.0))
-    step_size = _step_size(weights, group, state["step"])
-    update.mul_(step_size)
+    update = normalised(gradient, state, group)
+    update.div_((rms(update) / group["clip_threshold"]).clamp_(min=1.0))
+    rate = step_size(weights, group, state["step"])
+    update.mul_(rate)
     if group["beta1"] is not None:
         update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
     if group["weight_decay"] != 0:
-        weights.sub_(weights * (group["weight_decay"] * step_size))
+        weights.sub_(weights * (group["weight_decay"] * rate))
     weights.sub_(update)
     if weights is not parameter:
         parameter.copy_(weights)
 
 
-def _start(state: dict[str, Any], gradient: torch.Tensor, with_first_moment: bool) -> None:
-    # On the CPU, where arithmetic with it costs the device nothing, and in float64, which every step can be counted in.
-    state["step"] = torch.zeros((), dtype=torch.float64)
-    if with_first_moment:
-        state["exp_avg"] = torch.zeros_like(gradient)
-    if gradient.dim() >= 2:
-        state["exp_avg_sq_row"] = gradient.new_zeros(gradient.shape[:-1])
-        state["exp_avg_sq_col"] = gradient.new_zeros((*gradient.shape[:-2], gradient.shape[-1]))
-    else:
-        state["exp_avg_sq"] = torch.zeros_like(gradient)
-
-
-def _normalised(gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """Take the squared gradient into the second moment and divide the gradient by its root."""
-    share = state["step"].pow(group["decay_rate"])  # 0-dim on the CPU: other devices take it as a number
-    new, old = share.to(gradient.dtype), (1.0 - share).to(gradient.dtype)
-    squares = gradient.square().add_(group["eps"][0])
-    if gradient.dim() < 2:
-        moment = state["exp_avg_sq"].mul_(old).add_(squares.mul_(new))
-        return moment.rsqrt().mul_(gradient)
-    row = state["exp_avg_sq_row"].mul_(old).add_(squares.mean(dim=-1).mul_(new))
-    column = state["exp_avg_sq_col"].mul_(old).add_(squares.mean(dim=-2).mul_(new))
-    row_factor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-    return torch.mul(row_factor, column.rsqrt().unsqueeze(-2)).mul_(gradient)
-
-
-def _step_size(weights: torch.Tensor, group: dict[str, Any], step: torch.Tensor) -> float | torch.Tensor:
-    rate = group["lr"]
-    if group["relative_step"]:
-        start = step * 1e-6 if group["warmup_init"] else torch.full_like(step, 1e-2)
-        rate = torch.minimum(start, step.rsqrt()).to(weights.dtype)
-    if group["scale_parameter"]:
-        rate = _rms(weights).clamp_(min=group["eps"][1]) * rate
-    return rate
-
-
-def _rms(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.norm(2) / tensor.numel() ** 0.5
-
-
 def _computing_dtype(parameter: torch.Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
-
-
-def _check_step_size(lr: float | torch.Tensor | None, relative_step: bool, warmup_init: bool) -> None:
-    if lr is not None and relative_step:
-        raise ValueError(f"lr={lr} and relative_step=True both set the step size; set relative_step=False to use lr")
-    if lr is None and not relative_step:
-        raise ValueError("relative_step=False needs a learning rate; give lr, for instance 1e-3")
-    if lr is not None and not isinstance(lr, torch.Tensor) and lr < 0:
-        raise ValueError(f"lr={lr:g} must not be negative")
-    if warmup_init and not relative_step:
-        raise ValueError("warmup_init=True warms up relative steps; set relative_step=True, or use a schedule for lr")
-
-
-def _check_ranges(eps: tuple[float, float], clip_threshold: float, decay_rate: float, beta1: float | None) -> None:
-    if len(eps) != 2 or min(eps) < 0:
-        raise ValueError(f"eps={eps} must be two numbers from 0: added to squared gradients, least parameter scale")
-    if clip_threshold <= 0:
-        raise ValueError(
-            f"clip_threshold={clip_threshold:g} must be positive: the greatest root mean square of an update"
-        )
-    if decay_rate >= 0:
-        raise ValueError(f"decay_rate={decay_rate:g} must be negative, for instance -0.8")
-    if beta1 is not None and not 0 <= beta1 < 1:
-        raise ValueError(f"beta1={beta1:g} must be from 0 to below 1, or None for no first moment")

@@ -49,6 +49,18 @@ def number(value: Any) -> float:
     raise ValueError("needs a number")
 
 
+def whole_number(value: Any) -> int:
+    """Convert to an int.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    found = number(value)
+    if not found.is_integer():
+        raise ValueError("needs a whole number")
+    return int(found)
+
+
 def optional_number(value: Any) -> float | None:
     """Convert to a float, or None from None or the word.
 

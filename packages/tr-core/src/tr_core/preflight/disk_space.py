@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from tr_core.conditions.output_folder import nearest_existing
 from tr_core.preflight.events import evaluation_count, resolve
-from tr_core.preflight.output_folder import nearest_folder
 from tr_core.preflight.report import Problem
 from tr_core.preflight.resume_source import checkpointer_of
 from tr_core.preflight.subject import Subject
@@ -24,7 +24,7 @@ from tr_log.wording import size
 def check_disk_space(subject: Subject) -> Iterator[Problem]:
     """Reckon the most space that is in use at once: the checkpoints kept, the one being written, copies for a Hub."""
     args, figures = subject.args, subject.figures
-    folder = nearest_folder(Path(args.output_dir).absolute())
+    folder = nearest_existing(Path(args.output_dir).absolute())
     free = figures["disk_free_bytes"] = shutil.disk_usage(folder).free
     if args.save_strategy == "no" or not subject.trains:
         return

@@ -33,7 +33,11 @@ def check_optimizer(subject: Subject) -> Iterator[Problem]:
         yield Problem("T304", f"optim={subject.args.optim!r}: {last_line(error)}", place(error))
     if subject.optimizer is None:
         return
-    size = state_bytes(subject.optimizer)
+    tells: Any = getattr(subject.optimizer, "expected_bytes", None)
+    if tells is None:
+        size = state_bytes(subject.optimizer)
+    else:  # one that frees gradients during the backward pass, and whose step needs such a pass
+        figures["gradient_bytes"], size = tells()
     figures["optimizer_is_assumed"] = size is None
     figures["optimizer_bytes"] = 8 * sum(p.numel() for p in trainable) if size is None else size
 

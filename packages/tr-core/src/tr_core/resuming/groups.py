@@ -152,7 +152,9 @@ def _check_order(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> Non
 
 def _check_state_suffices(optimizer: torch.optim.Optimizer, change: GroupChange) -> None:
     group = optimizer.param_groups[change.group]
-    needed = _remembered(type(optimizer), group)
+    # What the change adds to a state: what else a trial's holds may depend on a parameter's shape.
+    before = _remembered(type(optimizer), {**group, change.name: change.then})
+    needed = _remembered(type(optimizer), group) - before
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)
         if state and (missing := sorted(needed - set(state))):

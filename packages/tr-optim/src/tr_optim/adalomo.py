@@ -1,0 +1,156 @@
+"""AdaLomo: Adafactor that is applied during the backward pass, so that gradients are never all there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+
+from tr_optim.engine.arguments import fused_options
+from tr_optim.engine.chunks import computing_dtype
+from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.moments.adafactor_blocks import BlockedUpdate, start
+from tr_optim.options import number, number_pair
+
+_OPTIONS = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
+
+
+class AdaLomo(FusedOptimizer):
+    """Update each parameter by its factored second moment while the backward pass goes on.
+
+    For a parameter p of shape `(..., n, m)` with gradient g, at its t-th update, with b = 1 - t ** decay_rate:
+
+        row <- b row + (1 - b) mean over m of (g^2 + eps[0])      col <- b col + (1 - b) mean over n of the same
+        u = g / sqrt(row col / mean(row))                           u <- u / max(1, rms(u) / clip_threshold)
+        rate = lr max(eps[1], rms(p))                               p <- p (1 - rate weight_decay) - rate u
+
+    A parameter with less than two dimensions keeps its full second moment. It is `tr_optim.Adafactor` with
+    `scale_parameter=True, relative_step=False` and no first moment, for each tensor as soon as its gradient is there:
+    the limit on u is each tensor's own, so that no norm over all is needed. `clip_grad_norm` clips by one all the same,
+    exactly, in a second backward pass; the authors found it better and faster without.
+
+    State of a parameter of n x m numbers: n + m float32 numbers and a step count, all tensors on its device, by
+    Adafactor's names, so that its states load. What `Lomo` says of `backward`, accumulation, ranks and weights used
+    several times holds here too.
+
+    Args:
+        params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
+        lr: learning rate, relative to each parameter's root mean square; the authors use 5e-4 to 1e-3.
+        weight_decay: share of the weights, times the rate, that every step takes away before the update.
+        eps: added to squared gradients; and the least root mean square that a parameter is taken to have.
+        clip_threshold: greatest root mean square of an update before the rate.
+        decay_rate: negative; the t-th update takes in `t ** decay_rate` of the newest squares.
+        clip_grad_norm: greatest total 2-norm of all gradients; None for no clipping.
+        clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`.
+        accumulate: `refuse` or `store` (see `Lomo`).
+        nonfinite: as for `Lomo`, but None without a loss scale is `skip_tensor`.
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts another.
+    """
+
+    ordinary = "adafactor"
+    nonfinite_unscaled = "skip_tensor"
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        *,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        accumulate: str = "refuse",
+        nonfinite: str | None = None,
+    ) -> None:
+        _check(lr, weight_decay, eps, clip_threshold, decay_rate)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+        }
+        super().__init__(
+            params,
+            defaults,
+            clip_grad_norm=clip_grad_norm,
+            clip_grad_value=clip_grad_value,
+            accumulate=accumulate,
+            nonfinite=nonfinite,
+        )
+
+    @classmethod
+    def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> AdaLomo:
+        """Build as training arguments say: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
+
+        `optim_args` takes eps, clip_threshold, decay_rate, clip_grad_value, accumulate and nonfinite. Weight decay is
+        that of each group.
+
+        Raises:
+            ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
+        """
+        return cls(params, args.learning_rate, **fused_options(args, "adalomo", cls.ordinary, _OPTIONS))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, of this class or of an Adafactor without first moment."""
+        super().load_state_dict(state_dict)
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if saved is not None:
+                # torch rounds a state to its parameter's dtype and leaves `step` where it was.
+                moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
+                dtype = computing_dtype(parameter)
+                self.state[parameter] = {
+                    name: torch.as_tensor(value).to(parameter.device, dtype, copy=True)
+                    for name, value in {"step": saved["step"], **moments}.items()
+                }
+
+    def state_bytes(self, parameter: torch.Tensor) -> int:
+        """Return the bytes of a parameter's state: of its rows, columns and step count."""
+        shape, size = parameter.shape, computing_dtype(parameter).itemsize
+        numbers = parameter.numel() if len(shape) < 2 else shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
+        return (numbers + 1) * size
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        factor: torch.Tensor | None,
+        leave_out: torch.Tensor | None,
+    ) -> None:
+        """Apply a gradient to its parameter (see `FusedOptimizer.update`)."""
+        if parameter.numel() == 0:
+            return
+        group, state = self._group_of[id(parameter)], self.state[parameter]
+        if not state:
+            start(state, parameter)
+        weights = parameter if parameter.is_contiguous() else parameter.contiguous()
+        update = BlockedUpdate(weights, gradient, factor, self._max_value)
+        update.take_in(state, group, leave_out)
+        update.apply(group, leave_out)
+        if weights is not parameter:
+            parameter.copy_(weights)
+
+
+def _check(
+    lr: float | torch.Tensor, weight_decay: float, eps: tuple[float, float], clip_threshold: float, decay_rate: float
+) -> None:
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not isinstance(value, torch.Tensor) and value < 0:
+            raise ValueError(f"{name}={value:g} must not be negative")
+    if len(eps) != 2 or min(eps) < 0:
+        raise ValueError(f"eps={eps} must be two numbers from 0: added to squared gradients, least parameter scale")
+    if clip_threshold <= 0:
+        raise ValueError(
+            f"clip_threshold={clip_threshold:g} must be positive: the greatest root mean square of an update"
+        )
+    if decay_rate >= 0:
+        raise ValueError(f"decay_rate={decay_rate:g} must be negative, for instance -0.8")

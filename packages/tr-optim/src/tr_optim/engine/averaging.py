@@ -1,0 +1,126 @@
+"""Average gradients over the ranks one by one, while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Elements of a gradient that travels alone; the smaller ones, biases and norms mostly, travel together at the end.
+_ALONE = 2**14
+# Gradients on their way at a time: one is exchanged while the next is computed.
+_IN_FLIGHT = 2
+
+Use = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], None]
+
+
+class RankAverage:
+    """Take the gradients of one backward pass after another and hand on their mean over the ranks.
+
+    Exchanges are begun in one order on all ranks, whatever order gradients come in: first the reverse of the
+    parameters', then that in which rank 0 got them in its first pass. A gradient that is early waits. A parameter that
+    this rank's loss does not use takes part with zeros; one that no rank's loss uses is handed on as unused.
+    What is handed on, and what it is computed from, does not depend on the order, so that all ranks, and a resumed run,
+    have the same bits.
+
+    Args:
+        collectives: who the ranks are (see `tr_core.protocols.Collectives`): `world_size`, `sum` and `gather_objects`
+            are used. Where torch's process group has as many ranks, exchanges go through it without waiting.
+        parameters: those whose gradients will come, in the same order on all ranks.
+        use: called with a parameter, its mean gradient, and a flag on the device that is True where no rank's loss uses
+            the parameter, or None where this rank's does.
+    """
+
+    def __init__(self, collectives: Any, parameters: Iterable[torch.Tensor], use: Use) -> None:
+        self._collectives, self._use = collectives, use
+        self._parameters = list(parameters)
+        self._order = [p for p in reversed(self._parameters) if p.numel() >= _ALONE]
+        self._small = [p for p in self._parameters if p.numel() < _ALONE]
+        has_double = any(p.dtype == torch.float64 for p in self._small)
+        self._dtype = torch.float64 if has_double else torch.float32  # in which the small ones travel
+        self._in_background = dist.is_initialized() and dist.get_world_size() == collectives.world_size
+        self._order_is_learned = False
+        self._begin_pass()
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take this rank's gradient of a parameter, at most once in a pass; it may be changed."""
+        self._waiting[id(parameter)] = gradient
+        self._came.append(parameter)
+        while self._begun < len(self._order) and id(self._order[self._begun]) in self._waiting:
+            self._begin_next(self._waiting.pop(id(self._order[self._begun])))
+            if len(self._in_flight) >= _IN_FLIGHT:
+                self._hand_on(*self._in_flight.popleft(), None)
+
+    def finish(self) -> None:
+        """End a pass: exchange what is left and hand on all. Every rank calls it."""
+        came = {id(parameter) for parameter in self._came}
+        last: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        while self._begun < len(self._order):
+            parameter = self._order[self._begun]
+            gradient = self._waiting.pop(id(parameter), None)
+            self._begin_next(torch.zeros_like(parameter) if gradient is None else gradient)
+            if id(parameter) not in came:
+                last.append(self._in_flight.pop())
+            elif len(self._in_flight) >= _IN_FLIGHT:
+                self._hand_on(*self._in_flight.popleft(), None)
+        while self._in_flight:
+            self._hand_on(*self._in_flight.popleft(), None)
+        unused = self._finish_small(came)
+        for parameter, gradient, work in last:
+            self._hand_on(parameter, gradient, work, unused[id(parameter)])
+        self._learn_order()
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._came: list[torch.Tensor] = []
+        self._in_flight: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
+        self._begun = 0
+
+    def _begin_next(self, gradient: torch.Tensor) -> None:
+        parameter = self._order[self._begun]
+        self._begun += 1
+        # Divided before it is added up: in float16 the sum may be out of range where the mean is not.
+        gradient = gradient.contiguous().div_(self._collectives.world_size)
+        if self._in_background:
+            self._in_flight.append((parameter, gradient, dist.all_reduce(gradient, async_op=True)))
+        else:
+            self._in_flight.append((parameter, self._collectives.sum(gradient), None))
+
+    def _hand_on(self, parameter: torch.Tensor, gradient: torch.Tensor, work: Any, unused: torch.Tensor | None) -> None:
+        if work is not None:
+            work.wait()
+        self._use(parameter, gradient, unused)
+
+    def _finish_small(self, came: set[int]) -> dict[int, torch.Tensor]:
+        """Exchange the small gradients in one piece, and who used what; return the flags of what nobody used."""
+        options: dict[str, Any] = {"device": self._parameters[0].device, "dtype": self._dtype}
+        used = torch.ones(len(self._parameters), **options)
+        for number, parameter in enumerate(self._parameters):
+            if id(parameter) not in came:
+                used[number] = 0.0  # filled, not copied: a copy from the host would wait for the device
+        own = [self._waiting.pop(id(p), None) for p in self._small]
+        parts = [
+            torch.zeros(p.numel(), **options) if g is None else g.reshape(-1).to(**options)
+            for p, g in zip(self._small, own, strict=True)
+        ]
+        total = self._collectives.sum(torch.cat([used, *parts]))
+        counts, *sums = total.split([len(self._parameters), *(p.numel() for p in self._small)])
+        unused = {id(p): flag for p, flag in zip(self._parameters, counts == 0, strict=True)}
+        for parameter, summed in zip(self._small, sums, strict=True):
+            mean = summed.div_(self._collectives.world_size).view(parameter.shape).to(parameter.device, parameter.dtype)
+            self._use(parameter, mean, None if id(parameter) in came else unused[id(parameter)])
+        return unused
+
+    def _learn_order(self) -> None:
+        if self._order_is_learned:
+            return
+        number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
+        mine = [number[id(parameter)] for parameter in self._came if parameter.numel() >= _ALONE]
+        theirs: list[int] = self._collectives.gather_objects(mine)[0]  # once, after the first pass
+        rest = [n for n in (number[id(parameter)] for parameter in self._order) if n not in set(theirs)]
+        self._order = [self._parameters[n] for n in (*theirs, *rest)]
+        self._order_is_learned = True

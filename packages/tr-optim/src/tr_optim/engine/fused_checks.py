@@ -1,0 +1,99 @@
+"""Say what optimizers that update during the backward pass cannot do."""
+
+from __future__ import annotations
+
+import torch
+
+_ACCUMULATE = ("refuse", "store")
+_NONFINITE = ("skip_tensor", "skip_step")
+
+
+def check_settings(
+    clip_grad_norm: float | None, clip_grad_value: float | None, accumulate: str, nonfinite: str | None
+) -> None:
+    """Check what is the same for all of them.
+
+    Raises:
+        ValueError: a value is out of range or not known, or two contradict each other.
+    """
+    for name, value in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value:g} must be positive, or None for no clipping")
+    if clip_grad_norm is not None and clip_grad_value is not None:
+        raise ValueError(
+            f"clip_grad_norm={clip_grad_norm:g} and clip_grad_value={clip_grad_value:g} are both set; give one"
+        )
+    for name, value, known in (("accumulate", accumulate, _ACCUMULATE), ("nonfinite", nonfinite, _NONFINITE)):
+        if value is not None and value not in known:
+            raise ValueError(f"{name}={value!r} is not known; choose {' or '.join(known)}")
+
+
+def refuse_kinds(gradient: torch.Tensor, name: str) -> None:
+    """Check that a gradient is dense and real.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise RuntimeError(
+            f"{name} has a {kind} gradient of shape {tuple(gradient.shape)}; it needs dense real ones "
+            "(for nn.Embedding: sparse=False)"
+        )
+
+
+def refuse_accumulation(name: str, ordinary: str) -> str:
+    """Return why several micro-batches in a step are refused, and what to do instead.
+
+    Args:
+        name: the optimizer.
+        ordinary: one that does the same with ordinary gradients.
+    """
+    return (
+        f"{name} applies and frees each gradient during the backward pass, so that micro-batches cannot add up. Use "
+        "gradient_accumulation_steps=1 with a larger per_device_train_batch_size and gradient_checkpointing=True; or "
+        "an optimizer whose gradients add up in little memory, as galore_adamw_layerwise; or "
+        f"{ordinary}, which does the same with ordinary gradients; or accumulate='store' "
+        "(optim_args='accumulate=store'), which adds gradients up in as much memory as those take"
+    )
+
+
+def second_backward(name: str) -> str:
+    """Return why a second backward pass in one step is refused."""
+    return (
+        f"a second backward() in one step: {name} has applied the first one's gradients already; call step() after "
+        "each, or give last=False with all but the last micro-batch and build it with accumulate='store'"
+    )
+
+
+def unknown_ranks(name: str, world_size: int) -> str:
+    """Return what is missing where there are other ranks."""
+    return (
+        f"{world_size} ranks train together, and {name} would apply each one's own gradients; call "
+        "optimizer.bind(strategy) first, with what knows the ranks, as tr_dist.DDP() does"
+    )
+
+
+def no_closure(name: str) -> str:
+    """Return why `step` takes no closure."""
+    return (
+        f"{name} takes no closure: it updates during the backward pass; call optimizer.backward(loss), then "
+        "optimizer.step()"
+    )
+
+
+def nothing_to_apply(name: str) -> str:
+    """Return what is missing before `step`."""
+    return (
+        f"step() has nothing to apply: {name} updates during its own backward pass; call optimizer.backward(loss) in "
+        "place of loss.backward()"
+    )
+
+
+def clipped_too_late(name: str, max_norm: float, built_with: float | None) -> str:
+    """Return why gradients cannot be clipped after the backward pass."""
+    built = "without clipping" if built_with is None else f"with clip_grad_norm={built_with:g}"
+    return (
+        f"clip_grad_norm({max_norm:g}) comes too late: {name} applied the gradients during the backward pass, {built}; "
+        f"build it with clip_grad_norm={max_norm:g}"
+    )

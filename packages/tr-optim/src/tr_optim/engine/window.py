@@ -1,0 +1,43 @@
+"""Hold what is kept of the gradients of one step until it is applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tr_optim.projection.basis import Basis
+
+
+@dataclass
+class Window:
+    """The micro-batches since the last step.
+
+    Attributes:
+        projected: sums of projected gradients, by parameter; of those without a projection, of gradients.
+        whole: sums of whole gradients, of the matrices that find a new basis in this step.
+        bases: those new bases.
+        sketches: sums of sketches of gradients whose sum is never there.
+        norms: norms of the gradients whose sum was there; or estimates, made before a projection was applied.
+        has_estimates: whether some are.
+        num_micro_batches: backward passes.
+        is_complete: whether the last was the step's last.
+    """
+
+    projected: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    whole: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    bases: dict[torch.Tensor, Basis] = field(default_factory=dict)
+    sketches: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    norms: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    has_estimates: bool = False
+    num_micro_batches: int = 0
+    is_complete: bool = False
+
+
+def add(sums: dict[torch.Tensor, torch.Tensor], parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Add to a parameter's sum, in place after the first, and return it."""
+    if parameter in sums:
+        sums[parameter].add_(value)
+    else:
+        sums[parameter] = value
+    return sums[parameter]

@@ -1,0 +1,220 @@
+"""GaLore: optimizers whose state, and in two modes whose gradients, are of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tr_optim.engine.projected import ProjectedOptimizer
+from tr_optim.engine.settings import MODES, REDUCTIONS, REFRESHES, Engine
+from tr_optim.moments.adafactor import AdafactorRule, check_ranges, check_step_size
+from tr_optim.moments.adam import AdamRule
+from tr_optim.projection.basis import METHODS
+
+COMPAT = (None, "galore-torch")
+
+
+class GaLoreAdamW(ProjectedOptimizer):
+    r"""AdamW in low-rank subspaces that follow the gradients.
+
+    A gradient G of shape `m x n` is projected on r directions in which it is large, AdamW's moments are kept of the
+    projection only, and their quotient is projected back. From the left, with P of shape `m x r`::
+
+        R = P^T G
+        M = b1 M + (1 - b1) R,  V = b2 V + (1 - b2) R^2
+        N = (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
+        W = (1 - lr wd) W - lr scale P N
+
+    and likewise from the right, `R = G Q`. Every `update_proj_gap` steps a matrix gets a new P.
+
+    Source: Zhao et al., "GaLore: Memory-efficient LLM training by gradient low-rank projection" (2024), Algorithm 2
+    with the projection from one side of section 4.2. Deviations, each with an option that takes it back: P comes from
+    one warm subspace iteration, not from a full singular value decomposition (`method`); moments are rotated into the
+    new basis (`rotate_moments`); matrices take turns in getting theirs (`stagger`). Without the first two a run is not
+    reproducible: singular vectors have any sign, and a change of 1e-7 in the data changes the result by as much as
+    training does.
+
+    State of a projected `m x n` parameter, std, m <= n, in float32 also for weights of lower precision: `basis_left`
+    `m x r`, `exp_avg` and `exp_avg_sq` `r x n`, and `step`: `4 (m r + 2 r n)` bytes against `8 m n` of AdamW; for
+    4096 x 11008 and r = 128 that is 12.8 against 344 MiB. For m > n it is `basis_right` `n x r` and `m x r`. Stacks of
+    matrices have one more dimension in front. Other parameters have AdamW's state.
+
+    What is kept of gradients between backward and step, beside that of other parameters: `step` all; `deferred` `r x n`
+    of a matrix, and with accumulation the whole of those that get a new basis in this step;
+    `immediate` nothing, with accumulation as `deferred`.
+
+    Args:
+        params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,
+            "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}`, as for galore-torch.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        rank: directions; None for no projection. More than the shorter side are that side's length.
+        update_proj_gap: steps from one basis of a matrix to its next.
+        scale: factor of a projected update.
+        proj_type: `std` projects the shorter side, `reverse_std` the longer, `left` and `right` that one, `full` both.
+        mode: `step` takes gradients from `.grad`, with any wrapper and scaler; `deferred` projects and frees each in
+            `backward`, and `step` applies; `immediate` applies in `backward`.
+        method: `subspace` iteration or `svd`.
+        rotate_moments: carry moments over to a new basis.
+        stagger: let matrices take turns in finding a new basis.
+        seed: of random starts and sketches.
+        reduction: what ranks exchange in `deferred`: `projected` gradients, `r / m` of the bytes, the norm then being
+            estimated; or `whole` ones.
+        refresh_from: with micro-batches, what a new basis is found from: the sum of `all`, so that they equal one big
+            batch, for which the whole gradients of the matrices that get one are kept until the last (in the first step
+            those of all matrices); or the `first`, which keeps none.
+        sketch_rows: rows that the norm is estimated by, where the whole gradient is never there at once.
+        compat: `galore-torch` gives the results of galore-torch 1.0: svd, moments as they are, all bases in the same
+            steps, eps before the bias correction and weight decay after the update.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter cannot be projected.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        proj_type: str = "std",
+        mode: str = "step",
+        method: str = "subspace",
+        rotate_moments: bool = True,
+        stagger: bool = True,
+        seed: int = 0,
+        reduction: str = "projected",
+        refresh_from: str = "all",
+        sketch_rows: int = 8,
+        compat: str | None = None,
+    ) -> None:
+        _check_rates(lr, weight_decay)
+        if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"betas={betas} must be two numbers from 0 to below 1")
+        if eps < 0:
+            raise ValueError(f"eps={eps:g} must not be negative")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
+        engine = Engine(mode, method, rotate_moments, stagger, True, seed, reduction, refresh_from, sketch_rows)
+        rule = AdamRule(as_galore_torch=compat is not None)
+        super().__init__(params, defaults, rule, checked(engine, compat))
+
+
+class GaLoreAdafactor(ProjectedOptimizer):
+    """Adafactor in low-rank subspaces that follow the gradients.
+
+    As `GaLoreAdamW`, with Adafactor's update of the projection R in place of N: limited in its root mean square, times
+    the learning rate, and with `beta1` kept, before it is projected back and multiplied by `scale`.
+
+    Source: galore-torch 1.0, whose paper (see `GaLoreAdamW`) names Adafactor as the other rule; for the rule see
+    `tr_optim.Adafactor`. Deviations as of `GaLoreAdamW`.
+
+    State of a projected `m x n` parameter, std, m <= n: `basis_left` `m x r`, `exp_avg_sq_row` r, `exp_avg_sq_col` n,
+    `step`, and with `beta1` `exp_avg` `r x n`: `4 (m r + r + n)` bytes without it, for 4096 x 11008 and r = 128 that is
+    2.0 MiB.
+
+    Args:
+        params: parameters or groups, as of `GaLoreAdamW`.
+        lr: learning rate; None with `relative_step`.
+        eps: added to squared gradients; and the least root mean square that `scale_parameter` takes a parameter to
+            have.
+        clip_threshold: greatest root mean square of an update before the learning rate.
+        decay_rate: negative; after t steps the second moment takes in `t ** decay_rate` of the newest squares.
+        beta1: decay of a first moment of the updates; None keeps none.
+        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        scale_parameter: multiply the learning rate by the parameter's root mean square.
+        relative_step: take `min(1e-2, 1 / sqrt(step))` for the learning rate.
+        warmup_init: with `relative_step`, begin with `1e-6 * step` instead of 1e-2.
+        rank: as of `GaLoreAdamW`, and so are all that follow.
+        update_proj_gap: see there.
+        scale: see there.
+        proj_type: see there.
+        mode: see there.
+        method: see there.
+        rotate_moments: see there.
+        stagger: see there.
+        seed: see there.
+        reduction: see there.
+        refresh_from: see there.
+        sketch_rows: see there.
+        compat: see there.
+
+    Raises:
+        ValueError: an argument is out of range, contradicts another, or a parameter cannot be projected.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor | None = None,
+        *,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        proj_type: str = "std",
+        mode: str = "step",
+        method: str = "subspace",
+        rotate_moments: bool = True,
+        stagger: bool = True,
+        seed: int = 0,
+        reduction: str = "projected",
+        refresh_from: str = "all",
+        sketch_rows: int = 8,
+        compat: str | None = None,
+    ) -> None:
+        _check_rates(0.0 if lr is None else lr, weight_decay)
+        check_step_size(lr, relative_step, warmup_init)
+        check_ranges(eps, clip_threshold, decay_rate, beta1)
+        defaults = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
+        defaults |= {"weight_decay": weight_decay, "scale_parameter": scale_parameter}
+        defaults |= {"relative_step": relative_step, "warmup_init": warmup_init}
+        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
+        engine = Engine(mode, method, rotate_moments, stagger, True, seed, reduction, refresh_from, sketch_rows)
+        super().__init__(params, defaults, AdafactorRule(), checked(engine, compat))
+
+
+def checked(engine: Engine, compat: str | None) -> Engine:
+    """Return an engine's settings as they are, or those of `compat`.
+
+    Raises:
+        ValueError: one is not known or out of range.
+    """
+    choices = (
+        ("mode", engine.mode, MODES),
+        ("method", engine.method, METHODS),
+        ("reduction", engine.reduction, REDUCTIONS),
+        ("refresh_from", engine.refresh_from, REFRESHES),
+    )
+    for name, value, known in (*choices, ("compat", compat, COMPAT)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(str, known))}")
+    if engine.sketch_rows < 1:
+        raise ValueError(f"sketch_rows={engine.sketch_rows} must be at least 1: the norm is estimated by them")
+    if compat is None:
+        return engine
+    return replace(engine, method="svd", rotates=False, staggers=False, keeps_signs=False)
+
+
+def _check_rates(lr: float | torch.Tensor, weight_decay: float) -> None:
+    if not isinstance(lr, torch.Tensor) and lr < 0:
+        raise ValueError(f"lr={lr:g} must not be negative")
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay={weight_decay:g} must not be negative: it would let weights grow")

@@ -1,0 +1,146 @@
+"""LOMO: plain gradient descent that is applied during the backward pass, so that gradients are never all there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tr_optim.engine.arguments import fused_options
+from tr_optim.engine.chunks import chunks, computing_dtype
+from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.shards import local_part
+
+
+class Lomo(FusedOptimizer):
+    """Subtract each gradient, times the learning rate, from its parameter while the backward pass goes on.
+
+    For a parameter p with gradient g: `p <- p (1 - lr * weight_decay) - lr * c * g`, where c is 1 or what clipping
+    says. There is no state. Beside the weights and activations, memory holds one or two gradients at a time.
+
+        optimizer = Lomo(model.parameters(), lr=1e-2, clip_grad_norm=1.0)
+        loss = model(**batch).loss
+        optimizer.backward(loss)  # in place of loss.backward()
+        optimizer.step()
+
+    A plain `loss.backward()` changes nothing but `.grad`. Half-precision weights are updated in float32 and rounded
+    once, without a float32 copy. Clipping by norm is exact and makes two backward passes over one graph: the first
+    measures, the second applies; what the forward pass kept stays in memory for both. Several micro-batches in a step
+    are refused, for their gradients could not add up; `accumulate="store"` adds them up in `.grad` until the last one,
+    in the memory that ordinary gradients take, and then clips in one pass.
+
+    Weights that are used several times in one forward pass are updated once: at the end of the backward pass, where
+    reentrant activation checkpointing brings their gradients in parts. To know which those are, the first backward
+    pass under such checkpointing is preceded by one that only counts.
+
+    With several ranks, `bind` gives it what knows them. Each gradient is then averaged as it comes, and replicas stay
+    equal bit for bit. The model must not be in a wrapper that averages too. Of parameters that FSDP2's `fully_shard`
+    has divided, each rank updates its rows, by gradients that come averaged.
+
+    Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (2023,
+    arXiv 2306.09782), Algorithm 1 and section 3.3. Deviations: hooks run after a gradient is accumulated, one call for
+    each tensor, where the authors' scan all parameters in every call; weights change under version counting, so that
+    autograd notices a graph that still needs an old one.
+
+    Args:
+        params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
+        lr: learning rate, a number or a tensor; what a group holds at the time of `backward` counts.
+        weight_decay: share of the weights, times the learning rate, that every step takes away before the update.
+        clip_grad_norm: greatest total 2-norm of all gradients; None for no clipping.
+        clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`, in one pass.
+        accumulate: `refuse` or `store`.
+        nonfinite: what is left out where a gradient is infinite or NaN. `skip_step`: the whole step, exactly, for a
+            second backward pass. `skip_tensor`: the tensors concerned, an approximation, for the others are updated;
+            but the whole step where all gradients are measured first anyway.
+            None is `skip_step` where there is a loss scale, and else leaves out nothing, as any optimizer.
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts another.
+    """
+
+    ordinary = "sgd"
+    takes_shards = True
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        *,
+        accumulate: str = "refuse",
+        nonfinite: str | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not isinstance(value, torch.Tensor) and value < 0:
+                raise ValueError(f"{name}={value:g} must not be negative")
+        super().__init__(
+            params,
+            {"lr": lr, "weight_decay": weight_decay},
+            clip_grad_norm=clip_grad_norm,
+            clip_grad_value=clip_grad_value,
+            accumulate=accumulate,
+            nonfinite=nonfinite,
+        )
+
+    @classmethod
+    def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> Lomo:
+        """Build as training arguments say: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
+
+        `optim_args` takes clip_grad_value, accumulate and nonfinite. Weight decay is that of each group.
+
+        Raises:
+            ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
+        """
+        return cls(params, args.learning_rate, **fused_options(args, "lomo", cls.ordinary, {}))
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        factor: torch.Tensor | None,
+        leave_out: torch.Tensor | None,
+    ) -> None:
+        """Apply a gradient to its parameter (see `FusedOptimizer.update`)."""
+        group = self._group_of[id(parameter)]
+        rate, decay = group["lr"], group["weight_decay"]
+        dtype = computing_dtype(parameter)
+        for weights, part in chunks(local_part(parameter), gradient):
+            new = weights.to(dtype, copy=leave_out is not None)
+            part = part.to(dtype)
+            if factor is not None:
+                part.mul_(factor)
+            if self._max_value is not None:
+                part.clamp_(-self._max_value, self._max_value)
+            if decay != 0:
+                new.mul_(1 - rate * decay)
+            if isinstance(rate, torch.Tensor):
+                new.sub_(part.mul_(rate))
+            else:
+                new.add_(part, alpha=-rate)
+            if leave_out is not None:
+                new = torch.where(leave_out, weights, new)
+            if new is not weights:
+                weights.copy_(new)
+
+    def update_all(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        factor: torch.Tensor | None,
+        leave_out: torch.Tensor | None,
+    ) -> None:
+        """Apply gradients to parameters of one group, dtype and device (see `FusedOptimizer.update_all`)."""
+        group = self._group_of[id(parameters[0])]
+        rate, decay, dtype = group["lr"], group["weight_decay"], parameters[0].dtype
+        is_plain = leave_out is None and self._max_value is None and not isinstance(rate, torch.Tensor)
+        if len(parameters) == 1 or not is_plain or computing_dtype(parameters[0]) != dtype:
+            super().update_all(parameters, gradients, factor, leave_out)
+            return
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        if decay != 0:
+            torch._foreach_mul_(parameters, 1 - rate * decay)
+        torch._foreach_add_(parameters, gradients, alpha=-float(rate))  # a number already: nothing is read

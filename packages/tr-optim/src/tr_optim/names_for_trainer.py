@@ -1,0 +1,138 @@
+"""Build low-rank optimizers by the names that training arguments have for them.
+
+Each function is what an entry point in the group `tr.optimizers` names: it takes parameter groups, the training
+arguments and the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
+from tr_optim.options import Converter, flag, number, number_pair, optional_number, read_options, whole_number
+from tr_optim.targets import Targets, find_targets
+
+_OF_GROUPS = ("rank", "update_proj_gap", "scale", "proj_type")
+_PROJECTION: dict[str, Converter] = {
+    "rank": whole_number,
+    "update_proj_gap": whole_number,
+    "scale": number,
+    "proj_type": str,
+    "method": str,
+    "rotate_moments": flag,
+    "stagger": flag,
+    "seed": whole_number,
+    "compat": str,
+}
+_IN_BACKWARD: dict[str, Converter] = {
+    "mode": str,
+    "reduction": str,
+    "refresh_from": str,
+    "sketch_rows": whole_number,
+}
+_ADAFACTOR: dict[str, Converter] = {
+    "eps": number_pair,
+    "clip_threshold": number,
+    "decay_rate": number,
+    "beta1": optional_number,
+    "scale_parameter": flag,
+}
+
+Groups = list[dict[str, Any]]
+
+
+def galore_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW` that projects what is in `.grad` when it steps."""
+    return _adamw("galore_adamw", groups, args, model, layerwise=False)
+
+
+def galore_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW` that projects each gradient, and frees it, in the backward pass."""
+    return _adamw("galore_adamw_layerwise", groups, args, model, layerwise=True)
+
+
+def galore_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdafactor` that projects what is in `.grad` when it steps."""
+    return _adafactor("galore_adafactor", groups, args, model, layerwise=False)
+
+
+def galore_adafactor_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdafactor` that projects each gradient, and frees it, in the backward pass."""
+    return _adafactor("galore_adafactor_layerwise", groups, args, model, layerwise=True)
+
+
+for _factory in (galore_adamw, galore_adamw_layerwise, galore_adafactor, galore_adafactor_layerwise):
+    vars(_factory).update(needs_model=True, takes_target_modules=True)
+
+
+def _adamw(name: str, groups: Groups, args: Any, model: nn.Module, *, layerwise: bool) -> Optimizer:
+    options = _options(name, args, {}, layerwise=layerwise)
+    betas = (args.adam_beta1, args.adam_beta2)
+    divided = divide_groups(groups, _targets(name, args, model))
+    return GaLoreAdamW(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+
+
+def _adafactor(name: str, groups: Groups, args: Any, model: nn.Module, *, layerwise: bool) -> Optimizer:
+    options = {"scale_parameter": False, **_options(name, args, _ADAFACTOR, layerwise=layerwise)}
+    divided = divide_groups(groups, _targets(name, args, model))
+    return GaLoreAdafactor(divided, args.learning_rate, **options, relative_step=False)
+
+
+def _options(name: str, args: Any, further: Mapping[str, Converter], *, layerwise: bool) -> dict[str, Any]:
+    """Return what `optim_args` says, with the defaults of a run."""
+    takes = {**_PROJECTION, **(_IN_BACKWARD if layerwise else {}), **further}
+    options = {"rank": 128, "seed": args.seed, **read_options(args.optim_args, takes, name)}
+    if layerwise:
+        options.setdefault("mode", "deferred")
+        if options["mode"] == "step":
+            raise ValueError(f"optim_args: mode='step' of {name} is {name.removesuffix('_layerwise')}; use that name")
+        if options["mode"] == "immediate" and args.max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm={args.max_grad_norm:g} cannot be held with optim_args='mode=immediate' of {name}, "
+                "which updates before the norm is known; use mode=deferred, or max_grad_norm=0"
+            )
+    return options
+
+
+def _targets(name: str, args: Any, model: nn.Module) -> Targets:
+    if args.optim_target_modules is None:
+        raise ValueError(
+            f"optim={name!r} projects the gradients of the modules that optim_target_modules names, and it is None; "
+            "give names such as ['attn', 'mlp'], regular expressions, or 'all-linear'"
+        )
+    targets = find_targets(model, args.optim_target_modules)
+    logging.getLogger(__name__).info("%s projects %s", name, targets.describe())
+    return targets
+
+
+def divide_groups(groups: Groups, targets: Targets) -> Groups:
+    """Divide each group into the parameters that are projected and the others, without empty ones beside them.
+
+    Args:
+        groups: parameter groups; what they hold beside their parameters stays.
+        targets: what is projected.
+
+    Raises:
+        ValueError: a group sets options of the projection and has nothing to project.
+    """
+    divided: Groups = []
+    for group in groups:
+        members = [p for p in group["params"] if p in targets]
+        others = [p for p in group["params"] if p not in targets]
+        alike = [other for other in groups if other.get("rule") == group.get("rule")]
+        own = [key for key in _OF_GROUPS if key in group]
+        if own and not any(p in targets for other in alike for p in other["params"]):
+            raise ValueError(
+                f"rule {group.get('rule')!r} of parameter_rules sets {', '.join(own)}, but none of its parameters is "
+                "projected; name their modules in optim_target_modules"
+            )
+        if members:
+            divided.append({**group, "params": members, "projects": True})
+        if others or not members:
+            divided.append({**group, "params": others, "projects": False})
+    return divided

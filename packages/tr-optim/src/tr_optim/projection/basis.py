@@ -1,0 +1,203 @@
+"""Hold the low-rank basis of a gradient, and find it by subspace iteration or singular vectors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+PROJ_TYPES = ("std", "reverse_std", "right", "left", "full")
+METHODS = ("subspace", "svd")
+
+# Iterations that find a basis from nothing, and those that follow a gradient from the last basis.
+_COLD_ITERATIONS, _WARM_ITERATIONS = 2, 1
+# Share of the old basis in every new one; see `_iterate`.
+_SHIFT = 1e-4
+
+Average = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Orthonormal columns that a gradient of shape `(..., m, n)` is projected on, from one side or from both.
+
+    Attributes:
+        left: `(..., m, r)`, or None.
+        right: `(..., n, r)`, or None.
+    """
+
+    left: torch.Tensor | None
+    right: torch.Tensor | None
+
+    @property
+    def rank(self) -> int:
+        """Number of columns."""
+        side = self.left if self.left is not None else self.right
+        assert side is not None
+        return side.shape[-1]
+
+    def down(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Project: `(..., r, n)` from the left, `(..., m, r)` from the right, `(..., r, r)` from both."""
+        if self.left is not None:
+            gradient = self.left.mT @ gradient
+        return gradient if self.right is None else gradient @ self.right
+
+    def up(self, projected: torch.Tensor) -> torch.Tensor:
+        """Return what was projected in the gradient's own coordinates."""
+        if self.left is not None:
+            projected = self.left @ projected
+        return projected if self.right is None else projected @ self.right.mT
+
+
+def sides(shape: Sequence[int], proj_type: str) -> tuple[bool, bool]:
+    """Return whether a gradient of a shape is projected from the left, and whether from the right.
+
+    `std` projects the shorter side, the right one of a square; `reverse_std` the longer, the left one of a square;
+    `left`, `right` and `full` (both) do not depend on the shape.
+    """
+    is_tall = shape[-2] >= shape[-1]
+    if proj_type in ("std", "reverse_std"):
+        right = is_tall == (proj_type == "std")
+        return not right, right
+    return proj_type != "right", proj_type != "left"
+
+
+def projected_shape(shape: Sequence[int], rank: int, proj_type: str) -> tuple[int, ...]:
+    """Return the shape of a projected gradient; a rank larger than the shorter side is that side's length."""
+    rank = min(rank, *shape[-2:])
+    left, right = sides(shape, proj_type)
+    return (*shape[:-2], rank if left else shape[-2], rank if right else shape[-1])
+
+
+def find_basis(
+    gradient: torch.Tensor,
+    rank: int,
+    proj_type: str,
+    old: Basis | None = None,
+    *,
+    method: str = "subspace",
+    key: Sequence[object] = (0,),
+    average: Average | None = None,
+    keeps_signs: bool = True,
+) -> Basis:
+    """Return a basis of the directions in which a gradient is largest; nothing is read from the device.
+
+    `subspace` begins with random columns, of a seed that is `key`, and makes two iterations; from an old basis it makes
+    one. The columns follow the gradient without a jump, for the triangular factor of each orthonormalisation has a
+    positive diagonal: where the gradient changes by rounding, so does the basis. `svd` takes singular vectors.
+
+    A gradient that is not finite leaves the old basis as it is, and so does one of zeros.
+
+    Source: subspace iteration as in Halko, Martinsson and Tropp, "Finding structure with randomness" (2011), section
+    4.5; the basis of Zhao et al., "GaLore" (2024), equation 12, with the singular vectors that it names.
+
+    Args:
+        gradient: `(..., m, n)`, in the dtype to compute in.
+        rank: columns; at most the shorter side.
+        proj_type: one of `PROJ_TYPES`.
+        old: the basis until now.
+        method: one of `METHODS`.
+        key: what the random columns depend on; equal on all ranks.
+        average: averages a tensor over the ranks, whose gradients then differ: the basis is that of their mean, which
+            is never formed. Only for `subspace`.
+        keeps_signs: with `svd`, make the largest entry of each column positive.
+    """
+    rank = min(rank, *gradient.shape[-2:])
+    wants_left, wants_right = sides(gradient.shape, proj_type)
+    if method == "svd":
+        return _singular(gradient, rank, wants_left, wants_right, old, keeps_signs)
+
+    def find(matrix: torch.Tensor, before: torch.Tensor | None, side: str) -> torch.Tensor:
+        start, iterations = _start(matrix, rank, before, (*key, side))
+        for _ in range(iterations):
+            start = _iterate(matrix, start, average)
+        return start
+
+    left = find(gradient, None if old is None else old.left, "left") if wants_left else None
+    right = find(gradient.mT, None if old is None else old.right, "right") if wants_right else None
+    return Basis(left, right)
+
+
+def seeded_normal(shape: Sequence[int], like: torch.Tensor, key: Sequence[object]) -> torch.Tensor:
+    """Return standard normal numbers of a dtype and device that depend on `key` alone."""
+    if like.is_meta:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def _start(
+    matrix: torch.Tensor, rank: int, before: torch.Tensor | None, key: Sequence[object]
+) -> tuple[torch.Tensor, int]:
+    """Return the columns to begin with, and how many iterations they need."""
+    if before is not None and before.shape[-1] == rank:
+        return before, _WARM_ITERATIONS
+    columns = seeded_normal((*matrix.shape[:-1], rank), matrix, key)
+    if before is not None:  # another rank than before: what is there is kept
+        kept = min(rank, before.shape[-1])
+        columns[..., :kept] = before[..., :kept]
+    return orthonormalise(columns), _COLD_ITERATIONS
+
+
+def _iterate(matrix: torch.Tensor, columns: torch.Tensor, average: Average | None) -> torch.Tensor:
+    """Make one subspace iteration.
+
+    A little of the old columns is added: the operator `A A^T + shift` has the same invariant subspaces as `A A^T`, and
+    the columns stay independent whatever the gradient's rank, so that the orthonormalisation cannot fail, nor make
+    directions out of rounding.
+    """
+    inner = matrix.mT @ columns
+    inner = _of_norm_one(inner if average is None else average(inner.contiguous()))
+    outer = matrix @ inner
+    outer = _of_norm_one(outer if average is None else average(outer.contiguous()))
+    found = orthonormalise(outer.add_(columns, alpha=_SHIFT))
+    is_good = found.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    return torch.where(is_good, found, columns)
+
+
+def orthonormalise(columns: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis of the columns' span whose triangular factor has a positive diagonal.
+
+    Columns that are not finite or not independent give NaN, and no error.
+
+    Source: CholeskyQR2, Yamamoto et al. (2015); its first Gram matrix in double precision as of Yamazaki, Tomov and
+    Dongarra, "Mixed-precision Cholesky QR factorization" (2015), where the device has that.
+    """
+    wide = columns.dtype if columns.device.type == "mps" else torch.float64
+    for dtype in (wide, columns.dtype):
+        gram = columns.mT.to(dtype) @ columns.to(dtype)
+        factor, info = torch.linalg.cholesky_ex(gram)
+        identity = torch.eye(gram.shape[-1], dtype=dtype, device=gram.device).expand_as(gram)
+        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+        inverse = torch.where((info == 0)[..., None, None], inverse, torch.nan)
+        columns = columns @ inverse.mT.to(columns.dtype)
+    return columns
+
+
+def _singular(
+    gradient: torch.Tensor, rank: int, wants_left: bool, wants_right: bool, old: Basis | None, keeps_signs: bool
+) -> Basis:
+    is_finite = gradient.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    left, _, right = torch.linalg.svd(gradient.nan_to_num(0.0, 0.0, 0.0), full_matrices=False)
+
+    def chosen(vectors: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        vectors = vectors[..., :rank]
+        if keeps_signs:
+            largest = vectors.abs().argmax(dim=-2, keepdim=True)
+            vectors = vectors * vectors.gather(-2, largest).sign()
+        if before is not None and before.shape == vectors.shape:
+            vectors = torch.where(is_finite, vectors, before)
+        return vectors.contiguous()
+
+    return Basis(
+        chosen(left, None if old is None else old.left) if wants_left else None,
+        chosen(right.mT, None if old is None else old.right) if wants_right else None,
+    )
+
+
+def _of_norm_one(matrix: torch.Tensor) -> torch.Tensor:
+    norm = torch.linalg.matrix_norm(matrix, keepdim=True)
+    return matrix / norm.clamp(min=torch.finfo(matrix.dtype).tiny)

@@ -1,0 +1,294 @@
+import copy
+import types
+
+import pytest
+import torch
+from fused_models import (
+    Shapes,
+    Tied,
+    assert_same_bits,
+    build,
+    copy_of_state,
+    greatest_difference,
+    loss_of,
+    train,
+    train_plainly,
+    weights_of,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tr_optim import Adafactor, AdaLomo, Lomo
+
+
+def adafactor(model, **options):
+    return Adafactor(model.parameters(), lr=2e-2, relative_step=False, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"eps": (1e-8, 0.5), "clip_threshold": 0.5, "decay_rate": -0.5, "weight_decay": 0.01},
+    ],
+)
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_and_states_are_those_of_adafactor(options, clip, dtype):
+    def batch(step):
+        return Shapes.batch(step).to(dtype)
+
+    ours, theirs = build().to(dtype), build().to(dtype)
+    optimizer, plain = AdaLomo(ours.parameters(), lr=2e-2, clip_grad_norm=clip, **options), adafactor(theirs, **options)
+    norms = train(ours, optimizer, 8, max_norm=clip, batch=batch)
+    expected = train_plainly(theirs, plain, 8, max_norm=clip, batch=batch)
+    # In float32, eight steps of another order of operations add up to a few units in the last place.
+    tolerance = 5e-7 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(weights_of(ours), weights_of(theirs), atol=tolerance, rtol=0)
+    assert norms == pytest.approx(expected, rel=1e-6)
+    assert greatest_difference(ours, build()) > 1e-2
+    assert optimizer.num_passes == (8 if clip is None else 16)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert set(optimizer.state[mine]) == set(plain.state[other])
+        for name, value in plain.state[other].items():
+            torch.testing.assert_close(optimizer.state[mine][name], value.to(dtype), rtol=1e-5, atol=0)
+
+
+def test_state_is_a_row_and_a_column_of_tensors():
+    weight, bias = nn.Parameter(torch.ones(7, 5, dtype=torch.bfloat16)), nn.Parameter(torch.ones(()))
+    optimizer = AdaLomo([weight, bias])
+    optimizer.backward((weight.sum() * bias).float())
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in optimizer.state[weight].items()}
+    assert shapes == {
+        "step": ((), torch.float32),
+        "exp_avg_sq_row": ((7,), torch.float32),
+        "exp_avg_sq_col": ((5,), torch.float32),
+    }
+    assert optimizer.state[bias]["exp_avg_sq"].shape == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_that_it_expects_are_those_of_its_state(dtype):
+    model = build().to(dtype)
+    model.unused.requires_grad_(False)
+    optimizer = AdaLomo(model.parameters(), lr=1e-2)
+    gradients, state = optimizer.expected_bytes()
+    train(model, optimizer, 1, batch=lambda step: Shapes.batch(step).to(dtype))
+    assert state == sum(value.nbytes for each in optimizer.state.values() for value in each.values())
+    assert gradients == model.experts.nbytes + model.convolution.weight.nbytes
+    assert Lomo(model.parameters()).expected_bytes() == (gradients, 0)
+    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert Lomo(model.parameters(), accumulate="store").expected_bytes() == (trainable, 0)
+
+
+@pytest.mark.parametrize("chunk", [7, 40, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_tensors_are_computed_in_pieces_to_the_same_weights(monkeypatch, chunk, dtype):
+    def trained():
+        model = build().to(dtype)
+        optimizer = AdaLomo(model.parameters(), lr=2e-2, weight_decay=0.1, clip_grad_norm=0.5)
+        train(model, optimizer, 4, batch=lambda step: Shapes.batch(step).to(dtype))
+        return model
+
+    whole = trained()
+    monkeypatch.setattr("tr_optim.engine.chunks.piece_size", lambda tensor: chunk)
+    assert greatest_difference(trained(), whole) <= (2e-7 if dtype == torch.float32 else 2**-7)
+
+
+def test_half_precision_weights_are_computed_in_float32_and_rounded_once():
+    ours, theirs = build().bfloat16(), build().bfloat16()
+    train(ours, AdaLomo(ours.parameters(), lr=2e-2, weight_decay=0.1), 4, batch=lambda s: Shapes.batch(s).bfloat16())
+    plain = adafactor(theirs, weight_decay=0.1)
+    train_plainly(theirs, plain, 4, batch=lambda s: Shapes.batch(s).bfloat16())
+    assert greatest_difference(ours, theirs) <= 2**-7  # of weights below 2: where a sum falls on a boundary
+
+
+def test_weights_in_another_memory_format_are_updated():
+    ours, theirs = build().to(memory_format=torch.channels_last), build()
+    train(ours, AdaLomo(ours.parameters(), lr=2e-2), 3)
+    train(theirs, AdaLomo(theirs.parameters(), lr=2e-2), 3)
+    assert not ours.convolution.weight.is_contiguous()
+    assert greatest_difference(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_tied_and_repeated_weights_are_updated_once(reentrant):
+    ours, theirs = build(Tied, reentrant=reentrant), build(Tied)
+    train(ours, AdaLomo(ours.parameters(), lr=2e-2), 6)
+    train_plainly(theirs, adafactor(theirs), 6)
+    assert greatest_difference(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_stored_micro_batches_equal_one_large_batch(clip):
+    ours, theirs = build(), build()
+    optimizer = AdaLomo(ours.parameters(), lr=2e-2, clip_grad_norm=clip, accumulate="store")
+    for step in range(4):
+        for number, part in enumerate(ours.batch(step, 8).split(2), start=1):
+            optimizer.backward(loss_of(ours, part) / 4, last=number == 4)
+        optimizer.step()
+    train_plainly(theirs, adafactor(theirs), 4, max_norm=clip, batch=lambda step: theirs.batch(step, 8))
+    assert greatest_difference(ours, theirs) <= 1e-6
+
+
+def test_micro_batches_are_refused_with_adafactor_as_the_alternative():
+    model = build()
+    with pytest.raises(ValueError, match="AdaLomo applies and frees.*or adafactor, which does the same"):
+        AdaLomo(model.parameters()).backward(loss_of(model, model.batch(0)), last=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_ends_with_the_same_bits(dtype, tmp_path):
+    def batch(step):
+        return Shapes.batch(step).to(dtype)
+
+    whole = build().to(dtype)
+    options = {"lr": 2e-2, "weight_decay": 0.1, "clip_grad_norm": 1.0}
+    train(whole, AdaLomo(whole.parameters(), **options), 8, batch=batch)
+    model = build().to(dtype)
+    optimizer = AdaLomo(model.parameters(), **options)
+    train(model, optimizer, 4, batch=batch)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    resumed = AdaLomo(model.parameters(), lr=0.5, clip_grad_norm=1.0)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    train(model, resumed, 4, start=4, batch=batch)
+    assert_same_bits(weights_of(model), weights_of(whole))
+
+
+def test_a_state_of_adafactor_is_taken_over():
+    theirs = build()
+    plain = adafactor(theirs)
+    train_plainly(theirs, plain, 4)
+    ours = copy.deepcopy(theirs)
+    optimizer = AdaLomo(ours.parameters(), lr=2e-2)
+    optimizer.load_state_dict(copy_of_state(plain))
+    train(ours, optimizer, 4, start=4)
+    train_plainly(theirs, plain, 4, start=4)
+    assert greatest_difference(ours, theirs) <= 1e-6
+
+
+def test_a_loaded_state_is_not_shared_with_its_source():
+    source, target = build(), build()
+    first = AdaLomo(source.parameters())
+    train(source, first, 2)
+    second = AdaLomo(target.parameters())
+    second.load_state_dict(first.state_dict())
+    before = copy_of_state(first)
+    train(target, second, 1)
+    for number, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(first.state_dict()["state"][number][name], value)
+
+
+def test_a_tensor_whose_gradient_is_not_finite_is_left_out_with_its_state():
+    model = build()
+    optimizer = AdaLomo(model.parameters(), lr=2e-2, weight_decay=0.1)
+    train(model, optimizer, 2)
+    weights, states = weights_of(model), {p: copy.deepcopy(s) for p, s in optimizer.state.items()}
+    handle = model.head.weight.register_hook(lambda gradient: gradient * torch.nan)
+    norms = train(model, optimizer, 1, start=2)
+    handle.remove()
+    assert torch.equal(model.head.weight, weights["head.weight"])
+    for name, value in states[model.head.weight].items():
+        assert torch.equal(optimizer.state[model.head.weight][name], value)
+    assert not torch.equal(model.norm.weight, weights["norm.weight"])
+    assert norms == pytest.approx([torch.nan], nan_ok=True), "the norm is shown as what it is"
+    train(model, optimizer, 1, start=3)
+    assert optimizer.state[model.head.weight]["step"].item() == 3.0
+    assert optimizer.state[model.norm.weight]["step"].item() == 4.0
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip_step"}, {"clip_grad_norm": 0.5}])
+def test_a_step_that_is_not_finite_is_left_out_whole_on_request_and_where_all_is_measured_first(options):
+    model = build()
+    optimizer = AdaLomo(model.parameters(), lr=2e-2, weight_decay=0.1, **options)
+    train(model, optimizer, 2)
+    weights, states = weights_of(model), copy_of_state(optimizer)
+    optimizer.backward(loss_of(model, model.batch(2)) * torch.inf)
+    optimizer.step()
+    assert_same_bits(weights_of(model), weights)
+    for number, state in optimizer.state_dict()["state"].items():
+        assert_same_bits(state, states["state"][number])
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that are read from a tensor to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.is_nonzero,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.equal,
+        ):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_grad_norm": 0.1}, {"nonfinite": "skip_step"}, {"nonfinite": "skip_tensor"}]
+)
+def test_a_step_reads_nothing_back(kind, options):
+    model = build()
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+    with Reads() as reads:
+        assert torch.ones(()).item() == 1.0
+        assert len(reads.names) == 1, "the counter must see a read"
+        for step in range(3):
+            optimizer.backward(loss_of(model, model.batch(step)), scale=torch.tensor(4.0) if step == 2 else None)
+            optimizer.clip_grad_norm(None)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(reads.names) == 1
+
+
+def test_empty_parameters_are_passed_over():
+    empty, weight = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(2))
+    optimizer = AdaLomo([empty, weight])
+    optimizer.backward(empty.sum() + weight.sum())
+    assert weight[0].item() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1 must not be negative"),
+        ({"weight_decay": -1.0}, "weight_decay=-1 must not be negative"),
+        ({"eps": (1e-30,)}, r"eps=\(1e-30,\) must be two numbers from 0"),
+        ({"clip_threshold": 0.0}, "clip_threshold=0 must be positive"),
+        ({"decay_rate": 0.8}, "decay_rate=0.8 must be negative"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1 must be positive"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AdaLomo([nn.Parameter(torch.ones(1))], **arguments)
+
+
+def test_training_arguments_reach_it():
+    args = types.SimpleNamespace(
+        learning_rate=3e-4,
+        optim_args="clip_threshold=2, eps=(1e-20, 1e-2), decay_rate=-0.7",
+        gradient_accumulation_steps=1,
+        max_grad_norm=0.0,
+        on_nonfinite="allow",
+    )
+    groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "weight_decay": 0.1}]
+    (group,) = AdaLomo.from_arguments(groups, args).param_groups
+    assert {name: group[name] for name in ("lr", "weight_decay", "eps", "clip_threshold", "decay_rate")} == {
+        "lr": 3e-4,
+        "weight_decay": 0.1,
+        "eps": (1e-20, 1e-2),
+        "clip_threshold": 2.0,
+        "decay_rate": -0.7,
+    }
+    with pytest.raises(
+        ValueError, match="adalomo does not take 'beta1'; it takes accumulate, clip_grad_value, clip_thr"
+    ):
+        AdaLomo.from_arguments(groups, types.SimpleNamespace(**{**vars(args), "optim_args": "beta1=0.9"}))
