@@ -130,6 +130,9 @@ class StopAt(TrainerCallback):
 class KeepLast(TrainerCallback):
     """Keeps what trains as it is after each step: at the end of a run the model may be given other weights."""
 
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.on_step_end(args, state, control, model)  # a resumed run may have no step to make
+
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.weights = [value.clone() for value in model.state_dict().values()]
 
@@ -285,7 +288,7 @@ def draw_combination(number):
     )
 
 
-def build(combination, folder, callbacks=(), **changes):
+def build(combination, folder, callbacks=(), strategy=None, **changes):
     """Return a Trainer of a combination that writes to a folder, and what keeps its last weights."""
     set_seed(3)
     kind = CountingWords if combination.counts else Words
@@ -309,6 +312,7 @@ def build(combination, folder, callbacks=(), **changes):
         eval_dataset={"a": data[:5], "b": data[5:]} if combination.evaluation == "dict" else data,
         compute_metrics={None: None, "function": accuracy, "streaming": {"accuracy": Accuracy()}}[combination.metrics],
         callbacks=[last, *([Watcher()] if combination.watched else []), *callbacks],
+        strategy=strategy,
     ), last
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -216,7 +217,6 @@ def test_saves_by_epoch_are_named_by_epoch(save_async, hub, tmp_path):
 
 def test_training_goes_on_while_a_push_is_slow(hub, tmp_path, caplog):
     """The upload of the first save is held until the last step is done; the saves in between are left out."""
-    caplog.set_level(logging.INFO, logger="tr_ckpt")
 
     class Releasing(TrainerCallback):
         def on_train_end(self, args, state, control, **kwargs):
@@ -225,6 +225,7 @@ def test_training_goes_on_while_a_push_is_slow(hub, tmp_path, caplog):
 
     steps = []
     trainer = make_trainer(tmp_path / "run", hub, hub_always_push=False, hub_strategy="checkpoint")
+    caplog.set_level(logging.INFO, logger="tr_ckpt")  # which the trainer set
     trainer.callback_handler.add(Releasing(), first=True)
     hub.wait_until(lambda: "ci/run" in hub.repositories)
     gate = hub.hold("POST", "/preupload/")
@@ -427,6 +428,29 @@ def test_a_run_goes_on_from_the_hub_on_a_fresh_machine_and_ends_with_the_same_bi
     other = make_trainer(tmp_path / "other", hub, push_to_hub=False, resume_from_checkpoint="hub:ci/run")
     other.train()  # nothing to do: the run is complete
     assert other.state.global_step == 6
+
+
+class Preempted(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_what_a_signal_has_saved_is_pushed_before_the_process_ends(save_async, hub, tmp_path):
+    """Also where an earlier push was under way when it was saved: on the Hub alone it outlives the machine."""
+    alone = make_trainer(tmp_path / "alone" / "run", hub, push_to_hub=False)
+    alone.train()
+    options = {"hub_strategy": "checkpoint", "hub_always_push": False, "save_async": save_async}
+    trainer = make_trainer(tmp_path / "run", hub, [Preempted()], **options)
+    with pytest.raises(SystemExit) as caught:
+        trainer.train()
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert hub.titles("ci/run")[-1] == "Training in progress, step 3"
+    assert json.loads(hub.read("ci/run", "last-checkpoint/trainer_state.json"))["global_step"] == 3
+    fresh = make_trainer(tmp_path / "fresh" / "run", hub, **options)
+    fresh.train(resume_from_checkpoint="hub")
+    assert digest(fresh) == digest(alone)
 
 
 def test_a_run_whose_best_checkpoint_went_with_its_machine_ends_with_its_last_weights(hub, tmp_path, caplog):

@@ -72,10 +72,7 @@ def train(folder, stop_at, resume, asynchronous, on_each_node=True):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_on_two_machines_goes_on_from_the_newest_step_that_both_have(tmp_path, asynchronous):
-    # Not compared with a run left alone: DDP adds up four ranks' gradients in another order in its first step.
-    shared = str(tmp_path / "shared")
-    run_ranks(train, 4, shared, 5, None, asynchronous, False, timeout_s=120)
-    expected = run_ranks(train, 4, shared, None, True, asynchronous, False, timeout_s=120)
+    expected = run_ranks(train, 4, str(tmp_path / "alone"), None, None, asynchronous, False, timeout_s=120)
     folder = tmp_path / "stopped"
     run_ranks(train, 4, str(folder), 8, None, asynchronous, timeout_s=120)
     for machine in ("machine-0", "machine-1"):

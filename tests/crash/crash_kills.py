@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from crash_operations import Breaker, every_operation
+from crash_order import MANIFEST
 from crash_process import Outcome, die, in_child
 from crash_session import NEW_RUN, Alone, Fault, Session, Tally, as_alone, newest, passed_over, run_alone
 from crash_training import train, watch
 
 from tr_ckpt import Checkpointer
 
+CLEARING_SHARE, RETENTION_SHARE = 2, 5
 WAY = {False: "synchronous", True: "asynchronous"}
 
 
@@ -63,16 +65,17 @@ def judge_what_is_left(session: Session, run: Path, at_least: int) -> str:
     return ""
 
 
-def go_on(session: Session, run: Path, **options: Any) -> str:
-    """Start the run again and let it end; say what is wrong with its end."""
+def go_on(session: Session, run: Path, *, kept: tuple[str, ...] = (), **options: Any) -> str:
+    """Start the run again and let it end; say what is wrong with its end, or what it leaves beside what is `kept`."""
     again = run_alone(run, **options)
     if again.answer is None:
         return f"the next start did not end: {again}"
     found = as_alone(again)
     if found.end != session.end:
         return f"it ends with {found.end[:16]}, not with {session.end[:16]}"
-    if found.saved and found.folders != session.alone[False].folders:
-        return f"it leaves {found.folders}, not {session.alone[False].folders}"
+    right = sorted([*session.alone[False].folders, *kept])
+    if found.saved and found.folders != right:
+        return f"it leaves {found.folders}, not {right}"
     return ""
 
 
@@ -185,8 +188,13 @@ def _twice(session: Session, base: Path, at: int, folder: Path) -> Tally:
     clearing = range(1, operations.index("make_folder") + 2)
     last_file = len(operations) - operations[::-1].index("create")
     retention = range(last_file + 1, len(operations) + 1)
-    tally = Tally(seen=Counter({"in the clearing up": len(clearing), "in the retention": len(retention)}))
-    for second in (*clearing, *retention)[:: 5 if session.quick else 1]:
+    # A half and a fifth after each first kill, each time others: all operations, after first kills of all kinds.
+    again = [second for second in clearing if (second + at) % CLEARING_SHARE == 0]
+    again += [second for second in retention if (second + at) % RETENTION_SHARE == 0]
+    chosen = again[:: 5 if session.quick else 1]
+    tally = Tally(seen=Counter({"in the clearing up": len({*chosen} & {*clearing})}))
+    tally.seen["in the retention"] = len(chosen) - tally.seen["in the clearing up"]
+    for second in chosen:
         tally.add(_second_fault(session, run, folder / f"second-{second}", second, operations[second - 1]))
     return tally
 
@@ -203,6 +211,8 @@ def failing_disks(session: Session) -> Iterator[Fault]:
     for asynchronous, alone in session.alone.items():
         for mode, words in (("error", "Input/output error"), ("full", "No space left on device")):
             for at, name in enumerate(alone.operations, 1):
+                if asynchronous and at % 2 == (mode == "full"):  # there the one and the other by turns
+                    continue
                 work = partial(_failing, session, alone, at, mode, words, asynchronous)
                 yield Fault(f"{words.lower()} at operation {at}, {name}, {WAY[asynchronous]}", work)
 
@@ -269,7 +279,8 @@ def _damaged(
     name = file.partition("/")[2]
     if step != 4 or not any("passed over checkpoint-6" in text and name in text for text in said):
         return f"step {step} is restored, and {said} is said"
-    return go_on(session, run)
+    # Without its manifest it could be another program's, and is moved out of the way instead of replaced.
+    return go_on(session, run, kept=("checkpoint-6.replaced-1",) if name == MANIFEST and content is None else ())
 
 
 class _Nothing:

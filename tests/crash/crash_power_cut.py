@@ -20,7 +20,7 @@ from crash_session import Fault, Session, Tally, newest
 from crash_training import COMPLETE, train, watch
 
 # So many points are one fault's work; and of so many different disks one is trained on from, to the end.
-CHUNK = 6
+CHUNK = 20
 TRAINED = 50
 
 

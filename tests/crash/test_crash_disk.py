@@ -10,7 +10,7 @@ from crash_operations import Event, Recorder, every_operation
 
 from tr_ckpt import files
 
-ROOT = Path("/root")
+ROOT = Path("/disk")
 
 
 def disk(*events):
@@ -28,10 +28,10 @@ def contents(made, name):
     return {dict(tree).get(name, "absent") for tree in trees(made)}
 
 
-CREATE = Event("create", "/root/a", inode=1)
+CREATE = Event("create", "/disk/a", inode=1)
 WRITE = Event("write", inode=1, data=b"ab")
 SYNC = Event("sync", inode=1)
-SYNC_ROOT = Event("sync_folder", "/root")
+SYNC_ROOT = Event("sync_folder", "/disk")
 
 
 def test_what_was_written_and_not_synced_may_be_there_or_zeros_or_missing():
@@ -53,34 +53,34 @@ def test_a_synced_file_whose_name_was_not_synced_may_be_missing_but_is_whole_if_
 
 
 def test_a_rename_is_one_change():
-    made = disk(CREATE, WRITE, SYNC, SYNC_ROOT, Event("rename", "/root/a", "/root/b"))
+    made = disk(CREATE, WRITE, SYNC, SYNC_ROOT, Event("rename", "/disk/a", "/disk/b"))
     assert trees(made) == {frozenset({("a", b"ab")}), frozenset({("b", b"ab")})}
 
 
 def test_of_two_renames_the_first_may_be_lost():
-    renames = Event("rename", "/root/a", "/root/b"), Event("rename", "/root/b", "/root/c")
+    renames = Event("rename", "/disk/a", "/disk/b"), Event("rename", "/disk/b", "/disk/c")
     made = disk(CREATE, WRITE, SYNC, SYNC_ROOT, *renames)
     assert frozenset({("a", b"ab"), ("c", b"ab")}) in trees(made)
 
 
 def test_a_removal_may_be_lost():
-    assert contents(disk(CREATE, WRITE, SYNC, SYNC_ROOT, Event("remove_file", "/root/a")), "a") == {"absent", b"ab"}
+    assert contents(disk(CREATE, WRITE, SYNC, SYNC_ROOT, Event("remove_file", "/disk/a")), "a") == {"absent", b"ab"}
 
 
 def test_a_link_is_a_second_name_of_the_same_content():
-    made = disk(CREATE, WRITE, SYNC, SYNC_ROOT, Event("link", "/root/a", "/root/b"))
+    made = disk(CREATE, WRITE, SYNC, SYNC_ROOT, Event("link", "/disk/a", "/disk/b"))
     assert contents(made, "b") == {"absent", b"ab"}
     assert contents(made, "a") == {b"ab"}
 
 
 def test_what_is_in_a_folder_that_is_gone_for_good_does_not_count():
-    inside = Event("create", "/root/f/x", inode=2)
-    made = disk(Event("make_folder", "/root/f"), SYNC_ROOT, inside, Event("remove_folder", "/root/f"), SYNC_ROOT)
+    inside = Event("create", "/disk/f/x", inode=2)
+    made = disk(Event("make_folder", "/disk/f"), SYNC_ROOT, inside, Event("remove_folder", "/disk/f"), SYNC_ROOT)
     assert made.units() == []
 
 
 def test_with_many_changes_the_extremes_are_tried():
-    made = disk(*(Event("create", f"/root/{n}", inode=n) for n in range(1, 11)))
+    made = disk(*(Event("create", f"/disk/{n}", inode=n) for n in range(1, 11)))
     sizes = [len(tree) for tree in made.possible(0)]
     assert {0, 10, 1, 9} <= set(sizes)
     assert len(trees(made)) > 20

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ckpt_faults import Faults
 from ckpt_parts import parts
 
-from tr_ckpt import Checkpointer, RNGState
+from tr_ckpt import Checkpointer, RNGState, files, saving
 
 DIED = 9
 
@@ -70,6 +70,45 @@ class FailsOn:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if dist.get_rank() == self.rank:
             raise self.error
+
+
+class Gathers:
+    """A part whose state all ranks make together, as that of a sharded optimizer may be."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gathered": gather_objects(f"mine of {dist.get_rank()}")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"gathered": ["mine of 0", "mine of 1"]}
+
+
+def fail_before_a_state_that_all_make(rank: int, world_size: int, rendezvous: str, directory: str) -> None:
+    """Two ranks: on one a part fails, by its state or at the disk, that others of the same save follow."""
+    join(rank, world_size, rendezvous)
+    for asynchronous, in_shards in ((False, False), (False, True), (True, False), (True, True)):
+        saving.may_exist = lambda in_shards=in_shards: in_shards  # the states are then taken all at once
+        fail_and_save(checkpointer(f"{directory}-{asynchronous}-{in_shards}", asynchronous=asynchronous))
+    dist.destroy_process_group()
+
+
+def fail_and_save(keeper: Checkpointer) -> None:
+    def save(**given: Any) -> None:
+        keeper.save(1, given)
+        keeper.wait()
+
+    for failing in (0, 1):
+        first = FailsOn(failing, RuntimeError("no state"))
+        message = caught(lambda first=first: save(first=first, optimizer=Gathers(), **parts(1)))
+        assert "no state" in message, message
+    create = files.create
+    if dist.get_rank() == 0:
+        files.create = lambda path: os.open("/dev/full", os.O_WRONLY)
+    message = caught(lambda: save(**parts(1), optimizer=Gathers(), rng=RNGState()))
+    assert "checkpoint-1 was not saved" in message, message
+    files.create = create
+    save(optimizer=Gathers())
+    assert keeper.restore({"optimizer": Gathers()}) == 1
+    dist.barrier()
 
 
 def caught(work: Any) -> str:

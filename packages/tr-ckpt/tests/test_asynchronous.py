@@ -468,3 +468,15 @@ def test_the_process_of_the_thread_holds_no_more_than_a_block_back(tmp_path, mon
     checkpointer.close()
     assert sizes.count(files.BLOCK_BYTES) == 3
     assert max(sizes) == files.BLOCK_BYTES
+
+
+def test_what_follows_a_checkpoint_may_ask_the_checkpointer(tmp_path, caplog):
+    checkpointer, seen = Checkpointer(tmp_path, asynchronous=True), []
+
+    def ask(folder):
+        seen.append((checkpointer.path(1) == folder, checkpointer.steps()))
+
+    checkpointer.save(1, parts(10), on_commit=ask)
+    checkpointer.wait()
+    assert seen == [(True, [1])]
+    assert not caplog.records

@@ -74,6 +74,29 @@ def test_a_process_that_is_killed_loses_the_write_under_way_alone(ending, tmp_pa
     assert not list(tmp_path.glob(".tmp-*"))
 
 
+PUSHED = """
+import time
+from pathlib import Path
+from tr_ckpt.hub.push_queue import Push, PushQueue
+
+def push(folder):
+    def work():
+        time.sleep(0.2)
+        Path({pushed!r}).write_text(folder.name)
+    queue.submit(Push("a push", work))
+
+queue = PushQueue(3, lambda left: 60.0)
+checkpointer.save(2, parts(20), on_commit=push)
+"""
+
+
+def test_the_push_of_a_checkpoint_that_is_written_at_the_end_is_waited_for(tmp_path):
+    pushed = tmp_path / "pushed"
+    ended = run(tmp_path / "run", PUSHED.format(pushed=str(pushed)), waits="not threading._SHUTTING_DOWN")
+    assert ended.returncode == 0, ended.stderr
+    assert pushed.read_text() == "checkpoint-2", ended.stderr
+
+
 def test_a_save_while_the_interpreter_exits_is_made_at_once(tmp_path):
     ended = run(tmp_path, "atexit.register(lambda: checkpointer.save(2, parts(20)))\n", waits="False")
     assert ended.returncode == 0, ended.stderr

@@ -95,6 +95,15 @@ def test_ls_lists_the_checkpoints_of_another_program_as_such(run, capsys):
     assert "checkpoint-5: it was written by another program, as transformers' Trainer writes them" in output
 
 
+def test_what_is_to_be_said_of_many_is_said_once(tmp_path, capsys):
+    for step in (5, 10, 15, 20):
+        foreign(tmp_path, step)
+    assert main(["ls", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert output.count("another program") == 1
+    assert "checkpoint-5, checkpoint-10 … checkpoint-20 (4): it was written by another program" in output
+
+
 def test_ls_of_nothing_but_checkpoints_of_another_program_knows_their_best(tmp_path, capsys):
     for step in (5, 10):
         foreign(tmp_path, step, best_model_checkpoint="out/checkpoint-5")

@@ -175,3 +175,10 @@ def test_what_is_no_checkpoint_of_another_program_is_refused_in_words(run, tmp_p
     expected = f"trainer ckpt import: {run} is no checkpoint of a program that is read here"
     assert capsys.readouterr().err.startswith(expected)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_one_is_not_exported_and_the_way_to_a_whole_one_is_named(run, tmp_path, capsys):
+    flip(run / "checkpoint-10" / "model.safetensors")
+    assert main(["export", str(run), str(tmp_path / "model")]) == 2
+    assert "`trainer ckpt verify` tells which other one is whole" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()

@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import re
 import shutil
 import sys
 
@@ -177,3 +178,11 @@ def test_a_count_must_be_one(run, count, capsys):
         main(["prune", str(run), "--keep", count])
     assert left.value.code == 2
     assert steps(run) == [5, 10, 15, 20]
+
+
+def test_a_damaged_one_is_shown_as_such(run, capsys):
+    flip(run / "checkpoint-20" / "model.safetensors")
+    assert main(["prune", str(run), "--keep", "1", "--dry-run"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^checkpoint-20 .* stays, damaged$", table, re.MULTILINE)
+    assert re.search(r"^checkpoint-15 .* stays, newest, verified$", table, re.MULTILINE)

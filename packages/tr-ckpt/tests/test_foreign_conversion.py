@@ -158,3 +158,19 @@ def test_random_states_of_all_ranks_are_converted(left, tmp_path):
     described = catalogue.check_quickly(catalogue.Found(3, folder.name, folder))
     assert described.world_size == 2
     assert {"rng-0.json", "rng-1.json"} <= set(described.parts["rng"])
+
+
+def test_a_folder_of_checkpoints_is_not_converted_and_one_in_it_is_named(tmp_path, left):
+    theirs = tmp_path / "run" / "checkpoint-3"
+    theirs.parent.mkdir()
+    left.rename(theirs)
+    with pytest.raises(CheckpointError, match=r"run holds checkpoints; give one of them, such as \S+checkpoint-3$"):
+        foreign.convert(theirs.parent, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_one_of_ours_is_not_converted(tmp_path, left):
+    made = foreign.convert(left, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="checkpoint-3 is one of ours already: there is nothing to convert"):
+        foreign.convert(made, tmp_path / "again")
+    assert not (tmp_path / "again").exists()

@@ -313,3 +313,9 @@ def test_a_folder_named_hub_is_reached_by_its_path(tmp_path):
         os.chdir(former)
     assert not resume.is_address(tmp_path / "hub")
     assert not resume.is_address("hubs")
+
+
+def test_without_a_token_the_owner_is_asked_for_once(hub, tmp_path, caplog):
+    with pytest.raises(CheckpointError, match="give hub:OWNER/NAME.*no token found"):
+        reading(hub, tmp_path / "fresh", repo_id="run", token=None).restore(parts(), "hub")
+    assert "trying again" not in caplog.text

@@ -6,7 +6,7 @@ import pytest
 from ckpt_listed import rewritten
 from ckpt_parts import number_of, parts
 
-from tr_ckpt import Checkpointer, CheckpointError, catalogue, manifest
+from tr_ckpt import Checkpointer, CheckpointError, catalogue, manifest, restoring
 
 
 def steps_by_age(directory):
@@ -129,3 +129,34 @@ def test_a_sequence_that_is_no_number_is_damage(sequence, rewound, caplog):
     rewritten(rewound.path(12), sequence=sequence)
     assert rewound.restore(parts()) == 30
     assert "passed over checkpoint-12: manifest.json lacks what it must hold" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_one_that_followed(
+    when, tmp_path, caplog, monkeypatch
+):
+    running, damages = Checkpointer(tmp_path, keep_last=1), catalogue.damages
+    running.save(1, parts(10))
+
+    def meanwhile(*given):
+        monkeypatch.setattr(catalogue, "damages", damages)
+        found = damages(*given) if when == "after" else None
+        running.save(2, parts(20))  # which removes the first
+        return damages(*given) if found is None else found
+
+    monkeypatch.setattr(catalogue, "damages", meanwhile)
+    into = parts()
+    assert Checkpointer(tmp_path).restore(into) == 2
+    assert number_of(into) == 20
+    assert caplog.messages == ["passed over checkpoint-1: it was removed while it was being read"]
+
+
+def test_a_read_that_takes_long_is_told_before_it_begins(tmp_path, caplog, monkeypatch):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(3, parts(3))
+    caplog.set_level(logging.INFO, "tr_ckpt.restoring")
+    assert checkpointer.restore(parts()) == 3
+    assert not caplog.records
+    monkeypatch.setattr(restoring, "LONG_READ_BYTES", 1)
+    assert checkpointer.restore(parts()) == 3
+    assert caplog.messages == [f"reading and verifying {tmp_path / 'checkpoint-3'}, 0.0 GB"]

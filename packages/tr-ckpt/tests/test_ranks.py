@@ -1,6 +1,7 @@
 """Several processes that save and restore together."""
 
 import logging
+from pathlib import Path
 
 import ckpt_workers
 import pytest
@@ -25,6 +26,22 @@ def test_two_ranks_save_restore_and_fail_together(tmp_path):
     into = parts()
     assert Checkpointer(tmp_path / "run").restore({**into, "rng": RNGState()}) == 2
     assert number_of(into) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_failure_leaves_no_rank_waiting_in_a_state_that_all_make_together(tmp_path):
+    context = torch.multiprocessing.start_processes(
+        ckpt_workers.fail_before_a_state_that_all_make,
+        (2, str(tmp_path / "rendezvous"), str(tmp_path / "run")),
+        nprocs=2,
+        start_method="forkserver",
+        join=False,
+    )
+    try:
+        assert any(context.join(timeout=50) for _ in range(2)), "the ranks wait for each other"  # once for each rank
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def as_rank(rank, world_size, others):

@@ -48,11 +48,64 @@ def test_what_a_living_process_works_on_stays(tmp_path):
     assert not ours.exists()
 
 
+def test_a_folder_of_a_machine_before_its_restart_is_cleared_whoever_has_the_number_now(tmp_path):
+    ours = names.temporary(tmp_path, "writing", "checkpoint-1")
+    names.release(ours)
+    process = names.this_process()
+    assert f"@{process.host}@{process.pid}.{process.numbering}@" in ours.name
+    own, parent = f"@{process.pid}.", f"@{os.getppid()}."
+    living = tmp_path / ours.name.replace(own, parent)
+    before_restart = tmp_path / living.name.replace(process.numbering, "0a1b2c3d")
+    for folder in (living, before_restart):
+        folder.mkdir()
+    Checkpointer(tmp_path).save(2, parts(2))
+    assert living.is_dir()
+    assert not before_restart.exists()
+
+
+def test_what_is_in_use_stays_when_the_machine_is_renamed(tmp_path, monkeypatch):
+    ours = names.temporary(tmp_path, "pushing", "checkpoint")
+    ours.mkdir()
+    monkeypatch.setattr(socket, "gethostname", lambda: "renamed")
+    Checkpointer(tmp_path).save(2, parts(2))
+    assert ours.is_dir()
+    names.release(ours)
+
+
+@pytest.mark.skipif(not hasattr(os, "setuid"), reason="needs users")
+def test_files_that_were_added_read_only_are_synced(tmp_path):
+    """A copy of a file in a cache keeps its mode; this user cannot open it for writing, and root could."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").chmod(0o444)
+    tmp_path.chmod(0o755)
+    script = (
+        "import os, sys; from pathlib import Path; from tr_ckpt import files\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "print(files.seal_file(Path('config.json')).bytes)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert told.stdout == "2\n", told.stderr
+
+
 def test_folders_of_other_names_stay(tmp_path):
     for name in (".tmp-mine", ".tmp-writing-checkpoint-1", "tmp", ".git"):
         (tmp_path / name).mkdir()
     Checkpointer(tmp_path).save(2, parts(2))
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_two_runs_that_save_to_one_folder_are_told(tmp_path, caplog):
+    mine, other = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    for step in (1, 2):
+        mine.save(step, parts(1))
+    assert not caplog.records
+    other.save(1, parts(2))
+    mine.save(3, parts(1))
+    assert f"{tmp_path} holds checkpoints that were saved since this run's last one, and not by it" in caplog.text
+    caplog.clear()
+    mine.save(4, parts(1))
+    assert not caplog.records
 
 
 @pytest.fixture

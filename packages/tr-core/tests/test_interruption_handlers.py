@@ -287,3 +287,77 @@ def test_a_save_that_fails_after_the_last_step_is_raised(saving, tmp_path):
 
     with pytest.raises(OSError, match="no space is left"):
         saving(checkpointer=FailsLast(tmp_path), save_async=True).train()
+
+
+class SavesInBackground(MemoryCheckpointer):
+    """Has a write under way after each save, which fails; `path` waits for it, as the protocol says."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.is_writing, self.failure = False, None
+
+    def save(self, *args, **kwargs):
+        self.is_writing = True
+        return super().save(*args, **kwargs)
+
+    def path(self, step):
+        if self.is_writing:
+            self.is_writing, self.failure = False, OSError("no space is left")
+        return super().path(step)
+
+    def check(self):
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def wait(self):
+        self.path(0)
+        self.check()
+
+
+class RaisesOnce(TrainerCallback):
+    def __init__(self):
+        self.is_told, self.error = True, None
+
+    def on_save(self, args, state, control, **kwargs):
+        if self.is_told:
+            self.is_told = False
+            raise KeyError("on purpose")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.error = kwargs["error"]
+
+
+def test_a_save_that_fails_while_an_exception_ends_the_run_is_told_with_it_and_ends_no_other_run(saving, tmp_path):
+    checkpointer = SavesInBackground(tmp_path)
+    trainer = saving(RaisesOnce(), checkpointer=checkpointer, save_async=True)
+    with pytest.raises(KeyError, match="on purpose") as caught:
+        trainer.train()
+    assert caught.value.__notes__ == ["besides, in the background: OSError: no space is left"]
+    assert not checkpointer.is_writing  # before the end of training was announced: what follows it may need the files
+    trainer.args.save_strategy = "no"
+    trainer.train()
+
+
+def test_a_save_that_a_callback_asks_for_without_save_strategy_is_waited_for(saving, tmp_path):
+    class Asks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 2
+
+    checkpointer = SavesInBackground(tmp_path)
+    options = {"checkpointer": checkpointer, "save_async": True, "save_strategy": "no"}
+    with pytest.raises(OSError, match="no space is left"):
+        saving(Asks(), **options).train()
+
+
+def test_without_checkpoints_none_are_asked_about(saving, tmp_path):
+    checkpointer = FailsInBackground(tmp_path, 1)
+    saving(checkpointer=checkpointer, save_async=True, save_strategy="no").train()
+    assert (checkpointer.checks, checkpointer.waits) == (1, 0)
+
+
+def test_the_first_signal_is_answered_at_once(saving, capfd):
+    error = interrupt(saving(SignalAt("on_step_begin", 4, signal.SIGINT)))
+    assert error.step == 5
+    told = capfd.readouterr().err
+    assert told.count("SIGINT: saving and stopping when this step is done; a second one stops at once\n") == 1

@@ -76,9 +76,9 @@ CASES = {
     ),
     "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
     "option without effect": (
-        {"optim_target_modules": ["attn"]},
+        {"fsdp": "full_shard"},
         NotImplementedError,
-        "no optimizer of this version takes target modules",
+        "options that this version of tr-core does not act on",
     ),
     "option that cannot be": (
         {"dataloader_in_order": False},

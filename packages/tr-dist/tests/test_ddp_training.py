@@ -180,10 +180,28 @@ def _buffers(broadcast):
         return strategy.unwrap(model)[0].running_mean.item()
 
 
-def test_buffers_are_those_of_rank_0_unless_that_is_switched_off():
+def test_buffers_are_those_of_rank_0_after_each_step_unless_that_is_switched_off():
     momentum = 0.1
-    assert run_ranks(_buffers, 2, True) == pytest.approx([0.0, momentum])
+    assert run_ranks(_buffers, 2, True) == [0.0, 0.0]
     assert run_ranks(_buffers, 2, False) == pytest.approx([0.0, 1 - (1 - momentum) ** 2])
+
+
+def _broadcasts():
+    """Return how often buffers have travelled after each of three steps of two micro-batches."""
+    with DDP(use_cpu=True) as strategy:
+        model = strategy.prepare(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
+        travel, calls, counts = model._sync_buffers, [], []
+        model._sync_buffers = lambda: calls.append(travel())
+        for _ in range(3):
+            for sync in (False, True):
+                with strategy.accumulate(model, sync=sync):
+                    strategy.backward(model(torch.full((4, 1), float(strategy.rank))).sum())
+            counts.append(len(calls))
+        return counts
+
+
+def test_buffers_travel_once_a_step_and_before_the_first():
+    assert run_ranks(_broadcasts, 2) == [[2, 3, 4]] * 2
 
 
 def test_arguments_reach_the_strategy():
@@ -233,3 +251,52 @@ def test_a_compiled_model_is_still_recognised():
         with strategy.accumulate(model, sync=True):
             strategy.backward(model(torch.ones(2, WIDTH)).mean())
         assert strategy.unwrap(model) is inner
+
+
+def _gradients(first_step, options):
+    """Return the averaged gradients of some steps, by step, of steps that begin at one with the same weights."""
+    with DDP(use_cpu=True, **options) as strategy:
+        model = strategy.prepare(_model())
+        gradients = {}
+        for step in range(first_step, STEPS):
+            x, y = (part[strategy.rank :: strategy.world_size] for part in _batch(step))
+            with strategy.accumulate(model, sync=True):
+                strategy.backward(nn.functional.mse_loss(model(x), y))
+            gradients[step] = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        return gradients
+
+
+# Two ranks add up alike in any order.
+@pytest.mark.parametrize(
+    "options", [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-4}]
+)
+def test_the_first_step_of_a_replica_sums_over_the_ranks_as_later_ones_do(options):
+    whole, resumed = run_ranks(_gradients, 3, 0, options)[0], run_ranks(_gradients, 3, 2, options)[0]
+    for step, gradients in resumed.items():
+        assert all(map(torch.equal, gradients, whole[step])), step
+
+
+def _buckets(options):
+    """Return how many gradients travel together, in the order of their travels, in two steps."""
+    sizes = []
+
+    def hook(state, bucket):
+        sizes.append(bucket.buffer().numel())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    with DDP(use_cpu=True, bucket_cap_mb=1e-4, **options) as strategy:
+        model = strategy.prepare(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6), nn.Linear(6, 7)))
+        model.register_comm_hook(None, hook)
+        for _ in range(2):
+            with strategy.accumulate(model, sync=True):
+                strategy.backward(model(torch.ones(2, 4)).mean())
+        return sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [({}, [49, 36, 25]), ({"static_graph": True}, [49, 36, 25]), ({"find_unused_parameters": True}, [7, 48, 55])],
+)
+def test_gradients_of_the_last_layers_travel_first_from_the_first_step_on(options, sizes):
+    assert run_ranks(_buckets, 2, options) == [sizes * 2] * 2

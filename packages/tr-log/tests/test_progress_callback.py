@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 from functools import partial
 
 import pytest
@@ -40,6 +41,13 @@ def test_a_resumed_training_says_where_it_goes_on(stream, tmp_path, make_loop):
     make_loop([ProgressCallback(stream)], tmp_path).train(resume=(4, []), eval_steps=0)
     assert lines(stream)[0] == "training goes on at step 4 of 6 steps"
     assert lines(stream)[1].startswith("step 5/6 (83%)  loss")
+
+
+def test_passes_that_nobody_can_count_are_not_told(stream, tmp_path, make_loop):
+    loop = make_loop([ProgressCallback(stream)], tmp_path, max_steps=4)
+    loop.state.num_train_epochs = sys.maxsize  # as a Trainer has it for a stream
+    loop.train(eval_steps=0)
+    assert lines(stream)[0] == "training for 4 steps"
 
 
 def test_a_training_that_fails_says_where_it_stopped(stream, tmp_path, make_loop):

@@ -13,6 +13,22 @@ from tr_ckpt.errors import DamagedCheckpointError
 logger = logging.getLogger(__name__)
 
 
+def warn_of_others(saved: Path, before: int | None, now: int) -> None:
+    """Warn where somebody else has saved to the folder since this run did: the two remove each other's checkpoints.
+
+    Args:
+        saved: the checkpoint just saved.
+        before: sequence of the one that this run saved before; None if this is its first.
+        now: that of `saved`.
+    """
+    if before is not None and now > before + 1:
+        logger.warning(
+            "%s holds checkpoints that were saved since this run's last one, and not by it: two runs that save to one "
+            "folder replace and remove each other's checkpoints; give each a folder of its own",
+            saved.parent,
+        )
+
+
 def tell(on_commit: Callable[[Path], None] | None, folder: Path) -> None:
     """Call `on_commit`, if there is one, with a complete checkpoint's folder; what it raises is logged."""
     try:

@@ -6,12 +6,22 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
 # Shorter waits are not worth a line in the log.
 _NOTICEABLE_S = 0.1
+
+
+_all: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+def join_all() -> None:
+    """Return when no job of any `Background` is under way."""
+    for background in list(_all):
+        background.join()
 
 
 class Background:
@@ -26,6 +36,7 @@ class Background:
         self._error: BaseException | None = None
         self._process = os.getpid()
         self._has_warned = False
+        _all.add(self)
 
     def start(self, name: str, job: Callable[[], None]) -> None:
         """Begin `job`, the one before being over. Its failure is logged at once and kept for `raise_failure`.
@@ -55,12 +66,12 @@ class Background:
     def is_busy(self) -> bool:
         """Whether a job is under way."""
         self._forget_if_forked()
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread not in (None, threading.current_thread()) and self._thread.is_alive()
 
     def join(self) -> None:
-        """Return when no job is under way; raises nothing of it."""
+        """Return when no job is under way, but for the one that calls this; raises nothing of it."""
         self._forget_if_forked()
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join()
             self._thread = None
 

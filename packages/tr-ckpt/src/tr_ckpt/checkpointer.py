@@ -93,6 +93,7 @@ class Checkpointer:
         self._hub = hub
         self._buffers = HostBuffers()
         self._background = Background()
+        self._sequence: int | None = None  # of the last checkpoint that this object saved
 
     @classmethod
     def from_arguments(cls, args: Any, collectives: Any) -> Checkpointer:
@@ -159,10 +160,7 @@ class Checkpointer:
 
         def follow() -> None:
             if self._ranks.rank == 0:
-                after_commit.tell(on_commit if self._ranks.number == 0 else None, folder)
-                saved = Found(step, name, folder)
-                limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-                after_commit.prune(saved, self.prefix, protected=protected, **limits)
+                self._follow(Found(step, name, folder), saving.sequence, on_commit, protected)
 
         if not self.asynchronous:
             saving.make(parts, write_extra)
@@ -177,6 +175,15 @@ class Checkpointer:
 
         self._background.start(f"writing {name}", write)
         return folder
+
+    def _follow(
+        self, saved: Found, sequence: int, on_commit: Callable[[Path], None] | None, protected: Sequence[int]
+    ) -> None:
+        after_commit.warn_of_others(saved.path, self._sequence, sequence)
+        self._sequence = sequence
+        after_commit.tell(on_commit if self._ranks.number == 0 else None, saved.path)
+        limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
+        after_commit.prune(saved, self.prefix, protected=protected, **limits)
 
     def check(self) -> None:
         """Raise what a write in the background failed with, if one did since the last call; waits for nothing.

@@ -132,7 +132,8 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[s
 
 def seal_file(path: Path) -> FileRecord:
     """Wait until a file that somebody else wrote is on the disk, and return what it holds."""
-    descriptor = os.open(path, os.O_RDWR)
+    # Somebody else may have made it read-only; only Windows syncs nothing that is not open for writing.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         sync(descriptor)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -16,7 +17,7 @@ _IN_USE: set[str] = set()
 
 _TEMPORARY = re.compile(
     r"\.tmp-(?P<kind>writing|records|replaced|removed|pushing|fetched)-(?P<target>.+)"
-    r"@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+"
+    r"@(?P<host>[^@]*)@(?P<pid>\d+)(?:\.(?P<numbering>[0-9a-f]+))?@[0-9a-f]+"
 )
 
 
@@ -27,7 +28,7 @@ class Process:
     Attributes:
         host: the machine.
         pid: its number there.
-        numbering: what the number counts in: containers of one machine each count on their own.
+        numbering: what the number counts in: each start of a machine, and each container on it, counts anew.
     """
 
     host: str
@@ -47,6 +48,7 @@ class Temporary:
         target: the name it stands for, such as `checkpoint-30`.
         host: the machine that made it.
         pid: the process that made it.
+        numbering: what the number counts in, as of `Process`; empty if that is not known.
     """
 
     path: Path
@@ -54,13 +56,14 @@ class Temporary:
     target: str
     host: str
     pid: int
+    numbering: str = ""
 
     def is_abandoned(self) -> bool:
-        """Whether its maker is gone: not a living process of this machine, nor this one at work on it."""
-        if self.host != _host():
+        """Whether its maker is gone: not a living process of this machine or container, nor this one at work on it."""
+        if self.path.name in _IN_USE:  # whatever this machine is called by now
+            return False
+        if self.host != _host() or self.numbering not in ("", _numbering()) or self.pid == os.getpid():
             return True
-        if self.pid == os.getpid():
-            return self.path.name not in _IN_USE
         return not _is_alive(self.pid)
 
 
@@ -77,7 +80,9 @@ def step_of(name: str, prefix: str) -> int | None:
 
 def temporary(directory: Path, kind: str, target: str) -> Path:
     """Return a new name beside `target` and note it as in use; `release` it when the folder is gone."""
-    name = f".tmp-{kind}-{target}@{_host()}@{os.getpid()}@{secrets.token_hex(4)}"
+    numbering = _numbering()
+    process = f"{os.getpid()}.{numbering}" if numbering else str(os.getpid())
+    name = f".tmp-{kind}-{target}@{_host()}@{process}@{secrets.token_hex(4)}"
     _IN_USE.add(name)
     return directory / name
 
@@ -92,7 +97,8 @@ def temporaries(directory: Path) -> list[Temporary]:
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if match := _TEMPORARY.fullmatch(path.name):
-            found.append(Temporary(path, match["kind"], match["target"], match["host"], int(match["pid"])))
+            process = match["host"], int(match["pid"]), match["numbering"] or ""
+            found.append(Temporary(path, match["kind"], match["target"], *process))
     return found
 
 
@@ -109,9 +115,11 @@ def is_gone(process: Process) -> bool:
 
 def _numbering() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
+        # Neither alone tells: machines of one name share the first, containers of one machine the second.
+        counted = os.readlink("/proc/self/ns/pid") + Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
+    except (OSError, ValueError):  # not Linux
         return ""
+    return hashlib.sha256(counted.encode()).hexdigest()[:8]
 
 
 def _host() -> str:

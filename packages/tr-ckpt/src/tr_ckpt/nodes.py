@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tr_ckpt import manifest
 from tr_ckpt.catalogue import Found
-from tr_ckpt.errors import CheckpointError, SaveError
+from tr_ckpt.errors import CheckpointError
 from tr_ckpt.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -72,35 +72,14 @@ class NodeRanks(Ranks):
         """Whether other machines save too."""
         return True
 
-    def gather(self, value: T) -> list[T]:
-        """Return the value of every rank of this machine; all ranks of all machines must call it."""
-        return [answer for first, answer in self._everywhere(value) if first == self.first]
-
     def across(self, value: T) -> list[T]:
         """Return the value of the first rank of every machine; all ranks of all machines must call it."""
         answers = dict(reversed(self._everywhere(value)))  # a machine's first comes last, and stays
         return [answers[first] for first in sorted(answers)]
 
-    def together(self, what: str, work: Callable[[], T], failure: type[Exception] = SaveError) -> list[T]:
-        """Do `work` on every rank of every machine and return the results of this one.
-
-        Raises:
-            Exception: what `work` raised on this rank.
-            failure: it raised on another one, on whatever machine.
-        """
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        answers = self._everywhere((result, None if error is None else f"{type(error).__name__}: {error}"))
-        if error is not None:
-            raise error
-        failed = [f"rank {rank}: {text}" for rank, (_, (_, text)) in enumerate(answers) if text is not None]
-        if failed:
-            raise failure(f"{what}: {'; '.join(failed)}")
-        return [answer for first, (answer, _) in answers if first == self.first]
+    @property
+    def _group(self) -> int:
+        return self.first
 
     def _everywhere(self, value: T) -> list[tuple[int, T]]:
         assert self.gather_objects is not None  # there are several processes

@@ -55,15 +55,15 @@ class Ranks:
         return [value]
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's `value`, in rank order; all ranks must call it."""
-        return [value] if self.gather_objects is None else self.gather_objects(value)
+        """Return every rank's `value`, in rank order; all processes of the run must call it."""
+        return [answer for group, answer in self._everywhere(value) if group == self._group]
 
     def together(self, what: str, work: Callable[[], T], failure: type[Exception] = SaveError) -> list[T]:
-        """Do `work` on every rank and return all results, in rank order; all ranks must call it.
+        """Do `work` on every rank and return all results, in rank order; all processes of the run must call it.
 
         Raises:
             Exception: what `work` raised on this rank.
-            failure: it raised on another one; the message says which, and begins with `what`.
+            failure: it raised on another process of the run; the message says which, and begins with `what`.
         """
         error: Exception | None = None
         result: Any = None
@@ -71,10 +71,18 @@ class Ranks:
             result = work()
         except Exception as caught:
             error = caught
-        answers = self.gather((result, None if error is None else f"{type(error).__name__}: {error}"))
+        answers = self._everywhere((result, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             raise error
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None]
+        failed = [f"rank {rank}: {text}" for rank, (_, (_, text)) in enumerate(answers) if text is not None]
         if failed:
             raise failure(f"{what}: {'; '.join(failed)}")
-        return [answer for answer, _ in answers]
+        return [answer for group, (answer, _) in answers if group == self._group]
+
+    @property
+    def _group(self) -> int:
+        return 0
+
+    def _everywhere(self, value: T) -> list[tuple[int, T]]:
+        """Return the value of every process of the run, each with its group."""
+        return [(0, answer) for answer in ([value] if self.gather_objects is None else self.gather_objects(value))]

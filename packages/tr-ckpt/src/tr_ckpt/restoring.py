@@ -19,6 +19,9 @@ from tr_ckpt.sharded import restoring_shards
 
 logger = logging.getLogger(__name__)
 
+# From here on somebody waits for it.
+LONG_READ_BYTES = 500_000_000
+
 
 class Restoring:
     """One restore into `targets`, which all ranks do together.
@@ -42,20 +45,26 @@ class Restoring:
         Raises:
             CheckpointError: it lacks a part, or a part does not take its state.
         """
+        tried: set[str] = set()
+        # Anew after each round: a run that saves there meanwhile removes what was listed, but never its newest.
+        while fresh := [found for found in self._candidates(directory) if found.name not in tried]:
+            for found in reversed(fresh):
+                try:
+                    step = self._load(found)
+                    self._name_later(found, fresh)
+                    return step
+                except DamagedCheckpointError as error:
+                    if self._ranks.rank == 0:
+                        logger.warning("passed over %s", error)
+            tried.update(found.name for found in fresh)
+        return None
+
+    def _candidates(self, directory: Path) -> list[Found]:
         # Rank 0 decides what there is: others may see a shared folder a moment later.
         [candidates, *_] = self._ranks.together(
             "nothing was restored", lambda: catalogue.by_age(directory, self._prefix), failure=CheckpointError
         )
-        candidates = nodes.on_all(self._ranks, candidates)
-        for found in reversed(candidates):
-            try:
-                step = self._load(found)
-                self._name_later(found, candidates)
-                return step
-            except DamagedCheckpointError as error:
-                if self._ranks.rank == 0:
-                    logger.warning("passed over %s", error)
-        return None
+        return nodes.on_all(self._ranks, candidates)
 
     def explicit(self, source: Path) -> int:
         """Load the checkpoint `source`, or the newest valid one inside it.
@@ -106,9 +115,11 @@ class Restoring:
                     if self._is_saved(part, described):
                         state = restoring_shards.read_part(found.path, part, rank, described, target)
                         states[part] = fit(part, state, target) if taking_over.NOTE in described.files else state
-            except DamagedCheckpointError as error:
-                return -1, str(error)
             except CheckpointError as error:
+                if not found.path.is_dir():
+                    return -1, "it was removed while it was being read"
+                if isinstance(error, DamagedCheckpointError):
+                    return -1, str(error)
                 raise CheckpointError(f"{found.name}: {error}") from error
             return described.step, None
 
@@ -136,6 +147,9 @@ class Restoring:
         self._require_parts(described)
         ranks = self._ranks
         wanted = restoring_shards.files_to_verify(described, self._targets, ranks.rank, ranks.world_size)
+        size_bytes = sum(described.files[name].bytes for name in wanted if name in described.files)
+        if ranks.rank == 0 and size_bytes >= LONG_READ_BYTES:
+            logger.info("reading and verifying %s, %.1f GB", found.path, size_bytes / 1e9)
         catalogue.raise_if_any(catalogue.damages(found.path, described, wanted))
         return described
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,14 @@ class Saving:
         prefix: what their names begin with.
         step: completed optimizer steps.
         ranks: this process among the others.
+
+    Attributes:
+        sequence: that of the checkpoint, on the rank that committed it; 0 before.
     """
 
     def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks) -> None:
         self.name = names.checkpoint_name(prefix, step)
+        self.sequence = 0
         self._directory = directory
         self._prefix = prefix
         self._step = step
@@ -139,20 +144,34 @@ class Saving:
                 f"rank {self._ranks.rank} does not see {self._folder}, which rank 0 made; "
                 "all ranks must save to one shared file system"
             )
+        failure: Exception | None = None
         for name, part in given.items():
-            # On every rank: taking a state may need all of them.
-            captured = self._taken.capture(name, part, buffers)
+            # On every rank, also after a failure on this one: taking a state may need all of them.
+            try:
+                captured = self._taken.capture(name, part, buffers)
+            except Exception as error:
+                failure = failure or error
+                continue
             if captured is not None:
                 yield name, captured
+        if failure is not None:
+            raise failure
 
     def _write(self, captured: Captured) -> Written:
         written: Written = {}
-        if self._staging is not None:
-            with explained(self.name, self._directory):
-                written[""] = self._staging.seal(self._added)
-        for name, part in captured:
-            with explained(self.name, self._directory):
-                written[name] = part.write(self._folder)
+        remaining = iter(captured)
+        try:
+            if self._staging is not None:
+                with explained(self.name, self._directory):
+                    written[""] = self._staging.seal(self._added)
+            for name, part in remaining:
+                with explained(self.name, self._directory):
+                    written[name] = part.write(self._folder)
+        except Exception:
+            with contextlib.suppress(Exception):  # what failed first is what counts
+                for _ in remaining:  # other ranks go on to take these states, and may wait for this one
+                    pass
+            raise
         return written
 
     def _commit(self, written: list[Written]) -> None:
@@ -163,6 +182,7 @@ class Saving:
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
             manifest.write(self._folder, described)
             self._staging.commit()
+            self.sequence = sequence
 
     def _discard(self) -> None:
         if self._staging is not None:

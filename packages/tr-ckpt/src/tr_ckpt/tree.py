@@ -157,6 +157,8 @@ def unsupported(tensor: torch.Tensor) -> str:
         )
     if tensor.is_meta:
         return "a tensor on the meta device, which has no numbers; materialise it before saving"
+    if tensor.is_nested:
+        return "a nested tensor; only dense ones are saved — give the list of tensors that tensor.unbind() returns"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         return f"a {kind} tensor; only dense ones are saved — give tensor.to_dense() or tensor.dequantize()"

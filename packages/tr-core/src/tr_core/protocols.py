@@ -147,10 +147,10 @@ class Strategy(Collectives, Protocol):
 class InBackward(Protocol):
     """An optimizer that consumes gradients during the backward pass, so that they are never all there at once.
 
-    It is a `torch.optim.Optimizer`, known by `fused_in_backward` being True. The loop calls `bind` once before the first
-    backward pass, then, in each step, `backward` for every micro-batch in place of `loss.backward()`, `clip_grad_norm`,
-    `step` and `zero_grad`, and `detach` when training ends, however it ends. In a loop of one's own on one process `bind`
-    and `detach` may be left out. A plain `loss.backward()` consumes nothing.
+    It is a `torch.optim.Optimizer`, known by `fused_in_backward` being True. The loop calls `bind` once before the
+    first backward pass, then, in each step, `backward` for every micro-batch in place of `loss.backward()`,
+    `clip_grad_norm`, `step` and `zero_grad`, and `detach` when training ends, however it ends. In a loop of one's own
+    on one process `bind` and `detach` may be left out. A plain `loss.backward()` consumes nothing.
 
     Attributes:
         fused_in_backward: whether this is such an optimizer; one whose modes differ has it False in the others.

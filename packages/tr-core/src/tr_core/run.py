@@ -89,6 +89,7 @@ class Run:
         zero: the scalar that a step's loss begins with, on the device.
         interruption: what ends the run after a signal, None where nothing does.
         owed: what an interruption left out of the last step, `evaluate` and perhaps `save` after it.
+        has_saved: whether this call began to save a checkpoint.
     """
 
     plan: Plan
@@ -130,6 +131,7 @@ class Run:
     loss_before_step: torch.Tensor = field(init=False)
     interruption: Interruption | None = None
     owed: list[str] = field(default_factory=list)
+    has_saved: bool = False
 
     def __post_init__(self) -> None:
         self.metrics = MetricWindow(self.strategy)
@@ -169,6 +171,11 @@ class Run:
         """Wait, after the last step, for what is being written in the background."""
         if self.interruption is not None:
             self.interruption.settle()
+
+    def settle_after(self, error: BaseException) -> None:
+        """Wait, after an exception, for what this rank is writing in the background."""
+        if self.interruption is not None:
+            self.interruption.settle_after(error)
 
     def finite(self, loss: torch.Tensor, loss_sum: torch.Tensor, step: int) -> torch.Tensor:
         """Return a loss for the log: in place of one that is not finite, the mean of the window so far.

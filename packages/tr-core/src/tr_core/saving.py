@@ -82,6 +82,7 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
     state = trainer.state
     checkpointer = trainer.checkpointer()
     run.collect_window(state)
+    run.has_saved = True
     best = state.best_global_step
     if best is not None and (best == state.global_step or best in checkpointer.steps()):
         state.best_model_checkpoint = str(checkpointer.path(best))
@@ -94,15 +95,19 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
         if is_adapter(trainer.model):
             write_adapter_config(trainer.model, path)
 
-    folder = checkpointer.save(
+    checkpointer.save(
         state.global_step,
         parts,
         write_extra=write_extra,
         protected=() if best is None else (best,),
-        on_commit=partial(trainer.callback_handler.announce, step=state.global_step),
+        on_commit=partial(_announce, trainer, step=state.global_step),
     )
-    if trainer.strategy.rank == 0:
-        trainer.logger.info("saved checkpoint %s", folder)
+
+
+def _announce(trainer: Trainer, folder: Path, *, step: int) -> None:
+    """Say that a checkpoint is complete; with `save_async` that is later than its step, in the thread that wrote it."""
+    trainer.logger.info("saved checkpoint %s", folder)
+    trainer.callback_handler.announce(folder, step)
 
 
 def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:

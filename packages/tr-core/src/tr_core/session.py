@@ -13,6 +13,7 @@ import torch
 from tr_core.callbacks.interruption import interruptible
 from tr_core.conditions.batch_size_search import run_epochs_within_memory
 from tr_core.conditions.memory_metrics import ReadMemory
+from tr_core.conditions.output_folder import check_that_it_can_be_written_to
 from tr_core.conditions.surroundings import while_training
 from tr_core.data.first_batches import training_batches
 from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, weight_parts
@@ -45,6 +46,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
         run = _begin(trainer, resume, ignore_keys)
         if run.first_step >= run.plan.max_steps and not run.owed:
             return _leave_finished(trainer, run)
+        _announce(trainer, run)
         with consuming_gradients(trainer, run), interruptible(trainer, run), _in_training(trainer, run):
             trainer.random_state.reapply()
             if trainer.args.eval_on_start and run.first_step == 0:
@@ -65,6 +67,7 @@ def _in_training(trainer: Trainer, run: Run) -> Iterator[None]:
         yield
     except BaseException as caught:
         error = caught
+        run.settle_after(caught)
         raise
     finally:
         trainer.is_in_train, trainer.metric_window = False, None
@@ -73,7 +76,8 @@ def _in_training(trainer: Trainer, run: Run) -> Iterator[None]:
 
 def _leave_finished(trainer: Trainer, run: Run) -> TrainOutput:
     trainer.logger.info(
-        "nothing to do: the checkpoint is at step %d of %d, and the run is complete",
+        "nothing to do: the checkpoint is at step %d of %d, and the run is complete; a larger num_train_epochs or "
+        "max_steps goes on with it",
         run.first_step,
         run.plan.max_steps,
     )
@@ -85,6 +89,7 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     """Prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
     args, strategy = trainer.args, trainer.strategy
     trainer.prepare()
+    check_that_it_can_be_written_to(trainer)
     loader = trainer.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
     plan = make_plan(args, data)
@@ -100,7 +105,6 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
         resumed = resume_run(trainer, run, resume, _fresh_state(trainer, plan.max_steps, plan.num_epochs))
     if not resumed and args.save_strategy != "no":
         _warn_of_earlier(trainer, trainer.checkpointer())
-    _announce(trainer, run)
     return run
 
 

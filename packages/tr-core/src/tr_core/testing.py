@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.protocols import Checkpointer, EvaluationWeights, Stateful, Strategy
+from tr_core.protocols import Checkpointer, EvaluationWeights, InBackward, Stateful, Strategy
 from tr_core.state import TrainerControl, TrainerState
 
 
@@ -235,3 +235,90 @@ def check_evaluation_weights(callback: Any) -> None:
     callback.on_train_end(None, state, control)
     with callback.evaluation_weights(model):
         assert torch.equal(weight, inside[0]), "after the end of a run the weights were changed again"
+
+
+def check_in_backward(make: Callable[[nn.Module], Any]) -> None:
+    """Train a small model for a few steps with an optimizer that consumes gradients in the backward pass.
+
+    Args:
+        make: builds the optimizer over all parameters of a model, with a learning rate that is not 0 and no clipping.
+    """
+    promised: Any = InBackward
+    model = _small_model()
+    optimizer = make(model)
+    assert isinstance(optimizer, promised), _missing(optimizer, promised)
+    assert optimizer.fused_in_backward is True, "fused_in_backward is not True"
+    weights = [p.detach().clone() for p in model.parameters()]
+    loss = _loss_in_backward(model, 0)
+    loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert not any(g is None for g in gradients), "a plain backward was consumed"
+    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients if g is not None])))
+    model.zero_grad()
+    _same(model, weights, "a plain backward changed weights")
+
+    optimizer.backward(_loss_in_backward(model, 0))
+    assert any(p.grad is None for p in model.parameters()), "backward has consumed no gradient"
+    found = optimizer.clip_grad_norm(None)
+    assert isinstance(found, torch.Tensor), "clip_grad_norm must leave the norm on the device"
+    assert abs(float(found) - norm) < 1e-4 * (1 + norm), f"the norm is {float(found)}, should be {norm}"
+    assert optimizer.norm_is_estimated is False, "the norm of one micro-batch is called an estimate"
+    if not optimizer.updates_in_backward:
+        _same(model, weights, "weights changed before the step, and updates_in_backward is False")
+        optimizer.zero_grad()
+        optimizer.step()
+        _same(model, weights, "zero_grad left something that a step applied")
+        optimizer.backward(_loss_in_backward(model, 0))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not any(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)), (
+        "a step changed nothing"
+    )
+    assert all(p.grad is None for p in model.parameters()), "zero_grad left a gradient"
+    _check_resuming(make, model, optimizer)
+    _check_learning_rate(model, optimizer)
+    optimizer.detach()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters()), "detach left a hook"
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    weights = [p.detach().clone() for p in model.parameters()]
+    _step_in_backward(model, optimizer, 5)
+    assert not torch.equal(next(model.parameters()), weights[0]), "after detach the next backward consumed nothing"
+
+
+def _check_resuming(make: Callable[[nn.Module], Any], model: nn.Module, optimizer: Any) -> None:
+    """Go on with a copy that has only the saved states: it must stay the same bit for bit."""
+    copy = _small_model()
+    copy.load_state_dict(model.state_dict())
+    other = make(copy)
+    other.load_state_dict(optimizer.state_dict())
+    for seed in (1, 2):
+        _step_in_backward(model, optimizer, seed)
+        _step_in_backward(copy, other, seed)
+    _same(copy, list(model.parameters()), "a restored optimizer goes on otherwise")
+
+
+def _check_learning_rate(model: nn.Module, optimizer: Any) -> None:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    weights = [p.detach().clone() for p in model.parameters()]
+    _step_in_backward(model, optimizer, 3)
+    _same(model, weights, "a learning rate of 0 in param_groups was not used")
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _step_in_backward(model: nn.Module, optimizer: Any, seed: int) -> None:
+    optimizer.backward(_loss_in_backward(model, seed))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _loss_in_backward(model: nn.Module, seed: int) -> torch.Tensor:
+    inputs = torch.sin(torch.arange(12.0) + seed).reshape(3, 4)
+    return model(inputs.to(next(model.parameters()).device)).square().mean()
+
+
+def _same(model: nn.Module, weights: list[torch.Tensor], complaint: str) -> None:
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)), complaint

@@ -33,10 +33,14 @@ _BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN_OPT
 class Replica(DistributedDataParallel):
     """One rank's copy of a module, whose gradients backward averages over the ranks.
 
-    Differs from its base in two points. A forward without gradients calls the module alone: the base would
+    Differs from its base in four points. A forward without gradients calls the module alone: the base would
     exchange buffers, and ranks with unequal numbers of evaluation batches would wait for each other for ever.
-    And it can tell whether a backward has averaged all gradients, where the base lets the optimizer apply a
-    rank's own.
+    It can tell whether a backward has averaged all gradients, where the base lets the optimizer apply a
+    rank's own. Buffers are made equal at the end of a step, not in the first forward of the next: what is evaluated and
+    averaged between two steps is on every rank what a checkpoint holds. And gradients lie in the same buckets from the first step on, the last parameters first. From three
+    ranks on it depends on a gradient's place in its bucket in which order ranks are added up: the base, which
+    orders buckets anew after its first step, gives that one other bits than later ones, and a run that is
+    gone on with would not end as the run left alone.
 
     Attributes:
         compared: whether the ranks' parameters have been found equal.
@@ -45,14 +49,20 @@ class Replica(DistributedDataParallel):
 
     Args:
         module: the module, on this rank's device.
-        broadcast_buffers: give all ranks the buffers of rank 0 before each forward with gradients.
+        broadcast_buffers: give all ranks the buffers of rank 0 before the first step and after each.
         options: what else `DistributedDataParallel` takes.
     """
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **options: Any) -> None:
         if not broadcast_buffers:  # True is the default in all versions of torch
             options[_BUFFERS_OPTION] = False
+        if options.get("static_graph"):
+            options["find_unused_parameters"] = False  # found once, in the first step
         super().__init__(module, **options)
+        # What the base does after the first step, in the order that its backward had; where unused parameters are
+        # searched for, it never does, and neither do these calls.
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
         self.compared = False
         self.all_parameters = tuple(module.parameters())
         # Whether a backward ran shows in the gradients: in any one of them, unless parameters may be unused.
@@ -61,6 +71,13 @@ class Replica(DistributedDataParallel):
         self._witnesses = trainable if may_be_unused else trainable[:1]
         self._witnessed: list[object] = []
         self._forwarded = False
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """List what is trained, and which of it has sparse gradients, the last first: about as backward comes to it."""
+        parameters, are_sparse = super()._build_params_for_reducer()
+        if self.find_unused_parameters:  # buckets stay as they are made, and are made from the last to the first
+            return parameters, are_sparse
+        return parameters[::-1], are_sparse[::-1]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module with its own arguments."""
@@ -95,6 +112,12 @@ class Replica(DistributedDataParallel):
             raise RuntimeError(self._why_not_averaged()) from error
         if self._witness() == self._witnessed:
             raise RuntimeError(_NO_BACKWARD)
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, if that is asked for, instead of in the next forward. Collective."""
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+            self.require_forward_param_sync = False
 
     def _why_not_averaged(self) -> str:
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]

@@ -157,6 +157,8 @@ def _beginning(state: Any) -> str:
     steps = _count(state.max_steps, "step") if state.max_steps > 0 else "an open number of steps"
     if state.global_step:
         return f"training goes on at step {state.global_step} of {steps}"
+    if state.num_train_epochs >= sys.maxsize:  # of a stream, as many as the steps take
+        return f"training for {steps}"
     return f"training for {steps}, {_count(state.num_train_epochs, 'epoch')}"
 
 

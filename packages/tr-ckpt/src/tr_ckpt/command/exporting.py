@@ -11,7 +11,7 @@ import torch
 from tr_ckpt import files, names, staging
 from tr_ckpt.command import selection
 from tr_ckpt.command.table import size_text
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.sharded import export
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -33,6 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
             max_shard_bytes=arguments.max_shard_size,
             part=arguments.part,
         )
+    except DamagedCheckpointError as error:
+        raise CheckpointError(f"{error}; `trainer ckpt verify` tells which other one is whole") from error
+    else:
         made = [path.relative_to(fresh) for path in made]
         if fresh != target:
             _replace(target, fresh)

@@ -140,7 +140,11 @@ def _some(of: list[str]) -> str:
 
 
 def _problems(listed: list[dict[str, Any]]) -> list[str]:
-    return [f"{each['name']}: {each['problem']}" for each in listed if each["problem"]]
+    having: dict[str, list[str]] = {}
+    for each in listed:
+        if each["problem"]:
+            having.setdefault(each["problem"], []).append(each["name"])
+    return [f"{_some(names)}: {problem}" for problem, names in having.items()]
 
 
 def _order(entries: list[Entry]) -> list[str]:

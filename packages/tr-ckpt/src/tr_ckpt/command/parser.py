@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 _DIR = "a run's output folder, or one checkpoint in it"
-_CHECKPOINT = "a checkpoint; of an output folder, its newest valid one"
+_CHECKPOINT = "a checkpoint; of an output folder, its newest complete one"
 
 _EXIT = {
     "ls": "Exit code: 0, 1 if a checkpoint is damaged, 2 if there is none.",

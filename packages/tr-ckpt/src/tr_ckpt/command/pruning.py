@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     )  # they are none of those asked for
     protected = [*damaged, *([] if best is None else [best])]
     going = retention.superfluous(directory, arguments.prefix, keep, newest.step, protected, every)
-    _show(entries, going, newest, best)
+    known = {entry.found: entry for entry in (*entries, *passed_over)}  # what verifying found replaces what ls shows
+    _show(list(known.values()), going, newest, best)
     if not going or arguments.dry_run:
         return 0
     if not arguments.yes and not _confirmed(len(going)):

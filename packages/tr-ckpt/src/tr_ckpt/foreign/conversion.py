@@ -43,6 +43,7 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
             checkpoint of this step.
         OSError: it could not be written.
     """
+    _refuse_what_is_no_foreign_checkpoint(Path(source).expanduser().absolute(), prefix)
     checkpoint = read(source)
     directory = Path(target).expanduser().absolute()
     name = names.checkpoint_name(prefix, checkpoint.step)
@@ -66,6 +67,13 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.path.name, note)
     return folder
+
+
+def _refuse_what_is_no_foreign_checkpoint(source: Path, prefix: str) -> None:
+    if (source / names.MANIFEST).exists():
+        raise CheckpointError(f"{source} is one of ours already: there is nothing to convert")
+    if inside := [found for found in catalogue.find(source, prefix) if catalogue.is_foreign(found.path)]:
+        raise CheckpointError(f"{source} holds checkpoints; give one of them, such as {inside[-1].path}")
 
 
 def _parts_to_write(checkpoint: ForeignCheckpoint) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from tr_ckpt import background
 from tr_ckpt.errors import PushError
 
 logger = logging.getLogger(__name__)
@@ -174,5 +175,6 @@ def _wait_at_exit() -> None:
 
 
 def _wait_for_all() -> None:
+    background.join_all()  # a checkpoint that is being written has a push to come
     for queue in list(_queues):
         queue.wait_at_exit()

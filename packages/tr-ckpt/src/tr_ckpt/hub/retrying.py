@@ -121,7 +121,7 @@ def _may_pass(error: BaseException) -> bool:
     if status is not None:
         return status >= 500 or status in _TRANSIENT
     kinds = {type(each).__name__ for each in _chain(error)}
-    if "OfflineModeIsEnabled" in kinds:
+    if kinds & {"OfflineModeIsEnabled", "LocalTokenNotFoundError"}:  # nothing was asked, nor would be
         return False
     if "LocalEntryNotFoundError" in kinds:  # a download did not reach the Hub
         return True

@@ -38,21 +38,30 @@ class TakenStates:
         """
 
         def shares() -> dict[str, Any]:
+            failure: Exception | None = None
             for name, part in given.items():
-                state = part.state_dict()
-                taken = take(name, self._ranks.rank, state) if name not in parts.PER_RANK else None
-                if taken is None:
-                    self._states[name] = state
-                elif self._ranks.is_one_of_several:
-                    raise CheckpointError(
-                        f"{name} is held in shards, of which no machine has all; save to a file system that every "
-                        "machine sees, without save_on_each_node"
-                    )
-                else:
-                    self._taken[name] = taken
+                try:
+                    self._take(name, part)
+                except Exception as error:  # other ranks go on to take the states that follow, and may wait for this
+                    failure = failure or error
+            if failure is not None:
+                raise failure
             return {name: taken.share for name, taken in self._taken.items()}
 
         self._shares = self._ranks.together(what, shares)
+
+    def _take(self, name: str, part: Any) -> None:
+        state = part.state_dict()
+        taken = take(name, self._ranks.rank, state) if name not in parts.PER_RANK else None
+        if taken is None:
+            self._states[name] = state
+        elif self._ranks.is_one_of_several:
+            raise CheckpointError(
+                f"{name} is held in shards, of which no machine has all; save to a file system that every machine "
+                "sees, without save_on_each_node"
+            )
+        else:
+            self._taken[name] = taken
 
     def capture(self, name: str, part: Any, buffers: HostBuffers | None) -> CapturedPart | None:
         """Take what this rank writes of a part, as `parts.capture` does; communicates nothing.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tr_core.conditions.signals import StopSignals, interrupted
 from tr_core.data.fetch import MapFetch, StreamFetch
+from tr_core.data.worker_signals import saves_when_told_to_stop
 from tr_core.randomness import RandomState
 from tr_core.state import TrainerControl, TrainerState
 
@@ -25,10 +28,10 @@ FAILED_SAVE = 1000
 def interruptible(trainer: Trainer, run: Run) -> Iterator[None]:
     """Surround training and its events: signals end it with a checkpoint, and a failed background save ends it.
 
-    Without checkpoints there is nothing to write, and signals act as ever.
+    Without checkpoints there is nothing to write, and signals act as ever; a callback may still ask for one.
     """
     args = trainer.args
-    if args.save_strategy == "no" or not (args.enable_jit_checkpoint or args.save_async):
+    if not (args.save_async or saves_when_told_to_stop(args)):
         yield
         return
     interruption = run.interruption = Interruption(trainer, run)
@@ -36,7 +39,7 @@ def interruptible(trainer: Trainer, run: Run) -> Iterator[None]:
         undo.callback(interruption.forget)
         if args.save_async or trainer.strategy.world_size > 1:
             interruption.listen()
-        if args.enable_jit_checkpoint:
+        if saves_when_told_to_stop(args):
             undo.enter_context(interruption.signals)
         yield
 
@@ -67,7 +70,7 @@ class Interruption:
             "on_prediction_step": self._after_prediction_step,
             "on_save": self._after_save,
         }
-        self.signals = StopSignals(self.listen)
+        self.signals = StopSignals(self._note)
         self._pending: Callable[[], int] | None = None
         self._agreed, self._is_leaving = 0, False
         self._error: Exception | None = None
@@ -107,13 +110,39 @@ class Interruption:
         if self._pending is not None:
             self._take(self._pending())
             self._pending = None
-        if self._trainer.args.save_async:
+        if self._writes():
             self._trainer.checkpointer().wait()
         if number := self._agreed or self.signals.number:
             self._trainer.logger.info(
                 "%s came with the run's last step: it is complete, and ends as if there had been none",
                 signal.Signals(number).name,
             )
+
+    def settle_after(self, error: BaseException) -> None:
+        """Wait, after an exception, for what this rank is writing; what that fails with becomes a note of `error`.
+
+        Nothing is asked of other ranks, which may be gone or elsewhere.
+        """
+        if not self._writes():
+            return
+        checkpointer = self._trainer.checkpointer()
+        try:
+            checkpointer.path(self._trainer.state.global_step)  # which waits
+            checkpointer.check()
+        except Exception as failure:
+            error.add_note(f"besides, in the background: {type(failure).__name__}: {failure}")
+
+    def _writes(self) -> bool:
+        args = self._trainer.args
+        return args.save_async and (args.save_strategy != "no" or self._run.has_saved)
+
+    def _note(self) -> None:
+        # In a signal handler, where a log line could meet the lock of one that is being written.
+        self.listen()
+        if self._strategy.rank == 0:
+            text = f"{signal.Signals(self.signals.number).name}: saving and stopping when this step is done"
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{text}; a second one stops at once\n".encode())
 
     def _after_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # A pass that a callback ends here has its own end to come; the next step is soon enough.
@@ -176,7 +205,7 @@ class Interruption:
         return self._agreed > 0
 
     def _find(self) -> int:
-        if self._trainer.args.save_async and self._error is None:
+        if self._error is None and self._writes():
             try:
                 self._trainer.checkpointer().check()
             except Exception as error:  # raised on all ranks together, once they know of it

@@ -88,6 +88,9 @@ class _Stream:
 
     Its micro-batches are counted as well as its samples. Worker processes that each come to their end give short ones
     in the middle of a pass, after which the samples do not say how many micro-batches were read.
+
+    Where one process reads, a short micro-batch is the last of its pass. That is noted, for at the end of a pass some
+    data says the place where the next one begins, and would be read once more from there.
     """
 
     def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:
@@ -97,6 +100,7 @@ class _Stream:
         self._place = Place(stream.dataset if loader.num_workers == 0 else None)
         self._rounds, self._is_there = 0, False
         self._restored: int | None = None
+        self._end: int | None = None  # position at which the pass is known to have ended
         self.per_micro_batch = stream.per_round
         self.num_samples: int | None = len(stream.dataset) if has_length(stream.dataset) else None
         self.num_batches = self.remaining(0)
@@ -108,8 +112,10 @@ class _Stream:
         return num_micro_batches(left, self.per_micro_batch, self._stream.drop_last)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
+        if position > 0 and position == self._end:
+            return
         stream, rounds = self._stream, self._restored
-        self._restored = None
+        self._restored = self._end = None
         self._is_there &= position > 0  # a place at the end of a pass is of no use to the next one
         if not self._is_there:
             self._place.begin()
@@ -120,12 +126,16 @@ class _Stream:
             share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
             position += total
             self._rounds += 1
+            if self._parts == 1 and total < self.per_micro_batch:
+                self._end = position
             yield MicroBatch(inputs, share.weight, position, total)
 
     def order_state(self) -> dict[str, Any]:
-        return {"workers": self._parts, "samples_per_round": self._stream.per_round, "rounds": self._rounds}
+        read_by = {"workers": self._parts, "samples_per_round": self._stream.per_round}
+        return {**read_by, "rounds": self._rounds, "end": self._end}
 
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        self._end = state.get("end")
         now = (self._parts, self._stream.per_round)
         read_by = (state.get("workers", now[0]), state.get("samples_per_round", now[1]))
         if position == 0 or self._parts == read_by[0] == 1:  # one process reads one sample after the other
@@ -143,8 +153,8 @@ class _Stream:
         return self._place.take()
 
     def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
-        # All ranks read the whole stream: any one's place is every one's.
-        if self._place.is_known and places[0] is not None:
+        # All ranks read the whole stream: any one's place is every one's. With the end of a pass nothing is to be read.
+        if self._place.is_known and places[0] is not None and self._end is None:
             self._place.put_back(places[0])
             self._is_there = True
 
