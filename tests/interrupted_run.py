@@ -26,6 +26,11 @@ class Network(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+def say(line):
+    """Write a line at once and in one piece: several processes share the pipe."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
 class Tell(TrainerCallback):
     """Says where the run is, takes its time, and waits in one step for a line on stdin."""
 
@@ -34,16 +39,16 @@ class Tell(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         workers = [child.pid for child in multiprocessing.active_children()]
-        print(f"begin {state.global_step} process {os.getpid()} workers {workers}", flush=True)
+        say(f"begin {state.global_step} process {os.getpid()} workers {workers}")
         time.sleep(self.step_s)
         if state.global_step == self.wait_at:
             sys.stdin.readline()
 
     def on_save(self, args, state, control, **kwargs):
-        print(f"saved {state.global_step}", flush=True)
+        say(f"saved {state.global_step}")
 
     def on_train_end(self, args, state, control, error=None, **kwargs):
-        print(f"end {state.global_step} {type(error).__name__}", flush=True)
+        say(f"end {state.global_step} {type(error).__name__}")
 
 
 def rows(number):

@@ -33,7 +33,7 @@ class DDP:
         find_unused_parameters: search the graph in every step for parameters that took no part in the loss.
             Without it such a parameter is an error.
         bucket_cap_mb: MiB of gradients that travel together; None is torch's default.
-        broadcast_buffers: give all ranks the buffers of rank 0 before the first step and after each, with the gradients.
+        broadcast_buffers: give all ranks the buffers of rank 0 before the first step and after each.
         static_graph: the graph and the set of used parameters never change.
         backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
         timeout_s: seconds to wait for other ranks, in joining and in each collective.

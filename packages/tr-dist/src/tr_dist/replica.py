@@ -33,14 +33,17 @@ _BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN_OPT
 class Replica(DistributedDataParallel):
     """One rank's copy of a module, whose gradients backward averages over the ranks.
 
-    Differs from its base in four points. A forward without gradients calls the module alone: the base would
-    exchange buffers, and ranks with unequal numbers of evaluation batches would wait for each other for ever.
-    It can tell whether a backward has averaged all gradients, where the base lets the optimizer apply a
-    rank's own. Buffers are made equal at the end of a step, not in the first forward of the next: what is evaluated and
-    averaged between two steps is on every rank what a checkpoint holds. And gradients lie in the same buckets from the first step on, the last parameters first. From three
-    ranks on it depends on a gradient's place in its bucket in which order ranks are added up: the base, which
-    orders buckets anew after its first step, gives that one other bits than later ones, and a run that is
-    gone on with would not end as the run left alone.
+    Differs from its base in four points.
+
+    - A forward without gradients calls the module alone: the base would exchange buffers, and ranks with unequal
+      numbers of evaluation batches would wait for each other for ever.
+    - It can tell whether a backward has averaged all gradients, where the base lets the optimizer apply a rank's own.
+    - Buffers are made equal at the end of a step, not in the first forward of the next: what is evaluated and averaged
+      between two steps is on every rank what a checkpoint holds.
+    - Gradients lie in the same buckets from the first step on, the last parameters first. From three ranks on, the
+      order in which ranks are added up depends on a gradient's place in its bucket: the base, which orders buckets
+      anew after its first step, gives that step other bits than later ones, and a run that is gone on with would not
+      end as the run left alone.
 
     Attributes:
         compared: whether the ranks' parameters have been found equal.
@@ -115,9 +118,10 @@ class Replica(DistributedDataParallel):
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, if that is asked for, instead of in the next forward. Collective."""
+        self.require_forward_param_sync = True  # a micro-batch that averaged nothing has left it False
         if self.will_sync_module_buffers():
             self._sync_buffers()
-            self.require_forward_param_sync = False
+        self.require_forward_param_sync = False
 
     def _why_not_averaged(self) -> str:
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]

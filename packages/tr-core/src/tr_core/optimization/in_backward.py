@@ -7,7 +7,7 @@ trains, and the loop is the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -37,22 +37,23 @@ class InBackwardStrategy:
         self._optimizer = cast("InBackward", optimizer)
         self._scaler = cast("Any", strategy.stateful(model, None).get("scaler"))
         self._flag = _OverflowFlag(self._optimizer, strategy.device)
-        inner = getattr(model, "_orig_mod", model)
-        self._replica = inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
-        self._is_last = self._starts_step = True
+        # What else the strategy's replica does at the end of a step; it takes a micro-batch that exchanges no gradients
+        # for one in the middle of a step.
+        self._share_buffers = getattr(getattr(model, "_orig_mod", model), "share_buffers", None)
+        self._is_last = True
 
     def __getattr__(self, name: str) -> Any:
         """Return what is the strategy's own."""
         return getattr(self._strategy, name)
 
-    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
         """Surround one micro-batch; gradients stay local where the optimizer averages them itself."""
         self._is_last = sync
-        if self._replica is not None and self._starts_step:
-            # Once a step, as with gradients that it averages: without those it would leave the buffers alone, too.
-            self._replica.require_forward_param_sync = True
-        self._starts_step = sync
-        return self._strategy.accumulate(model, sync=sync and not self._optimizer.reduces_own_gradients)
+        with self._strategy.accumulate(model, sync=sync and not self._optimizer.reduces_own_gradients):
+            yield
+        if sync and self._share_buffers is not None:
+            self._share_buffers()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Have the optimizer compute and consume the gradients."""
