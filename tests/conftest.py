@@ -14,12 +14,18 @@ def of_the_packages() -> list[logging.Logger]:
 
 
 @pytest.fixture(autouse=True)
-def loggers_as_they_were() -> Iterator[None]:
-    """Put levels and handlers back: a Trainer sets them for the process. What is said once may be said again."""
-    before = {logger: (logger.level, logger.propagate, logger.handlers[:]) for logger in of_the_packages()}
+def loggers_as_in_a_new_process() -> Iterator[None]:
+    """Take back levels and handlers, which a Trainer sets for the process; what is said once may be said again.
+
+    Before a test too: a Trainer may be built where a module is imported.
+    """
+    before = {logger: logger.handlers[:] for logger in of_the_packages()}
+    for logger in before:
+        logger.level, logger.propagate = logging.NOTSET, True
+    logging.Logger.manager._clear_cache()
     yield
     for logger in of_the_packages():
-        logger.level, logger.propagate, logger.handlers = before.get(logger, (logging.NOTSET, True, []))
+        logger.level, logger.propagate, logger.handlers = logging.NOTSET, True, before.get(logger, [])
     logging.Logger.manager._clear_cache()
     if once := sys.modules.get("tr_log.once"):
         once._log_once.cache_clear()

@@ -154,7 +154,7 @@ def test_an_estimated_norm_is_said_to_be_one_once(tmp_path, caplog):
         norm_is_estimated = True
 
     caplog.set_level(logging.INFO)
-    build(tmp_path, Guessing).train()
+    build(tmp_path, Guessing, log_level="info").train()
     assert caplog.text.count("grad_norm is an estimate") == 1
 
 
