@@ -7,6 +7,7 @@ go through tools/constraints.txt, which pins torch.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from packages import PACKAGES, with_siblings  # noqa: E402
 
 # uv does not read pip's configuration: hand it the folder of local wheels, where there is one.
 os.environ.setdefault("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))
+# What a shell starts in the background ignores Ctrl-C, and so do all processes below it: tests send that signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]

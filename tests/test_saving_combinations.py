@@ -50,12 +50,15 @@ def train_on_reshuffled(folder, number, **options):
     return fingerprint(trainer, last), trainer.train_dataset.read
 
 
-# Batches of three: the last of a pass is short, or as large as the others.
-@pytest.mark.parametrize("number", [23, 24])
-@pytest.mark.parametrize("step", [7, 8, 9, 16])
-def test_a_stream_that_forgets_its_place_at_its_end_goes_on_with_the_next_pass(tmp_path, number, step):
-    alone, _ = train_on_reshuffled(tmp_path, number)
-    source = str(tmp_path / f"checkpoint-{step}")
-    resumed, read = train_on_reshuffled(tmp_path / "on", number, save_strategy="no", resume_from_checkpoint=source)
+# Batches of three: the last of a pass is short, or as large as the others; steps of one or two batches.
+@pytest.mark.parametrize(("number", "accumulation"), [(23, 1), (24, 1), (27, 2)])
+@pytest.mark.parametrize("step", [5, 7, 8, 9, 10, 16])
+def test_a_stream_that_is_back_at_its_beginning_at_its_end_is_not_read_twice(tmp_path, number, accumulation, step):
+    options = {"gradient_accumulation_steps": accumulation}
+    alone, _ = train_on_reshuffled(tmp_path, number, **options)
+    options |= {"save_strategy": "no", "resume_from_checkpoint": str(tmp_path / f"checkpoint-{step}")}
+    resumed, read = train_on_reshuffled(tmp_path / "on", number, **options)
     assert differences(alone, resumed, [name for name in alone if name != "checkpoints"]) == []
-    assert read == sum(min(3, number - start) for step_ in range(step, 20) for start in [step_ % 8 * 3])
+    per_step, steps_of_a_pass = 3 * accumulation, -(-number // (3 * accumulation))
+    left = [number - at % steps_of_a_pass * per_step for at in range(step, 20)]
+    assert read == sum(min(per_step, samples) for samples in left)

@@ -89,8 +89,8 @@ class _Stream:
     Its micro-batches are counted as well as its samples. Worker processes that each come to their end give short ones
     in the middle of a pass, after which the samples do not say how many micro-batches were read.
 
-    Where one process reads, a short micro-batch is the last of its pass. That is noted, for at the end of a pass some
-    data says the place where the next one begins, and would be read once more from there.
+    Where a pass ended is noted once that is seen: nothing comes after it, whatever reads, and at the end of a pass some
+    data says the place where the next one begins, from which it would be read once more.
     """
 
     def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:
@@ -126,9 +126,10 @@ class _Stream:
             share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
             position += total
             self._rounds += 1
-            if self._parts == 1 and total < self.per_micro_batch:
+            if self._parts == 1 and total < self.per_micro_batch:  # by then the data itself has come to its end
                 self._end = position
             yield MicroBatch(inputs, share.weight, position, total)
+        self._end = position
 
     def order_state(self) -> dict[str, Any]:
         read_by = {"workers": self._parts, "samples_per_round": self._stream.per_round}
@@ -138,7 +139,7 @@ class _Stream:
         self._end = state.get("end")
         now = (self._parts, self._stream.per_round)
         read_by = (state.get("workers", now[0]), state.get("samples_per_round", now[1]))
-        if position == 0 or self._parts == read_by[0] == 1:  # one process reads one sample after the other
+        if position in (0, self._end) or self._parts == read_by[0] == 1:  # one process reads one sample after the other
             return
         if read_by != now:
             raise ValueError(
