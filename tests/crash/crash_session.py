@@ -10,7 +10,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,16 +206,13 @@ class Session:
         folder = self.root / name
         folder.mkdir()
         pipes = [self._start(folder, faults, job) for job in range(self.jobs)]
-        total = Tally()
-        for child, pipe in pipes:
-            with os.fdopen(pipe) as lines:
-                for line in lines:
-                    found = json.loads(line)
-                    total.add(Tally(found["faults"], found["problems"], Counter(found["seen"])))
-            _, status = os.waitpid(child, 0)
-            if status:
-                total.problems.append(f"a process of the session ended with status {status}")
-        return total
+        try:
+            return _collected(pipes)
+        except BaseException:
+            for child, _ in pipes:  # each with the runs that it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+            raise
 
     def _start(self, folder: Path, faults: Sequence[Fault], job: int) -> tuple[int, int]:
         receive, send = os.pipe()
@@ -226,7 +223,7 @@ class Session:
             return child, receive
         code = 1
         try:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.setpgid(0, 0)
             with os.fdopen(send, "w") as lines:
                 for number in range(job, len(faults), self.jobs):
                     tally = _do(faults[number], folder / str(number))
@@ -236,6 +233,20 @@ class Session:
             code = 0
         finally:
             os._exit(code)
+
+
+def _collected(pipes: Sequence[tuple[int, int]]) -> Tally:
+    """Return what processes say of the faults they were given, once all have ended."""
+    total = Tally()
+    for child, pipe in pipes:
+        with os.fdopen(pipe) as lines:
+            for line in lines:
+                found = json.loads(line)
+                total.add(Tally(found["faults"], found["problems"], Counter(found["seen"])))
+        _, status = os.waitpid(child, 0)
+        if status:
+            total.problems.append(f"a process of the session ended with status {status}")
+    return total
 
 
 def _do(fault: Fault, folder: Path) -> Tally:

@@ -12,6 +12,7 @@ import gc
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -80,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="leave the folders of what went wrong")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, _stop)
     memory = Path("/dev/shm")  # nothing here can see whether a sync is slow
     place = memory if os.access(memory, os.W_OK) else None
     root = Path(os.path.realpath(tempfile.mkdtemp(prefix="crash-", dir=place)))
@@ -90,6 +92,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"kept: {root}")
         else:
             shutil.rmtree(root)
+
+
+def _stop(*_: object) -> None:
+    """Leave by an exception, which removes what would else stay in memory."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def _campaigns(session: Session, names: list[str]) -> int:
