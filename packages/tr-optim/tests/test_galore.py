@@ -365,7 +365,7 @@ def test_gradients_are_freed_in_the_backward_pass():
     optimizer = GaLoreAdamW(groups(model), 1e-2, mode="deferred")
     optimizer.backward(model(data()[0][0]).square().mean())
     assert [p.grad is None for p in model.parameters()] == [p.dim() == 2 for p in model.parameters()]
-    held = sum(value.numel() for value in optimizer._window.projected.values())
+    held = sum(value.numel() for value in optimizer._gathering.window.projected.values())
     assert held == 8 * (96 + 96 + 80)
 
 
@@ -386,7 +386,7 @@ def test_bases_from_the_first_micro_batch_keep_no_whole_gradient(mode):
     one = net()
     reference = GaLoreAdamW(groups(one), 1e-2, mode=mode)
     optimizer.backward(model(data()[0][0]).square().mean() / 2, last=False)
-    assert not any(p.dim() == 2 for p in optimizer._window.whole)
+    assert not any(p.dim() == 2 for p in optimizer._gathering.window.whole)
     reference.backward(one(data()[0][0]).square().mean())
     reference.step()
     optimizer.backward(model(data()[0][1]).square().mean() / 2)

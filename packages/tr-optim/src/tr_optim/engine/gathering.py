@@ -1,0 +1,234 @@
+"""Gather, over the backward passes of a step, what the step needs of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from tr_optim.engine.applying import prepared
+from tr_optim.engine.bases import Bases
+from tr_optim.engine.hooks import BackwardHooks, look_first
+from tr_optim.engine.norms import clip_coefficient, estimated_norm, sketch, total_norm
+from tr_optim.engine.reduction import Averaging, Collectives, FixedOrder, missing_gradient
+from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.window import Window, add
+from tr_optim.projection.basis import Basis
+
+
+class Owner(Protocol):
+    """The optimizer that gradients are gathered for."""
+
+    state: Any
+
+    def numbered(self) -> Iterator[tuple[torch.Tensor, Place]]:
+        """Give each parameter with its place."""
+        ...
+
+    def apply_gathered(self, parameter: torch.Tensor, place: Place) -> None:
+        """Update a parameter by what the window has of it, and take that out of the window."""
+        ...
+
+
+class Gathering:
+    """Consume gradients in backward passes, and keep of them what the step needs.
+
+    Args:
+        owner: the optimizer.
+        engine: how gradients are projected.
+        bases: where the bases are.
+        needs_whole: whether the gradients of projected parameters are kept too, until they are applied.
+
+    Attributes:
+        window: what is kept of the step's gradients.
+        norm_is_estimated: whether the norm that was measured last is an estimate.
+    """
+
+    def __init__(self, owner: Owner, engine: Engine, bases: Bases, *, needs_whole: bool) -> None:
+        self._owner, self._engine, self._bases, self._needs_whole = owner, engine, bases, needs_whole
+        self.window = Window()
+        self.norm_is_estimated = False
+        self._averaging: Averaging | None = None
+        self._hooks: BackwardHooks | None = None
+        self._places: dict[int, Place] = {}
+        self._order: FixedOrder | None = None
+        self._is_last, self._inverse_scale = True, None
+
+    @property
+    def _applies(self) -> bool:
+        return self._engine.mode == "immediate"
+
+    def bind(self, collectives: Collectives) -> None:
+        """Average over the ranks, if there are several."""
+        self._averaging = Averaging(collectives) if collectives.world_size > 1 else None
+
+    def forget(self) -> None:
+        """Forget the step's gradients."""
+        self.window = Window()
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        if self._hooks is not None:
+            self._hooks.detach()
+
+    def renew_hooks(self) -> None:
+        """Look at the parameters again before the next backward pass."""
+        self.detach()
+        self._hooks = None
+
+    def backward(self, loss: torch.Tensor, *, last: bool, scale: torch.Tensor | None) -> None:
+        """Compute the gradients of one micro-batch, and consume those that are the owner's to consume.
+
+        Raises:
+            RuntimeError: the step's last micro-batch was there already, or a parameter cannot be consumed.
+        """
+        window = self.window
+        if window.is_complete:
+            raise RuntimeError(
+                "backward was called after the last micro-batch of a step; call step() and zero_grad() first, or give "
+                "last=False for all micro-batches of a step but the last"
+            )
+        window.num_micro_batches += 1
+        window.is_complete = self._is_last = last
+        self._inverse_scale = None if scale is None else 1 / scale
+        self._places = {id(parameter): place for parameter, place in self._owner.numbered()}
+        self._order = self._fixed_order()
+        if self._hooks is None:
+            self._hooks = self._make_hooks(loss)
+        self._hooks.run(loss if scale is None else loss * scale)
+        self._finish_backward()
+
+    def measure(self) -> torch.Tensor:
+        """Return the norm of all gradients of the step, and note whether it is an estimate."""
+        window, parameters = self.window, [p for p, _ in self._owner.numbered()]
+        norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+        norms += [*window.norms.values(), *map(self._estimate, window.sketches)]
+        self.norm_is_estimated = bool(window.sketches) or window.has_estimates
+        return total_norm(norms, parameters[0].device)
+
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Scale what is kept of the step's gradients from a norm to at most `max_norm`."""
+        coefficient = clip_coefficient(norm, max_norm)
+        kept = [p.grad for p, _ in self._owner.numbered() if p.grad is not None]
+        for tensor in chain(kept, self.window.projected.values(), self.window.whole.values()):
+            tensor.mul_(coefficient.to(tensor.device))
+
+    def _make_hooks(self, loss: torch.Tensor) -> BackwardHooks:
+        """Return the hooks, with what a first look at a loss's graph shows to come in several parts."""
+        numbered = list(self._owner.numbered())
+        consumed = [p for p, place in numbered if place.is_projected or self._applies]
+        return BackwardHooks(consumed, self._consume, shared=look_first(loss, [p for p, _ in numbered]))
+
+    def _fixed_order(self) -> FixedOrder | None:
+        """Return the order in which gradients are handled that are exchanged while they are."""
+        if self._averaging is None:
+            return None
+        projected = [(p, place) for p, place in self._owner.numbered() if place.is_projected and p.requires_grad]
+        if self._engine.reduction == "whole":
+            exchanged = [p for p, _ in projected]
+        else:
+            exchanged = [p for p, place in projected if self._finds_basis and self._is_due(p, place)]
+        return FixedOrder(exchanged[::-1], self._keep)
+
+    @property
+    def _finds_basis(self) -> bool:
+        """Whether it is the micro-batch in which bases are found."""
+        return self.window.num_micro_batches == 1 if self._engine.refresh_from == "first" else self._is_last
+
+    def _consume(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._order is not None and parameter in self._order:
+            self._order.put(parameter, gradient)
+        else:
+            self._keep(parameter, gradient)
+
+    def _keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep of a micro-batch's gradient what the step needs."""
+        place, window, engine = self._places[id(parameter)], self.window, self._engine
+        gradient = prepared(parameter, gradient, self._inverse_scale)
+        average = self._averaging
+        if average is not None and engine.reduction == "whole":
+            gradient, average = average(gradient.contiguous()), None
+        is_whole = average is None and self._is_last and window.num_micro_batches == 1
+        is_due = place.is_projected and parameter not in window.bases and self._is_due(parameter, place)
+        if is_due or not place.is_projected or self._needs_whole:
+            if engine.refresh_from == "all" or not is_due:
+                gradient = add(window.whole, parameter, gradient)
+                if not self._is_last:
+                    return
+                del window.whole[parameter]
+                is_whole = average is None
+            if is_due:
+                state = self._owner.state[parameter]
+                window.bases[parameter] = self._bases.find(parameter, gradient, state, place, average)
+        self._note_norm(parameter, gradient, is_whole=is_whole)
+        if place.is_projected:
+            if self._needs_whole:
+                window.whole[parameter] = gradient
+            gradient = self._basis(parameter).down(gradient)
+        add(window.projected, parameter, gradient)
+        if self._is_last and self._applies:
+            if parameter in window.sketches:  # before the projection is used up
+                window.norms[parameter], window.has_estimates = self._estimate(parameter), True
+                del window.sketches[parameter]
+            self._owner.apply_gathered(parameter, place)
+
+    def _is_due(self, parameter: torch.Tensor, place: Place) -> bool:
+        return self._bases.is_due(parameter, self._owner.state[parameter], place)
+
+    def _basis(self, parameter: torch.Tensor) -> Basis:
+        """Return the basis that a projected parameter has in this step."""
+        found = self.window.bases.get(parameter)
+        basis = found or self._bases.current(parameter, self._owner.state[parameter], self._places[id(parameter)])
+        assert basis is not None
+        return basis
+
+    def _note_norm(self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: bool) -> None:
+        if is_whole:
+            self.window.norms[parameter] = torch.linalg.vector_norm(gradient)
+        else:
+            add(self.window.sketches, parameter, sketch(gradient, self._engine.sketch_rows, self._key(parameter)))
+
+    def _estimate(self, parameter: torch.Tensor) -> torch.Tensor:
+        window, basis = self.window, self._basis(parameter)
+        return estimated_norm(window.projected[parameter], basis, window.sketches[parameter], self._key(parameter))
+
+    def _key(self, parameter: torch.Tensor) -> tuple[int, int, int]:
+        return self._bases.random_key(self._owner.state[parameter], self._places[id(parameter)])
+
+    @torch.no_grad()
+    def _finish_backward(self) -> None:
+        """Settle what had a gradient earlier in the step and none now; at the end, average what was not exchanged."""
+        window, order = self.window, self._order
+        if self._is_last:
+            unsettled = [*window.whole, *(window.projected if self._applies else ())]
+            for parameter in unsettled:
+                if parameter in window.projected and not self._applies:
+                    continue  # its whole gradient is there for the update
+                if order is None or parameter not in order or order.lacks(parameter):
+                    self._consume(parameter, torch.zeros_like(parameter))
+        if order is not None:
+            order.finish()
+        if self._is_last:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Undo the loss's scale and average over the ranks, of what is not done yet."""
+        kept = [p for p, place in self._owner.numbered() if not place.is_projected and p.requires_grad]
+        if self._inverse_scale is not None:
+            for parameter in kept:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._inverse_scale)
+        if self._averaging is None:
+            return
+        window = self.window
+        projected = [p for p, place in self._owner.numbered() if place.is_projected and p.requires_grad]
+        missing = [p for p in kept if p.grad is None] + [p for p in projected if p not in window.projected]
+        if missing:
+            raise RuntimeError(missing_gradient(missing))
+        tensors = [p.grad for p in kept if p.grad is not None]
+        if self._engine.reduction == "projected":
+            tensors += [window.projected[p] for p in projected]
+            tensors += [window.sketches[p] for p in projected]
+        self._averaging.average_(tensors)
