@@ -129,8 +129,17 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    ignored = ("--ignore=tests/parity", "--ignore=tests/crash", "--ignore=tests/test_house.py")
+    elsewhere = ("parity", "crash", "kernels", "test_house.py")
+    ignored = [f"--ignore=tests/{name}" for name in elsewhere]
     session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+@nox.parametrize("name", [nox.param(name, id=name) for name in ("ddp", "fsdp")])
+def backend(session: nox.Session, name: str) -> None:
+    """Run the scenarios that every backend passes on all variants of one, in real processes."""
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    session.run("pytest", "tests/backends", "--backend", name, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -140,6 +149,14 @@ def parity(session: nox.Session) -> None:
     session.install("--no-deps", "galore-torch", "lomo-optim", *CONSTRAINTS)  # they require what they do not use here
     compared = ("tests/parity", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Test the optimizers of bitsandbytes and torchao, which are large, beside the libraries as they are."""
+    session.install(*PYTEST, "packaging", *EVERYTHING, *CONSTRAINTS)
+    session.install("--no-deps", "bitsandbytes", "torchao", *CONSTRAINTS)
+    session.run("pytest", "tests/kernels", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

@@ -76,7 +76,7 @@ CASES = {
     ),
     "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
     "option without effect": (
-        {"fsdp": "full_shard"},
+        {"deepspeed": {"zero_optimization": {"stage": 2}}},
         NotImplementedError,
         "options that this version of tr-core does not act on",
     ),
@@ -200,6 +200,7 @@ READ_ELSEWHERE = {
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
     "ddp_static_graph",  # tr-dist
+    "fsdp_config",  # tr-dist
 }  # fmt: skip
 
 

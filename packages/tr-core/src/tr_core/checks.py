@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 # name -> (value that is allowed, what to do instead)
 NOT_YET: dict[str, tuple[Any, str]] = {
     "deepspeed": (None, "train with strategy='ddp'"),
-    "fsdp": ([], "train with strategy='ddp'"),
-    "fsdp_config": ({}, "train with strategy='ddp'"),
     "parallelism_config": (None, "train with strategy='ddp'"),
 }
 

@@ -138,6 +138,13 @@ class Strategy(Collectives, Protocol):
         """
         ...
 
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the unwrapped module with whole tensors, as rank 0 writes it for others to load.
+
+        Collective. On the other ranks it may be empty. Tensors may be the model's own, or copies in host memory.
+        """
+        ...
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it. `failed` says that the run ends by an exception."""
         ...
@@ -151,6 +158,11 @@ class InBackward(Protocol):
     first backward pass, then, in each step, `backward` for every micro-batch in place of `loss.backward()`,
     `clip_grad_norm`, `step` and `zero_grad`, and `detach` when training ends, however it ends. In a loop of one's own
     on one process `bind` and `detach` may be left out. A plain `loss.backward()` consumes nothing.
+
+    Any optimizer may have a method `expected_bytes(micro_batches)`, which says before the first step what it will take:
+    a pair of the most bytes of gradients, or of what it keeps of them, that are there at once in a step of so many
+    micro-batches, and the bytes of its state after a step, or None if it cannot tell. Preflight shows them; of an
+    optimizer without it, all gradients are counted, and its state is that of a step over shapes without numbers.
 
     Attributes:
         fused_in_backward: whether this is such an optimizer; one whose modes differ has it False in the others.

@@ -46,7 +46,7 @@ def save_model(trainer: Trainer, folder: Path) -> None:
     """Write weights in safetensors, configuration and tokenizer; rank 0 writes, all ranks call."""
     strategy = trainer.strategy
     with evaluation_weights(trainer), configuration_as_given(trainer):
-        state = strategy.stateful(trainer.model_wrapped, None)["model"].state_dict()
+        state = strategy.whole_state(trainer.model_wrapped)
         if strategy.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             model = trainer.model

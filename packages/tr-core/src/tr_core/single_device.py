@@ -143,5 +143,9 @@ class SingleDevice:
             parts["scaler"] = self._scaler
         return parts
 
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's own state."""
+        return model.state_dict()
+
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: no process group was joined."""

@@ -10,7 +10,10 @@ from tr_core.protocols import Strategy
 
 
 def choose_strategy(args: Any) -> Strategy:
-    """Return the strategy called `args.strategy`; `auto` is `ddp` under a launcher of several processes, else `single`.
+    """Return the strategy called `args.strategy`.
+
+    `auto` is `fsdp` where the arguments say how to shard, else `ddp` under a launcher of several processes, else
+    `single`.
 
     Raises:
         tr_core.plugins.PluginError: it is not installed.
@@ -19,7 +22,7 @@ def choose_strategy(args: Any) -> Strategy:
     name = str(args.strategy)
     world_size = int(os.environ.get("WORLD_SIZE", "1") or "1")
     if name == "auto":
-        name = "ddp" if world_size > 1 else "single"
+        name = "fsdp" if args.fsdp else "ddp" if world_size > 1 else "single"
     if name == "single" and world_size > 1:
         raise ValueError(
             f"strategy='single' in one of {world_size} processes (WORLD_SIZE) would train {world_size} unrelated "

@@ -35,9 +35,12 @@ def check_strategy(strategy: Strategy) -> None:
     norms = [_train_alone(alone, data), _train_shared(strategy, wrapped, data)]
     for expected, found in zip(*norms, strict=True):
         assert abs(expected - found) < 1e-4 * (1 + expected), f"norm before clipping is {found}, should be {expected}"
-    state = strategy.stateful(wrapped, None)["model"].state_dict()
-    assert set(state) == set(alone.state_dict()), "names in the model's state differ from those of the module"
-    for name, value in alone.state_dict().items():
+    names = set(strategy.stateful(wrapped, None)["model"].state_dict())
+    state = strategy.whole_state(wrapped)
+    if strategy.rank == 0:
+        assert names == set(alone.state_dict()), "names in the model's state differ from those of the module"
+        assert names == set(state), "names in the model's whole state differ from those of the module"
+    for name, value in alone.state_dict().items() if strategy.rank == 0 else ():
         torch.testing.assert_close(
             state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs from one process"
         )

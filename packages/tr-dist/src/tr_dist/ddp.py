@@ -211,6 +211,10 @@ class DDP:
             parts["scaler"] = self._precision.scaler
         return parts
 
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the unwrapped model, which every rank holds whole."""
+        return self.unwrap(model).state_dict()
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it; a second call does nothing.
 

@@ -17,6 +17,7 @@ class MixedPrecision:
         device: where the model is.
 
     Attributes:
+        dtype: what operations that are safe in it are computed in; None for the parameters' own.
         scaler: the loss scaler of `fp16`, whose state belongs in a checkpoint; else None.
 
     Raises:
@@ -37,14 +38,14 @@ class MixedPrecision:
                 "none: use precision='fp16' (--fp16)"
             )
         self._device_type = device.type
-        self._dtype = _DTYPES[precision]
+        self.dtype = _DTYPES[precision]
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Surround a forward pass and its loss."""
-        if self._dtype is None:
+        if self.dtype is None:
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype)
+        return torch.autocast(self._device_type, dtype=self.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of a scalar loss, multiplied by the scale under float16."""

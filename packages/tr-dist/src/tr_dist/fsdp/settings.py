@@ -1,0 +1,144 @@
+"""Hold what `fsdp` and `fsdp_config` say, and refuse what cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_PREFETCHES = ("backward_pre", "backward_post", "no_prefetch")
+_STATES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+
+# What `fully_shard` does anyway. key -> (value it stands for, why the other cannot be had)
+_AS_IT_IS: dict[str, tuple[Any, str]] = {
+    "use_orig_params": (True, "parameters always keep their names and shapes"),
+    "limit_all_gathers": (True, "at most two layers' parameters are ever gathered at once"),
+    "version": (2, "FSDP1 flattens parameters, which optimizers that need matrices cannot use"),
+}
+_XLA = ("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is divided over the ranks.
+
+    Attributes:
+        strategy: `full_shard` divides parameters, gradients and optimizer state, and gathers a layer's parameters
+            whenever it computes; `shard_grad_op` keeps them gathered from forward to backward; `no_shard` gives each
+            rank everything; `hybrid_shard` and `hybrid_shard_zero2` are the first two within each machine, with equal
+            shards on all machines.
+        wrap: `TRANSFORMER_BASED_WRAP` makes units of the modules whose classes `layer_classes` names, or the model's
+            `_no_split_modules`; `SIZE_BASED_WRAP` of modules of `min_num_params` parameters; `NO_WRAP` one of all.
+        layer_classes: names of classes.
+        min_num_params: number of parameters.
+        offload: keep shards, and make updates, in host memory.
+        backward_prefetch: when the backward pass gathers the next unit: `backward_pre` before it computes, the others
+            when it is needed.
+        forward_prefetch: the forward pass gathers the next unit before it computes.
+        sync_module_states: give every rank the weights of rank 0.
+        rank0_loads: only rank 0 has the weights; other ranks' may be on the meta device.
+
+    Raises:
+        ValueError: a value is not known, or two contradict each other.
+    """
+
+    strategy: str = "full_shard"
+    wrap: str = "NO_WRAP"
+    layer_classes: tuple[str, ...] = ()
+    min_num_params: int = 0
+    offload: bool = False
+    backward_prefetch: str = "backward_pre"
+    forward_prefetch: bool = False
+    sync_module_states: bool = True
+    rank0_loads: bool = False
+
+    def __post_init__(self) -> None:
+        choices = (("strategy", self.strategy, SHARDINGS), ("wrap", self.wrap, POLICIES))
+        for name, value, known in (*choices, ("backward_prefetch", self.backward_prefetch, _PREFETCHES)):
+            if value not in known:
+                raise ValueError(f"fsdp: {name}={value!r} is not known; it is one of {', '.join(known)}")
+        if self.wrap == "SIZE_BASED_WRAP" and self.min_num_params < 1:
+            raise ValueError("fsdp: wrap by size needs min_num_params, the parameters that make a unit, from 1")
+        if self.rank0_loads and not self.sync_module_states:
+            raise ValueError(
+                "fsdp: cpu_ram_efficient_loading has rank 0 alone hold the weights, and sync_module_states=False would "
+                "leave the others without; leave one of them out"
+            )
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether a unit's parameters are let go after its forward."""
+        return self.strategy in ("full_shard", "hybrid_shard")
+
+    @classmethod
+    def from_config(cls, options: Collection[str], config: Mapping[str, Any]) -> Sharding:
+        """Build from the words of `fsdp` and the keys of `fsdp_config`, without prefix.
+
+        Raises:
+            ValueError: they contradict each other, or ask for what is not to be had; the message says what instead.
+        """
+        refuse(config)
+        chosen = [option for option in options if option in SHARDINGS]
+        strategy = config.get("sharding_strategy", chosen[0] if chosen else "full_shard")
+        if chosen and strategy != chosen[0]:
+            raise ValueError(
+                f"fsdp={chosen[0]!r} and fsdp_config's sharding_strategy={strategy!r} differ; give one of them"
+            )
+        return cls(
+            strategy=_resharding(strategy, config),
+            wrap=_wrap(options, config),
+            layer_classes=tuple(config.get("transformer_layer_cls_to_wrap", ())),
+            min_num_params=config.get("min_num_params", 0),
+            offload="offload" in options or config.get("cpu_offload", False),
+            backward_prefetch=config.get("backward_prefetch", "backward_pre"),
+            forward_prefetch=config.get("forward_prefetch", False),
+            sync_module_states=config.get("sync_module_states", True),
+            rank0_loads=config.get("cpu_ram_efficient_loading", False),
+        )
+
+
+def refuse(config: Mapping[str, Any]) -> None:
+    """Raise for keys that ask for what FSDP2 does not have.
+
+    Raises:
+        ValueError: the message names the key and what to do.
+    """
+    if xla := [key for key in _XLA if config.get(key)]:
+        raise ValueError(f"fsdp_config has {xla[0]}, which is for TPUs; set strategy='xla', or leave it out")
+    for key, (value, reason) in _AS_IT_IS.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"fsdp_config: {key}={config[key]!r} cannot be had: {reason}; leave it out")
+    state = config.get("state_dict_type")
+    if state is not None and state not in _STATES:
+        raise ValueError(f"fsdp_config: state_dict_type={state!r} is not known; it is one of {', '.join(_STATES)}")
+
+
+def _resharding(strategy: str, config: Mapping[str, Any]) -> str:
+    """Return the strategy that `reshard_after_forward`, FSDP2's own key, makes of one."""
+    reshards = config.get("reshard_after_forward")
+    if reshards is None:
+        return strategy
+    pairs = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
+    if reshards and strategy in pairs.values():
+        raise ValueError(
+            f"fsdp: {strategy!r} keeps parameters after the forward pass, and fsdp_config's reshard_after_forward=True "
+            "lets them go; give one of them"
+        )
+    return strategy if reshards else pairs.get(strategy, strategy)
+
+
+def _wrap(options: Collection[str], config: Mapping[str, Any]) -> str:
+    policy = config.get("auto_wrap_policy")
+    by_size, by_class = config.get("min_num_params", 0) > 0, bool(config.get("transformer_layer_cls_to_wrap"))
+    if policy == "NO_WRAP" and (by_size or by_class):
+        raise ValueError(
+            "fsdp_config: auto_wrap_policy='NO_WRAP' leaves nothing for transformer_layer_cls_to_wrap or "
+            "min_num_params to do; leave it or them out"
+        )
+    if policy is not None:
+        return str(policy)
+    if by_size:
+        return "SIZE_BASED_WRAP"
+    return "TRANSFORMER_BASED_WRAP" if by_class or "auto_wrap" in options else "NO_WRAP"

@@ -1,0 +1,271 @@
+"""Train one model that is divided over the ranks: parameters, gradients and optimizer state in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from tr_dist.device import rank_device
+from tr_dist.environment import LaunchEnvironment, read_environment
+from tr_dist.fsdp.placing import broadcast_values, fill_shards, values_of
+from tr_dist.fsdp.settings import Sharding
+from tr_dist.fsdp.units import choose_units
+from tr_dist.fsdp.whole import WholeModel, whole_state
+from tr_dist.ranks import Ranks
+from tr_dist.replica import check_trainable
+
+_NAMES_SHOWN = 5
+
+
+class FSDP(Ranks):
+    """Fully sharded data parallel training, by torch's `fully_shard` (FSDP2).
+
+    Every rank holds a part of each parameter, of its gradient and of its optimizer state, and works on its own part of
+    each batch. A unit's parameters are gathered when it computes, and its gradients are averaged and divided again as
+    soon as they are there. Parameters are DTensors under their own names and shapes.
+
+    Building one joins the process group that the launcher's environment describes, as `tr_dist.DDP` does; the calls
+    are the same, and so are the numbers, up to rounding. Optimizers are built after `prepare`, which replaces the
+    parameters. Every rank makes as many forwards as the others, in evaluation too.
+
+    In `bf16` units are gathered and computed in bfloat16, under autocast; gradients are averaged in float32, and
+    weights and optimizer state are float32.
+
+    Between the micro-batches of a step gradients stay whole, without `sync`, so that they are exchanged once a step;
+    with `sync` in each they are exchanged each time, and never whole.
+
+    Args:
+        sharding: how the model is divided.
+        precision: `no` or `bf16`.
+        find_unused_parameters: let parameters take no part in a rank's loss: they get a gradient of zeros. Without it
+            such a parameter is an error.
+        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, in joining and in each collective.
+        use_cpu: compute on the CPU even where there is CUDA.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
+        world_size: number of processes.
+        mesh: the ranks, by shards, or by replicas and shards.
+        forwards_together: True: a forward is an exchange between all ranks, so that each must make as many.
+
+    Raises:
+        ValueError: an argument or the environment does not fit this machine.
+        ConnectionError: the ranks did not find each other.
+        RuntimeError: a process group exists and is not what the environment says.
+    """
+
+    forwards_together = True
+
+    def __init__(
+        self,
+        sharding: Sharding | None = None,
+        *,
+        precision: str = "no",
+        find_unused_parameters: bool = False,
+        whole_checkpoints: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 1800.0,
+        use_cpu: bool = False,
+    ) -> None:
+        if precision == "fp16":
+            raise ValueError(
+                "precision='fp16' needs loss scaling over shards, which is not built; use precision='bf16' (--bf16), "
+                "or strategy='ddp'"
+            )
+        self.sharding = sharding or Sharding()
+        self._finds_unused, self._whole = find_unused_parameters, whole_checkpoints
+        if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ValueError(
+                f"find_unused_parameters needs a newer torch than {torch.__version__}, whose fully_shard cannot do "
+                "without a gradient; use every parameter in the loss, or strategy='ddp'"
+            )
+        environment = read_environment()
+        device = rank_device(environment, use_cpu=use_cpu)
+        super().__init__(environment, device, precision=precision, backend=backend, timeout_s=timeout_s)
+        self.mesh = self._make_mesh(environment)
+        self._syncs: bool | None = None
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> FSDP:
+        """Build from the fields of training arguments that are about this.
+
+        They are `fsdp`, `fsdp_config`, `bf16`, `fp16`, `use_cpu`, `ddp_backend`, `ddp_timeout` and
+        `ddp_find_unused_parameters`. `state_dict_type='FULL_STATE_DICT'` has checkpoints hold whole weights.
+        """
+        return cls(
+            Sharding.from_config(args.fsdp, args.fsdp_config),
+            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
+            find_unused_parameters=bool(args.ddp_find_unused_parameters),
+            whole_checkpoints=args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT",
+            backend=args.ddp_backend,
+            timeout_s=float(args.ddp_timeout),
+            use_cpu=args.use_cpu,
+        )
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Give every rank its shards of the model, which is changed in place, and return it.
+
+        Collective. Frozen and trainable are taken as they are now; a frozen parameter is divided too.
+
+        Raises:
+            ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta device,
+                unless `rank0_loads` and this is not rank 0), or has no module of a class that was named.
+        """
+        sharding = self.sharding
+        has_values = not (sharding.rank0_loads and self.rank > 0)
+        if has_values:
+            check_trainable(model, self.device)
+        if isinstance(model, FSDPModule):
+            raise ValueError("the model is divided by fully_shard already; give prepare() the model as it was built")
+        units = choose_units(model, sharding)
+        values = values_of(model) if sharding.rank0_loads and self.rank == 0 else {}
+        if sharding.sync_module_states and not sharding.rank0_loads:
+            broadcast_values(model, self.device)
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": sharding.reshards_after_forward,
+            "mp_policy": self._policy(),
+            "offload_policy": self._offload(),
+        }
+        for module in (*units, model):
+            fully_shard(module, **options)
+        if sharding.rank0_loads:
+            fill_shards(model, values, self.device, on_host=sharding.offload)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device)
+        self._set_prefetching(cast("list[FSDPModule]", units), cast("FSDPModule", model))
+        if self._finds_unused:
+            cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
+        self._check_divided(model)
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`: the same one, also from under `torch.compile`."""
+        return cast("nn.Module", getattr(model, "_orig_mod", model))
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
+        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up.
+
+        Raises:
+            TypeError: `model` is not what `prepare` returned.
+            RuntimeError: on leaving with `sync`, a parameter has no gradient.
+        """
+        inner = self.unwrap(model)
+        if not isinstance(inner, FSDPModule):
+            raise TypeError(
+                f"accumulate needs the module that prepare() returned, not {type(model).__name__}: nothing would "
+                "average its gradients over the ranks"
+            )
+        if self._syncs is not sync:
+            inner.set_requires_gradient_sync(sync)
+            self._syncs = sync
+        yield
+        if sync:
+            self._check_gradients(inner)
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Returns:
+            The norm before clipping, of the whole model, on every rank the same; a scalar tensor on the device.
+        """
+        gradients = [p.grad for p in self.unwrap(model).parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        divided = [part for part, g in zip(local, gradients, strict=True) if isinstance(g, DTensor)]
+        square = _norm(divided, self.device).square()
+        dist.all_reduce(square, group=self._shards())
+        whole = [part for part, g in zip(local, gradients, strict=True) if not isinstance(g, DTensor)]
+        norm = (square + _norm(whole, self.device).square()).sqrt()
+        if max_norm is not None and local:
+            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(local, coefficient.to(local[0].device))
+        return norm
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name: `model`, and `optimizer` if given; each rank has its shards of both.
+
+        With `whole_checkpoints` the state of `model` is whole, and gathered for it.
+        """
+        inner = self.unwrap(model)
+        parts: dict[str, Any] = {"model": WholeModel(inner, keep=self.rank == 0) if self._whole else inner}
+        if optimizer is not None:
+            parts["optimizer"] = optimizer
+        return parts
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's state dict with whole tensors in host memory; empty but on rank 0. Collective."""
+        return whole_state(self.unwrap(model), keep=self.rank == 0)
+
+    def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
+        strategy, world = self.sharding.strategy, self.world_size
+        if strategy == "no_shard":
+            shape = (world, 1)
+        elif strategy.startswith("hybrid"):
+            local = environment.local_world_size or world
+            if world % local:
+                raise ValueError(
+                    f"fsdp={strategy!r} needs as many processes on every machine, and {world} in all are not a "
+                    f"multiple of the {local} here"
+                )
+            shape = (world // local, local)
+        else:
+            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _shards(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("shard")
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        if self._precision.dtype is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self._precision.dtype, reduce_dtype=torch.float32)
+
+    def _offload(self) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.sharding.offload else OffloadPolicy()
+
+    def _set_prefetching(self, units: list[FSDPModule], model: FSDPModule) -> None:
+        """Say what is gathered ahead, where that is not as `fully_shard` does it."""
+        if self.sharding.backward_prefetch != "backward_pre":
+            for unit in (*units, model):
+                unit.set_modules_to_backward_prefetch([unit])  # it is there already: nothing is gathered ahead
+        if self.sharding.forward_prefetch:
+            for unit, following in pairwise(units):
+                unit.set_modules_to_forward_prefetch([following])
+
+    def _check_divided(self, model: nn.Module) -> None:
+        """Make sure that the model is what was asked for, and not silently something else."""
+        for name, parameter in model.named_parameters():
+            placements = getattr(parameter, "placements", ())
+            if not any(isinstance(placement, Shard) for placement in placements):
+                raise RuntimeError(f"parameter {name} is not divided after fully_shard, but {type(parameter).__name__}")
+
+    def _check_gradients(self, model: nn.Module) -> None:
+        missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if missing:
+            shown = ", ".join(missing[:_NAMES_SHOWN]) + (" and more" if len(missing) > _NAMES_SHOWN else "")
+            raise RuntimeError(
+                f"{len(missing)} trainable parameters got no gradient in this micro-batch: {shown}; call "
+                "backward(loss) inside accumulate(model, sync=True), use them in the loss, freeze them with "
+                "requires_grad_(False), or set find_unused_parameters (ddp_find_unused_parameters)"
+            )
+
+
+def _norm(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return nn.utils.get_total_norm(tensors).to(device)

@@ -1,0 +1,22 @@
+"""The backends that the scenarios run on, by name, and the arguments that choose each of their variants."""
+
+_BY_CLASS = {"transformer_layer_cls_to_wrap": ["Sequential"]}
+
+VARIANTS = {
+    "ddp": {"ddp": {"strategy": "ddp"}},
+    "fsdp": {
+        "full_shard": {"fsdp": "full_shard"},
+        "units": {"fsdp": "full_shard auto_wrap", "fsdp_config": _BY_CLASS},
+        "shard_grad_op": {"fsdp": "shard_grad_op", "fsdp_config": {"min_num_params": 60}},
+        "no_shard": {"fsdp": "no_shard"},
+        "offload": {"fsdp": "full_shard offload", "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}},
+    },
+}
+# What is run with all other tests; `nox -s backend` runs every variant of one backend.
+USUAL = ("ddp", "units", "offload")
+
+
+def chosen(backends):
+    """Return (name, options) of all variants of some backends; without any, the usual ones."""
+    variants = [(name, options) for b in backends or VARIANTS for name, options in VARIANTS[b].items()]
+    return variants if backends else [(name, options) for name, options in variants if name in USUAL]
