@@ -81,7 +81,13 @@ class Strategy(Collectives, Protocol):
     the forward and `backward`; then for each step `clip_grad_norm` and `step`; at the very end `close`.
     After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of what each
     rank's losses gave.
+
+    Attributes:
+        forwards_together: whether a forward is an exchange between the ranks, so that all make as many: also those that
+            have nothing left to generate.
     """
+
+    forwards_together: bool
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.

@@ -41,6 +41,8 @@ class SingleDevice:
     local_rank = 0
     world_size = 1
 
+    forwards_together = False
+
     def __init__(
         self, device: torch.device | str | None = None, *, precision: str = "no", use_cpu: bool = False
     ) -> None:

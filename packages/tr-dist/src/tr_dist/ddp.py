@@ -51,6 +51,8 @@ class DDP:
         RuntimeError: a process group exists and is not what the environment says.
     """
 
+    forwards_together = False
+
     def __init__(
         self,
         *,

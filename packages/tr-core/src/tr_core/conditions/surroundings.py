@@ -78,7 +78,7 @@ def while_training(trainer: Trainer) -> Iterator[None]:
             undo.callback(setattr, args, name, getattr(args, name))
         undo.enter_context(tf32(args.tf32))
         undo.enter_context(_use_cache(trainer))
-        if args.activation_checkpointing:
+        if args.activation_checkpointing or args.fsdp_config.get("activation_checkpointing"):
             options = args.activation_checkpointing_kwargs
             layers = undo.enter_context(checkpointed_activations(model, device, options))
             if layers:

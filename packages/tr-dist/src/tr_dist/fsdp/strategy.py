@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from tr_dist.device import rank_device
@@ -145,6 +152,9 @@ class FSDP(Ranks):
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
+        if callable(getattr(model, "generate", None)):
+            # It computes with parts of the model by themselves, such as an encoder, before the model's own forward.
+            register_fsdp_forward_method(model, "generate")
         self._set_prefetching(cast("list[FSDPModule]", units), cast("FSDPModule", model))
         if self._finds_unused:
             cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
@@ -163,6 +173,24 @@ class FSDP(Ranks):
             TypeError: `model` is not what `prepare` returned.
             RuntimeError: on leaving with `sync`, a parameter has no gradient.
         """
+        inner = self._exchange(model, sync=sync)
+        yield
+        if sync:
+            self._check_gradients(inner)
+
+    @contextmanager
+    def hand_over(self, model: nn.Module) -> Iterator[None]:
+        """Surround one micro-batch whose gradients an optimizer consumes in the backward pass, and adds up itself.
+
+        It gets its shards of their means from each, so that gradients are never whole; none need be left at the end.
+
+        Raises:
+            TypeError: `model` is not what `prepare` returned.
+        """
+        self._exchange(model, sync=True)
+        yield
+
+    def _exchange(self, model: nn.Module, *, sync: bool) -> nn.Module:
         inner = self.unwrap(model)
         if not isinstance(inner, FSDPModule):
             raise TypeError(
@@ -172,9 +200,7 @@ class FSDP(Ranks):
         if self._syncs is not sync:
             inner.set_requires_gradient_sync(sync)
             self._syncs = sync
-        yield
-        if sync:
-            self._check_gradients(inner)
+        return inner
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None

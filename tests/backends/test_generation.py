@@ -1,0 +1,64 @@
+"""Generate in evaluations: ranks end their rows at different times, and shards are gathered for each token."""
+
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from tr_core import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from tr_dist.testing import run_ranks
+
+END, PADDING = 1, 0
+
+
+def rows(number):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"input_ids": torch.randint(2, 30, (4 + i % 3,), generator=generator), "labels": torch.tensor([5 + i % 7, END])}
+        for i in range(number)
+    ]
+
+
+def collate(batch):
+    longest = max(len(row["input_ids"]) for row in batch)
+    padded = torch.stack([torch.nn.functional.pad(r["input_ids"], (0, longest - len(r["input_ids"]))) for r in batch])
+    return {
+        "input_ids": padded,
+        "attention_mask": (padded != PADDING).long(),
+        "labels": torch.stack([r["labels"] for r in batch]),
+    }
+
+
+def generate(folder, options):
+    torch.manual_seed(2)
+    sizes = {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=PADDING, initializer_factor=3.0))
+    model.generation_config.sequence_bias = [[[END], 16.0]]  # rows end at different times
+    args = Seq2SeqTrainingArguments(
+        output_dir=folder,
+        predict_with_generate=True,
+        generation_max_length=24,
+        per_device_eval_batch_size=2,
+        max_steps=2,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        log_level="error",
+        **options,
+    )
+    trainer = Seq2SeqTrainer(model, args, train_dataset=rows(12), eval_dataset=rows(10), data_collator=collate)
+    before = trainer.predict(rows(10)).predictions
+    trainer.train()
+    after = trainer.predict(rows(10)).predictions
+    trainer.strategy.close()
+    return before, after
+
+
+def test_ranks_generate_what_one_process_does(tmp_path, backend):
+    alone = generate(str(tmp_path / "1"), {"per_device_train_batch_size": 4})
+    if "transformer_layer_cls_to_wrap" in backend.get("fsdp_config", {}):
+        backend = {**backend, "fsdp_config": {"transformer_layer_cls_to_wrap": ["T5Block"]}}
+    options = {**backend, "per_device_train_batch_size": 2}
+    ends = {int((row == END).int().argmax()) for row in torch.as_tensor(alone[0])}
+    assert len(ends) > 2  # at different times
+    for rank in run_ranks(generate, 2, str(tmp_path / "2"), options, timeout_s=120):
+        for mine, theirs in zip(rank, alone, strict=True):
+            assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
