@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import nn
 
 from tr_dist.device import rank_device
 from tr_dist.environment import read_environment
-from tr_dist.mixed_precision import MixedPrecision
-from tr_dist.process_group import ProcessGroup
+from tr_dist.ranks import Ranks
 from tr_dist.replica import Replica, check_replicas_equal, check_trainable
 
 
-class DDP:
+class DDP(Ranks):
     """Data parallel training: every rank holds the whole model and works on its own part of each batch.
 
     Building one joins the process group that the launcher's environment describes (see
@@ -65,18 +64,15 @@ class DDP:
         timeout_s: float = 1800.0,
         use_cpu: bool = False,
     ) -> None:
-        environment = read_environment()
-        self.device = rank_device(environment, use_cpu=use_cpu)
-        self._precision = MixedPrecision(precision, self.device)
         self._wrapping = {
             "find_unused_parameters": find_unused_parameters,
             "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
             "static_graph": static_graph,
         }
-        self._group = ProcessGroup(environment, self.device, backend=backend, timeout_s=timeout_s)
-        self.rank, self.local_rank = self._group.rank, self._group.local_rank
-        self.world_size = self._group.world_size
+        environment = read_environment()
+        device = rank_device(environment, use_cpu=use_cpu)
+        super().__init__(environment, device, precision=precision, backend=backend, timeout_s=timeout_s)
 
     @classmethod
     def from_arguments(cls, args: Any) -> DDP:
@@ -135,14 +131,6 @@ class DDP:
             replica.compared = True
         return _averaging(replica) if sync else replica.no_sync()
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
-        return self._precision.autocast()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of a scalar loss, scaling it first under float16."""
-        self._precision.backward(loss)
-
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
@@ -162,45 +150,6 @@ class DDP:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
-
-        All ranks decide alike, for they hold the same averaged gradients. Only float16 reads from the device.
-
-        Args:
-            optimizer: what applies them.
-            skip: scalar on the device, the same on all ranks; where it is not 0, parameters and optimizer state stay as
-                they are. Optimizers other than torch's fused ones have it read from the device.
-        """
-        return self._precision.step(optimizer, skip=skip)
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""
-        return self._group.sum(tensor)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order. Not for the step.
-
-        Raises:
-            ValueError: the ranks' shapes or dtypes differ, or the tensor has no dimension.
-        """
-        return self._group.gather(tensor)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
-        return self._group.gather_objects(value)
-
-    def agree(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest `value` of all ranks and return what waits for it; the device takes no part.
-
-        All ranks begin in the same order. Begun in one step and read in the next, it costs no waiting.
-        """
-        return self._group.agree(value)
-
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
-        self._group.barrier()
-
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return what a checkpoint holds, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
 
@@ -216,20 +165,6 @@ class DDP:
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of the unwrapped model, which every rank holds whole."""
         return self.unwrap(model).state_dict()
-
-    def close(self, *, failed: bool = False) -> None:
-        """Leave the process group if this object joined it; a second call does nothing.
-
-        Args:
-            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
-        """
-        self._group.leave(failed=failed)
-
-    def __enter__(self) -> DDP:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close(failed=kind is not None)
 
 
 def _replica_in(model: nn.Module) -> Replica | None:

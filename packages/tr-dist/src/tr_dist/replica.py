@@ -7,9 +7,11 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tr_dist.gradient_parts import GradientParts
 from tr_dist.process_group import ProcessGroup
 
 _NAMES_SHOWN = 5
@@ -30,10 +32,21 @@ _KNOWN_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN_OPTIONS else "broadcast_buffers"
 
 
+class _OnFirstUse:
+    """An attribute of a replica that is made with its buckets; from then on it is an ordinary one."""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, replica: Any, owner: type[Any]) -> Any:
+        replica.allocate_buckets()
+        return vars(replica)[self._name]
+
+
 class Replica(DistributedDataParallel):
     """One rank's copy of a module, whose gradients backward averages over the ranks.
 
-    Differs from its base in four points.
+    Differs from its base in six points.
 
     - A forward without gradients calls the module alone: the base would exchange buffers, and ranks with unequal
       numbers of evaluation batches would wait for each other for ever.
@@ -44,6 +57,10 @@ class Replica(DistributedDataParallel):
       order in which ranks are added up depends on a gradient's place in its bucket: the base, which orders buckets
       anew after its first step, gives that step other bits than later ones, and a run that is gone on with would not
       end as the run left alone.
+    - In the first step it refuses gradients that come in several parts, of which the base may average the first alone
+      (see `GradientParts`).
+    - The buckets, as many bytes as the gradients, are allocated before the first backward that averages, not at once:
+      an optimizer that averages gradients itself, and keeps none, never needs them.
 
     Attributes:
         compared: whether the ranks' parameters have been found equal.
@@ -56,16 +73,16 @@ class Replica(DistributedDataParallel):
         options: what else `DistributedDataParallel` takes.
     """
 
+    reducer: Any = _OnFirstUse()
+    logger: Any = _OnFirstUse()
+
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **options: Any) -> None:
         if not broadcast_buffers:  # True is the default in all versions of torch
             options[_BUFFERS_OPTION] = False
         if options.get("static_graph"):
             options["find_unused_parameters"] = False  # found once, in the first step
         super().__init__(module, **options)
-        # What the base does after the first step, in the order that its backward had; where unused parameters are
-        # searched for, it never does, and neither do these calls.
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        del self.logger  # which is None until now
         self.compared = False
         self.all_parameters = tuple(module.parameters())
         # Whether a backward ran shows in the gradients: in any one of them, unless parameters may be unused.
@@ -74,6 +91,36 @@ class Replica(DistributedDataParallel):
         self._witnesses = trainable if may_be_unused else trainable[:1]
         self._witnessed: list[object] = []
         self._forwarded = False
+        # Until the first step is through; of a static graph torch itself counts the parts.
+        counts = not options.get("static_graph") and dist.get_world_size(self.process_group) > 1
+        self._parts = GradientParts(trainable) if counts else None
+
+    def _ddp_init_helper(self, *arguments: Any, **options: Any) -> None:
+        """Keep what the base would make the reducer of, until it is needed."""
+        self._of_reducer = arguments, options
+
+    def _set_static_graph(self) -> None:
+        """Have `allocate_buckets` tell the reducer, which is not there yet."""
+        self.static_graph = True
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether there is memory for the gradients to be averaged in."""
+        return "reducer" in vars(self)
+
+    def allocate_buckets(self) -> None:
+        """Get ready to average gradients, unless that is done. Collective the first time."""
+        if self.has_buckets:
+            return
+        arguments, options = self._of_reducer
+        super()._ddp_init_helper(*arguments, **options)
+        if self.static_graph:
+            self.static_graph = False
+            super()._set_static_graph()
+        # What the base does after the first step, in the order that its backward had; where unused parameters are
+        # searched for, it never does, and neither do these calls.
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """List what is trained, and which of it has sparse gradients, the last first: about as backward comes to it."""
@@ -87,12 +134,21 @@ class Replica(DistributedDataParallel):
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         self._forwarded = True
+        if not self.has_buckets and not self.require_backward_grad_sync:  # as the base without its reducer
+            if self.will_sync_module_buffers():
+                self._sync_buffers()
+            self.require_forward_param_sync = False
+            return self.module(*inputs, **kwargs)
+        self.allocate_buckets()
         return super().forward(*inputs, **kwargs)
 
     def expect_averaging(self) -> None:
         """Begin a micro-batch at whose end `check_averaged` will be called."""
+        self.allocate_buckets()
         self._forwarded = False
         self._witnessed = self._witness()
+        if self._parts is not None:
+            self._parts.begin(self.module)
 
     def _witness(self) -> list[object]:
         gradients = [p.grad for p in self._witnesses]
@@ -115,6 +171,9 @@ class Replica(DistributedDataParallel):
             raise RuntimeError(self._why_not_averaged()) from error
         if self._witness() == self._witnessed:
             raise RuntimeError(_NO_BACKWARD)
+        if self._parts is not None:
+            self._parts.end()
+            self._parts = None
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, if that is asked for, instead of in the next forward. Collective."""
