@@ -16,7 +16,6 @@ def _embedding(width=32):
 
 
 def test_noise_is_uniform_within_its_bound():
-    torch.manual_seed(0)
     embedding, ids = _embedding(64), torch.zeros(8, 100, dtype=torch.long)
     clean = embedding(ids)
     with NEFTune(embedding, 5.0):
@@ -98,13 +97,13 @@ def test_gradients_reach_the_embedding_unchanged():
     torch.testing.assert_close(embedding.weight.grad, counts[:, None].expand(10, 32))
 
 
-def test_noise_is_that_of_transformers():
+def test_padded_noise_of_the_default_generator_is_that_of_transformers():
     module = pytest.importorskip("transformers.integrations.neftune")
     ours, theirs = _embedding(), _embedding()
     theirs.load_state_dict(ours.state_dict())
     theirs.neftune_noise_alpha = 5.0
     theirs.register_forward_hook(module.neftune_post_forward_hook)
-    with NEFTune(ours, 5.0):
+    with NEFTune(ours, 5.0, length="padded", seed=None):
         torch.manual_seed(1)
         found = ours(IDS)
     torch.manual_seed(1)
@@ -144,3 +143,8 @@ def test_an_input_embedding_that_cannot_be_told_is_refused():
 def test_a_size_that_is_no_size_is_refused(alpha):
     with pytest.raises(ValueError, match="must be positive and finite"):
         NEFTune(_embedding(), alpha)
+
+
+def test_a_length_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="length='long' is not known; it is one of real, padded"):
+        NEFTune(_embedding(), 5.0, length="long")

@@ -80,6 +80,11 @@ def _average(args: TrainingArguments) -> Iterator[Rule]:
             yield (name, "ema_decay"), "has no effect alone; set ema_decay, such as ema_decay=0.999"
 
 
+def _noise(args: TrainingArguments) -> Iterator[Rule]:
+    if args.neftune_length != "real" and not args.neftune_noise_alpha:
+        yield ("neftune_length", "neftune_noise_alpha"), "has no effect alone; set neftune_noise_alpha, such as to 5"
+
+
 def _sharding(args: TrainingArguments) -> Iterator[Rule]:
     if args.fsdp and args.deepspeed:
         yield ("fsdp", "deepspeed"), "only one can shard the model; leave the other out"
@@ -102,5 +107,6 @@ _RULES: tuple[Callable[[TrainingArguments], Iterator[Rule]], ...] = (
     _perplexity,
     _best_model,
     _average,
+    _noise,
     _sharding,
 )

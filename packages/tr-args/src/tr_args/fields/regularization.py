@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tr_args.constraints import AtLeast, Between
 from tr_args.hints import Count, NonNegativeInt
@@ -29,6 +29,10 @@ class RegularizationFields:
 
     neftune_noise_alpha: Annotated[float | None, AtLeast(0)] = None
     """Strength of the noise added to embeddings while training (NEFTune); 5 to 15 is usual."""
+
+    neftune_length: Literal["real", "padded"] = "real"
+    """What the noise of a row is measured by: its real tokens, padding then getting none, or the padded length of its
+    batch, by which short rows get less."""
 
     ema_decay: Annotated[float | None, Between(0, 1, open_start=True, open_end=True)] = None
     """Keep an exponential moving average of the weights, in float32: after an update a share of 1 - ema_decay is of

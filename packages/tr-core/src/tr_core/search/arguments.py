@@ -28,7 +28,7 @@ _FIXED = (
     "log_level",
     "log_on_each_node",
     "max_time",
-    "neftune_noise_alpha",
+    "neftune_",
     "output_dir",
     "parallelism_config",
     "push_to_hub",
