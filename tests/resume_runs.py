@@ -2,13 +2,19 @@
 
 import itertools
 import random
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
+
+sys.path.insert(0, str(Path(__file__).parent))
+from optimizer_settings import SETTINGS as OF_TR_OPTIM
+from optimizer_settings import Setting as OptimizerSetting
 
 from tr_core import Trainer, TrainingArguments, set_seed
 
@@ -72,7 +78,7 @@ class Setting:
         accumulation: micro-batches of a step.
         bf16: whether the forward runs in bfloat16.
         asynchronous: whether checkpoints are written in the background.
-        optim: name of the optimizer, or its class.
+        optim: name of the optimizer, its class, or one of tr-optim in one of its ways.
     """
 
     order: str = "random"
@@ -80,10 +86,10 @@ class Setting:
     accumulation: int = 1
     bf16: bool = False
     asynchronous: bool = False
-    optim: str | type = "adamw_torch"
+    optim: str | type | OptimizerSetting = "adamw_torch"
 
     def __str__(self):
-        optim = self.optim if isinstance(self.optim, str) else f"torch.optim.{self.optim.__name__}"
+        optim = f"torch.optim.{self.optim.__name__}" if isinstance(self.optim, type) else self.optim
         numbers = "bf16" if self.bf16 else "fp32"
         saves = "asynchronous" if self.asynchronous else "synchronous"
         return f"{self.order}, {self.workers} workers, accumulation {self.accumulation}, {numbers}, {saves}, {optim}"
@@ -103,11 +109,20 @@ TORCH_OPTIMIZERS = sorted(
     key=lambda kind: kind.__name__,
 )
 TORCH_OPTIMIZERS = [kind for kind in TORCH_OPTIMIZERS if kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")]
+OPTIMIZERS = ["adamw_torch_fused", *TORCH_OPTIMIZERS, *OF_TR_OPTIM]
 
 
 def all_settings():
     """Return every combination of the values."""
     return [Setting(**dict(zip(VALUES, values, strict=True))) for values in itertools.product(*VALUES.values())]
+
+
+def optimizer_settings(**others):
+    """Return a setting for every optimizer, with accumulation for those of tr-optim that allow it."""
+    return [
+        Setting(optim=optim, accumulation=2 if getattr(optim, "accumulates", False) else 1, **others)
+        for optim in OPTIMIZERS
+    ]
 
 
 def pairwise_settings():
@@ -152,6 +167,8 @@ def build(setting, folder, **changes):
     own = {}
     if isinstance(setting.optim, str):
         options["optim"] = setting.optim
+    elif isinstance(setting.optim, OptimizerSetting):
+        options |= setting.optim.arguments
     else:
         own["optimizer_cls_and_kwargs"] = (setting.optim, {"lr": 1e-2})
     model = MatricesOnly() if getattr(setting.optim, "__name__", "") == "Muon" else Network()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import torch
-from resume_runs import TORCH_OPTIMIZERS, Setting, all_settings, steps_that_end_otherwise
+from resume_runs import all_settings, optimizer_settings, steps_that_end_otherwise
 
 
 def main(argv=None):
@@ -19,8 +19,7 @@ def main(argv=None):
     parser.add_argument("--every", type=int, default=1, help="go on from each so many-th step only (%(default)s)")
     every = parser.parse_args(argv).every
     torch.set_num_threads(1)
-    optimizers = [Setting(optim=optim) for optim in ("adamw_torch_fused", "adafactor", *TORCH_OPTIMIZERS)]
-    settings = [*all_settings(), *optimizers]
+    settings = [*all_settings(), *optimizer_settings()]
     resumed = mismatches = 0
     for number, setting in enumerate(settings, start=1):
         began_s = time.monotonic()

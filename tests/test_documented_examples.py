@@ -1,7 +1,8 @@
 """Run the documentation's Python examples with their import line changed, and nothing else.
 
 The examples stand here as they are published, in Korean and Chinese; they are the specification. Those of the Arabic
-translation are the same, with some commas mistyped. Left out is what needs a GPU, GaLore or LOMO, or a download.
+translation are the same, with some commas mistyped. Left out is what needs a GPU or a download; the scripts of GaLore
+and LOMO are in `test_galore_example.py` and `test_lomo_example.py`.
 """
 # ruff: noqa: RUF001  the examples' comments
 

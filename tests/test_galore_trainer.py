@@ -267,12 +267,14 @@ class OneOverflow(SingleDevice):
 
 
 class Overflowing(Network):
-    calls = 0
+    def __init__(self, step):
+        super().__init__()
+        self.calls, self.step = 0, step
 
     def forward(self, x, labels):
         outputs = super().forward(x, labels)
         self.calls += 1
-        if self.calls == 3:
+        if self.calls == self.step:
             outputs["loss"] = outputs["loss"] * 1e38  # times the scale that is infinite
         return outputs
 
@@ -287,20 +289,36 @@ class KeepWeights(TrainerCallback):
         self.states.append([value.clone() for held in optimizer.state.values() for value in held.values()])
 
 
-def test_a_step_that_overflows_under_loss_scaling_leaves_everything_untouched(tmp_path):
+@pytest.mark.parametrize("name", [*NAMES, "galore_adamw_8bit"])
+@pytest.mark.parametrize("step", [2, 3, 4, 5])  # bases are found in all of them but one
+def test_a_step_that_overflows_under_loss_scaling_leaves_everything_untouched(tmp_path, name, step):
     runs = {}
-    for name in ("galore_adamw", "galore_adamw_layerwise"):
+    for optim in (name, f"{name}_layerwise"):
         keep = KeepWeights()
-        trainer = trainer_of(tmp_path, model=Overflowing(), optim=name, max_steps=6, callbacks=[keep])
+        trainer = trainer_of(tmp_path, model=Overflowing(step), optim=optim, max_steps=6, callbacks=[keep])
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         trainer.strategy = OneOverflow(scaler)
         trainer.train()
-        assert keep.applied == [True, True, False, True, True, True]
-        assert torch.equal(keep.weights[1], keep.weights[2])
-        assert all(torch.equal(a, b) for a, b in zip(keep.states[1], keep.states[2], strict=True))
+        assert keep.applied == [number != step for number in range(1, 7)]
+        assert torch.equal(keep.weights[step - 2], keep.weights[step - 1])
+        assert len(keep.states[step - 2]) == len(keep.states[step - 1]) > 0
+        assert all(map(torch.equal, keep.states[step - 2], keep.states[step - 1]))
         assert scaler.get_scale() == 512.0
-        runs[name] = weights(trainer)
-    assert (runs["galore_adamw"] - runs["galore_adamw_layerwise"]).abs().max() < 1e-6
+        runs[optim] = weights(trainer)
+    assert (runs[name] - runs[f"{name}_layerwise"]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", [*NAMES, "galore_adamw_8bit"])
+def test_a_first_step_that_overflows_begins_no_state(tmp_path, name):
+    for optim in (name, f"{name}_layerwise"):
+        keep = KeepWeights()
+        trainer = trainer_of(tmp_path, model=Overflowing(1), optim=optim, max_steps=3, callbacks=[keep])
+        trainer.strategy = OneOverflow(torch.amp.GradScaler("cpu", init_scale=1024.0))
+        trainer.train()
+        assert keep.applied == [False, True, True]
+        assert keep.states[0] == []
+        assert torch.equal(keep.weights[0], torch.cat([p.detach().flatten() for p in Network().parameters()]))
+        assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
 
 
 def test_biases_and_norms_are_not_decayed(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resume_runs import TORCH_OPTIMIZERS, VALUES, Setting, all_settings, pairwise_settings, steps_that_end_otherwise
+from resume_runs import VALUES, all_settings, optimizer_settings, pairwise_settings, steps_that_end_otherwise
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,6 @@ def test_a_run_gone_on_with_at_any_step_ends_bit_equal(setting, tmp_path):
     assert count >= 3
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", *TORCH_OPTIMIZERS], ids=str)
-def test_every_optimizer_goes_on_bit_equal(optim, tmp_path):
-    setting = Setting(order="group_by_length", optim=optim, asynchronous=True)
+@pytest.mark.parametrize("setting", optimizer_settings(order="group_by_length", asynchronous=True), ids=str)
+def test_every_optimizer_goes_on_bit_equal(setting, tmp_path):
     assert steps_that_end_otherwise(setting, tmp_path / "run", 4)[0] == []

@@ -22,6 +22,7 @@ sys.path[:0] = [str(EXAMPLES / name) for name in ("token_classification", "langu
 
 import language_modeling
 import token_classification
+import whole_model
 from small_gpt import train_tokenizer
 from tagged_greek import Verse
 from word_pieces import encode
@@ -173,6 +174,16 @@ def test_each_model_has_its_settings_and_the_command_line_goes_before_them():
     assert (args.max_steps, args.learning_rate, example.max_test_blocks) == (20, 1e-5, 48)
     with pytest.raises(ArgumentsError, match="did you mean --max_steps"):
         language_modeling.parse(["--model", "smollm2", "--max_stepz", "1"])
+
+
+@pytest.mark.parametrize("method", ["galore", "adalomo", "adamw"])
+def test_all_weights_are_trained_and_their_memory_is_told(bible, tiny_base, tmp_path, method):
+    words = ["--method", method, "--base_folder", tiny_base, "--block_length", "32", "--max_steps", "30"]
+    metrics = whole_model.main([*words, *QUIET, "--output_dir", "out", "--learning_rate", "2e-2"])
+    assert metrics["test_perplexity"] < 0.8 * metrics["before_perplexity"]
+    assert {"optimizer_mib", "train_peak_mib", "test_bits_per_character"} <= set(metrics)
+    before, after = (load_file(Path(folder) / "model.safetensors") for folder in (tiny_base, tmp_path / "out"))
+    assert all((after[name] != before[name]).any() for name in after)
 
 
 def test_blocks_to_test_with_are_spread_over_the_text():

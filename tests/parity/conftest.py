@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent.parent))  # for what other tests use too
 pytest.register_assert_rewrite("parity_harness")
 # Read when transformers is imported: nothing is looked up on the network, and its progress is not printed.
 os.environ["HF_HUB_OFFLINE"] = "1"

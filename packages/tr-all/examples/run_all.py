@@ -84,6 +84,17 @@ EXAMPLES = {
         (Bound("before_perplexity", at_least=35.0), Bound("test_perplexity", at_most=32.0)),
         ("--model", "smollm2"),
     ),
+    "whole_model": Example(
+        "language_modeling/whole_model.py",
+        "outputs/whole_model-adalomo",
+        # With AdamW 1,026 MiB of state and a peak of 2,016 MiB.
+        (
+            Bound("test_perplexity", at_most=28.0),
+            Bound("optimizer_mib", at_most=2),
+            Bound("train_peak_mib", at_most=1000),
+        ),
+        ("--method", "adalomo"),
+    ),
     "image_classification": Example(
         "image_classification/image_classification.py",
         "outputs/image_classification",

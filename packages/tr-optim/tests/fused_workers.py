@@ -188,10 +188,14 @@ def run_sharded(name, ranks):
     return {"weights": whole, "norms": norms}
 
 
+class OnlyWhole(AdaLomo):
+    takes_shards = False
+
+
 def refuses_shards(ranks):
     model = build(Uneven)
     fully_shard(model)
-    optimizer = AdaLomo(model.parameters())
+    optimizer = OnlyWhole(model.parameters())
     optimizer.bind(ranks)
     try:
         optimizer.backward(loss_of(model, Uneven.batch(0)))

@@ -44,6 +44,7 @@ def test_weights_and_states_are_those_of_adafactor(options, clip, dtype):
     norms = train(ours, optimizer, 8, max_norm=clip, batch=batch)
     expected = train_plainly(theirs, plain, 8, max_norm=clip, batch=batch)
     # In float32, eight steps of another order of operations add up to a few units in the last place.
+    # In float32, eight steps of another order of operations add up to a few units in the last place.
     tolerance = 5e-7 if dtype == torch.float32 else 1e-12
     torch.testing.assert_close(weights_of(ours), weights_of(theirs), atol=tolerance, rtol=0)
     assert norms == pytest.approx(expected, rel=1e-6)
@@ -53,6 +54,14 @@ def test_weights_and_states_are_those_of_adafactor(options, clip, dtype):
         assert set(optimizer.state[mine]) == set(plain.state[other])
         for name, value in plain.state[other].items():
             torch.testing.assert_close(optimizer.state[mine][name], value.to(dtype), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_one_step_is_that_of_adafactor_to_the_last_places(clip):
+    ours, theirs = build(), build()
+    train(ours, AdaLomo(ours.parameters(), lr=2e-2, clip_grad_norm=clip), 1, max_norm=clip)
+    train_plainly(theirs, adafactor(theirs), 1, max_norm=clip)
+    assert greatest_difference(ours, theirs) <= 1e-7
 
 
 def test_state_is_a_row_and_a_column_of_tensors():

@@ -104,5 +104,5 @@ def test_parameters_that_are_divided_over_ranks_end_as_whole_ones(sharded, name)
 
 
 def test_what_cannot_update_a_part_of_a_parameter_refuses_it(sharded):
-    assert "AdaLomo: a parameter of shape (9, 6) is a DTensor" in sharded[0]["refused"]
+    assert "OnlyWhole: a parameter of shape (9, 6) is a DTensor" in sharded[0]["refused"]
     assert "train with replicas (strategy='ddp'), or with adafactor" in sharded[0]["refused"]

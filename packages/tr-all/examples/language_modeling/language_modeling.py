@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from english_bible import installed_file, read_chapters, split
-from token_blocks import bits_per_character, token_blocks
+from token_blocks import bits_per_character, spread, token_blocks
 from transformers import AutoTokenizer
 
 from tr_all import DataCollatorForLanguageModeling, HfArgumentParser, Trainer, TrainingArguments, set_seed
@@ -119,12 +119,6 @@ def build_smollm2(example: ExampleArguments) -> tuple[Any, Any]:
 
     folder = checkpoint_folder(Path(example.base_folder))
     return add_adapter(load_base(folder), example.lora_rank), AutoTokenizer.from_pretrained(folder)
-
-
-def spread(blocks: Sequence[Any], limit: int | None) -> list[Any]:
-    """Return `limit` of the blocks at even distances, or all of them."""
-    count = len(blocks) if limit is None else min(limit, len(blocks))
-    return [blocks[place * len(blocks) // count] for place in range(count)]
 
 
 def reload(trainer: Trainer, example: ExampleArguments, blocks: Sequence[Any]) -> Any:

@@ -22,6 +22,12 @@ def token_blocks(texts: Sequence[str], tokenizer: Any, length: int) -> list[dict
     return [{"input_ids": tokens[start : start + length]} for start in range(0, len(tokens) - length + 1, length)]
 
 
+def spread(blocks: Sequence[Any], limit: int | None) -> list[Any]:
+    """Return `limit` of the blocks at even distances, or all of them."""
+    count = len(blocks) if limit is None else min(limit, len(blocks))
+    return [blocks[place * len(blocks) // count] for place in range(count)]
+
+
 def bits_per_character(loss: float, blocks: Sequence[dict[str, list[int]]], tokenizer: Any) -> float:
     """Return a mean loss of a token as bits for a character of the text, by which different tokenizers compare.
 

@@ -20,14 +20,28 @@ _BROUGHT_BY = {
             "adafactor",
             "galore_adamw",
             "galore_adamw_layerwise",
+            "galore_adamw_8bit",
+            "galore_adamw_8bit_layerwise",
+            "adamw_8bit",
             "galore_adafactor",
             "galore_adafactor_layerwise",
+            "apollo_adamw",
+            "apollo_adamw_layerwise",
+            "apollo_mini",
+            "apollo_mini_layerwise",
+            "fira_adamw",
+            "fira_adamw_layerwise",
             "lomo",
             "adalomo",
         ),
         "tr-optim",
-    ),
-    "tr.strategies": {"ddp": "tr-dist"},
+    )
+    | dict.fromkeys(("galore_torch_adamw", "galore_torch_adafactor"), "tr-optim[galore-torch]")
+    | dict.fromkeys(("lomo_optim", "adalomo_optim"), "tr-optim[lomo-optim]")
+    | dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"), "tr-optim[bitsandbytes]")
+    | dict.fromkeys(("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"), "tr-optim[bitsandbytes]")
+    | dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "tr-optim[torchao]"),
+    "tr.strategies": {"ddp": "tr-dist", "fsdp": "tr-dist"},
     "tr.callbacks": {
         "hub": "tr-ckpt[hub]",
         "tensorboard": "tr-log[tensorboard]",

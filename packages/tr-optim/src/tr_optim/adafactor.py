@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.moments.adafactor import check_ranges, check_step_size, normalised, rms, start, step_size
+from tr_optim.engine.rounding import Rounding, check_has_low_precision, put_back
+from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
+from tr_optim.moments.adafactor import AdafactorRule, check_ranges, check_step_size, start
+from tr_optim.moments.adafactor_blocks import is_divided
 from tr_optim.options import flag, number, number_pair, optional_number, read_options
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -19,6 +22,7 @@ _OPTIONS = {
     "decay_rate": number,
     "beta1": optional_number,
     "scale_parameter": flag,
+    "stochastic_rounding": flag,
 }
 
 
@@ -28,10 +32,13 @@ class Adafactor(Optimizer):
     For a parameter of shape `(..., n, m)` the state is `(..., n)` and `(..., m)` numbers instead of `(..., n, m)`; a
     parameter with less than two dimensions keeps its full second moment. The update is then scaled down to a root mean
     square of `clip_threshold`. Half-precision parameters are updated in float32, where their state is too; the weights
-    themselves are rounded back, without a float32 copy.
+    themselves are rounded back, without a float32 copy: to nearest, or stochastically (see
+    `tr_optim.engine.rounding.Rounding`).
 
     No value is read back from the device in a step. The state holds tensors only: `step` (completed steps, a float64 on
-    the CPU), `exp_avg_sq_row` and `exp_avg_sq_col` or `exp_avg_sq`, and `exp_avg` with `beta1`.
+    the CPU), `exp_avg_sq_row` and `exp_avg_sq_col` or `exp_avg_sq`, and `exp_avg` with `beta1`. Of parameters that
+    FSDP2's `fully_shard` divides each rank keeps what its rows have of it, and sums over rows are exchanged in `step`;
+    `state_dict` has DTensors.
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018): Algorithm 4
     (matrices) and Algorithm 5 (vectors), with the decay of section 7.2 and the relative step of section 8. Deviations,
@@ -50,6 +57,8 @@ class Adafactor(Optimizer):
         scale_parameter: multiply the learning rate by the parameter's root mean square.
         relative_step: take `min(1e-2, 1 / sqrt(step))` for the learning rate.
         warmup_init: with `relative_step`, begin with `1e-6 * step` instead of 1e-2.
+        stochastic_rounding: round half-precision weights up or down, so that small updates are not lost.
+        seed: of that rounding.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -68,6 +77,8 @@ class Adafactor(Optimizer):
         scale_parameter: bool = True,
         relative_step: bool = True,
         warmup_init: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         check_step_size(lr, relative_step, warmup_init)
         check_ranges(eps, clip_threshold, decay_rate, beta1)
@@ -83,20 +94,35 @@ class Adafactor(Optimizer):
             "warmup_init": warmup_init,
         }
         super().__init__(params, defaults)
+        self._rounding = Rounding(seed if stochastic_rounding else None)
+        if stochastic_rounding:
+            check_has_low_precision((p for group in self.param_groups for p in group["params"]), type(self).__name__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of."""
+        return {**super().__getstate__(), "_rounding": self._rounding}
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> Adafactor:
         """Build as training arguments say: `learning_rate`, and `optim_args` for the rest.
 
         The learning rate is that of the arguments and their schedule, so neither relative steps nor the parameters'
-        scale change it, unless `optim_args` sets `scale_parameter`. It takes eps, clip_threshold, decay_rate and beta1
-        too. Weight decay is that of each group.
+        scale change it, unless `optim_args` sets `scale_parameter`. It takes eps, clip_threshold, decay_rate, beta1
+        and stochastic_rounding too. Weight decay is that of each group.
 
         Raises:
             ValueError: `optim_args` has what Adafactor does not take.
         """
-        options = read_options(args.optim_args, _OPTIONS, "adafactor")
-        return cls(params, args.learning_rate, **{"scale_parameter": False, **options}, relative_step=False)
+        options = {"scale_parameter": False, **read_options(args.optim_args, _OPTIONS, "adafactor")}
+        if options.get("stochastic_rounding"):
+            options["seed"] = args.seed
+        return cls(params, args.learning_rate, **options, relative_step=False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuse parameters that ranks divide in another way than by rows."""
+        super().add_param_group(param_group)
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        sharded_parameters(parameters, type(self).__name__, takes=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -109,11 +135,17 @@ class Adafactor(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        number_of = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel() > 0:
-                    _update(parameter, group, self.state[parameter])
+                    _update(parameter, group, self.state[parameter], self._rounding, number_of)
+                number_of += 1
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""
+        return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of this class or of transformers' Adafactor."""
@@ -130,36 +162,38 @@ class Adafactor(Optimizer):
                     for name, value in saved.items()
                     if name.startswith("exp_avg")
                 }
+                self.state[parameter] = out_of_layout(self.state[parameter], parameter, is_divided)
                 self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
 
 
-def _update(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+def _update(
+    parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any], rounding: Rounding, number_of: int
+) -> None:
     if parameter.grad.is_sparse or parameter.grad.is_complex():  # type: ignore[union-attr]
         kind = "sparse" if parameter.grad.is_sparse else "complex"  # type: ignore[union-attr]
         raise RuntimeError(
             f"Adafactor has a {kind} gradient of shape {tuple(parameter.shape)}; it needs dense real ones "
             "(for nn.Embedding: sparse=False)"
         )
-    dtype = _computing_dtype(parameter)
-    gradient = parameter.grad.to(dtype)  # type: ignore[union-attr]
-    weights = parameter.to(dtype)  # the parameter itself, unless it is of low precision
+    dtype, shards = _computing_dtype(parameter), shards_of(parameter)
+    own, gradient = local_part(parameter), local_part(parameter.grad).to(dtype)  # type: ignore[arg-type]
+    weights = own.to(dtype)  # the parameter itself, unless it is of low precision
     if not state:
         # On the CPU, where arithmetic with it costs the device nothing; in float64 every step can be counted.
         state["step"] = torch.zeros((), dtype=torch.float64)
         start(state, gradient, group["beta1"] is not None)
     state["step"] += 1
 
-    update = normalised(gradient, state, group)
-    update.div_((rms(update) / group["clip_threshold"]).clamp_(min=1.0))
-    rate = step_size(weights, group, state["step"])
-    update.mul_(rate)
-    if group["beta1"] is not None:
-        update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+    rule = AdafactorRule()
+    if shards is None:
+        update, rate = rule.update(gradient, state, group, weights)
+    else:
+        update, rate = rule.update_rows(gradient, state, group, weights, shards, has_rows=True)
     if group["weight_decay"] != 0:
         weights.sub_(weights * (group["weight_decay"] * rate))
     weights.sub_(update)
-    if weights is not parameter:
-        parameter.copy_(weights)
+    if weights is not own:
+        put_back(own, weights, rounding.generator(parameter, number_of, state["step"]))
 
 
 def _computing_dtype(parameter: torch.Tensor) -> torch.dtype:

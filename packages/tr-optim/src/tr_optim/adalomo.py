@@ -11,7 +11,9 @@ import torch
 from tr_optim.engine.arguments import fused_options
 from tr_optim.engine.chunks import computing_dtype
 from tr_optim.engine.fused import FusedOptimizer
-from tr_optim.moments.adafactor_blocks import BlockedUpdate, start
+from tr_optim.engine.rounding import CountedRounding
+from tr_optim.engine.shards import in_layout, local_part, out_of_layout
+from tr_optim.moments.adafactor_blocks import BlockedUpdate, is_divided, start, state_shapes
 from tr_optim.options import number, number_pair
 
 _OPTIONS = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
@@ -33,7 +35,10 @@ class AdaLomo(FusedOptimizer):
 
     State of a parameter of n x m numbers: n + m float32 numbers and a step count, all tensors on its device, by
     Adafactor's names, so that its states load. What `Lomo` says of `backward`, accumulation, ranks and weights used
-    several times holds here too.
+    several times holds here too. Of parameters that FSDP2's `fully_shard` divides, each rank keeps the means of its own
+    rows, and all keep those of a matrix's columns; `state_dict` has DTensors. Sums over the rows of all ranks are
+    exchanged in the backward pass: m + 2 numbers for each matrix, and one number twice, in three exchanges for as many
+    parameters as come together to the size of the largest.
 
     Args:
         params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
@@ -46,6 +51,8 @@ class AdaLomo(FusedOptimizer):
         clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`.
         accumulate: `refuse` or `store` (see `Lomo`).
         nonfinite: as for `Lomo`, but None without a loss scale is `skip_tensor`.
+        stochastic_rounding: as for `Lomo`.
+        seed: of that rounding.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -53,6 +60,7 @@ class AdaLomo(FusedOptimizer):
 
     ordinary = "adafactor"
     nonfinite_unscaled = "skip_tensor"
+    takes_shards = exchanges_statistics = True
 
     def __init__(
         self,
@@ -67,6 +75,8 @@ class AdaLomo(FusedOptimizer):
         clip_grad_value: float | None = None,
         accumulate: str = "refuse",
         nonfinite: str | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         _check(lr, weight_decay, eps, clip_threshold, decay_rate)
         defaults = {
@@ -84,18 +94,23 @@ class AdaLomo(FusedOptimizer):
             accumulate=accumulate,
             nonfinite=nonfinite,
         )
+        self._rounding = CountedRounding(self, seed if stochastic_rounding else None)
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> AdaLomo:
         """Build as training arguments say: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
 
-        `optim_args` takes eps, clip_threshold, decay_rate, clip_grad_value, accumulate and nonfinite. Weight decay is
-        that of each group.
+        `optim_args` takes eps, clip_threshold, decay_rate, clip_grad_value, accumulate, nonfinite and
+        stochastic_rounding. Weight decay is that of each group.
 
         Raises:
             ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
         """
         return cls(params, args.learning_rate, **fused_options(args, "adalomo", cls.ordinary, _OPTIONS))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""
+        return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of this class or of an Adafactor without first moment."""
@@ -108,16 +123,16 @@ class AdaLomo(FusedOptimizer):
                 # torch rounds a state to its parameter's dtype and leaves `step` where it was.
                 moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
                 dtype = computing_dtype(parameter)
-                self.state[parameter] = {
+                state = {
                     name: torch.as_tensor(value).to(parameter.device, dtype, copy=True)
                     for name, value in {"step": saved["step"], **moments}.items()
                 }
+                self.state[parameter] = out_of_layout(state, parameter, is_divided)
 
     def state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's state: of its rows, columns and step count."""
-        shape, size = parameter.shape, computing_dtype(parameter).itemsize
-        numbers = parameter.numel() if len(shape) < 2 else shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
-        return (numbers + 1) * size
+        shapes = state_shapes(local_part(parameter).shape).values()
+        return (sum(shape.numel() for shape in shapes) + 1) * computing_dtype(parameter).itemsize
 
     def update(
         self,
@@ -129,15 +144,38 @@ class AdaLomo(FusedOptimizer):
         """Apply a gradient to its parameter (see `FusedOptimizer.update`)."""
         if parameter.numel() == 0:
             return
+        update = self._begin(parameter, gradient, factor)
         group, state = self._group_of[id(parameter)], self.state[parameter]
-        if not state:
-            start(state, parameter)
-        weights = parameter if parameter.is_contiguous() else parameter.contiguous()
-        update = BlockedUpdate(weights, gradient, factor, self._max_value)
+        update.measure(state, group)
         update.take_in(state, group, leave_out)
-        update.apply(group, leave_out)
-        if weights is not parameter:
-            parameter.copy_(weights)
+        update.apply(group, leave_out, self._rounding.generator_of(self, parameter, group))
+
+    def update_parts(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        factor: torch.Tensor | None,
+        leave_out: list[torch.Tensor | None],
+    ) -> None:
+        """Apply parts of gradients to parts of parameters, with the statistics of whole ones."""
+        shards = self._sharded[id(parameters[0])]
+        parts = [
+            (self._begin(p, g, factor), self._group_of[id(p)], self.state[p], leave_it)
+            for p, g, leave_it in zip(parameters, gradients, leave_out, strict=True)
+        ]
+        sums = [update.measure(state, group) for update, group, state, _ in parts]
+        shards.add_up(list(chain.from_iterable(sums)))
+        sums = [update.take_in(state, group, leave_it) for update, group, state, leave_it in parts]
+        shards.add_up(list(chain.from_iterable(sums)))
+        for parameter, (update, group, _, leave_it) in zip(parameters, parts, strict=True):
+            update.apply(group, leave_it, self._rounding.generator_of(self, parameter, group))
+
+    def _begin(self, parameter: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor | None) -> BlockedUpdate:
+        state = self.state[parameter]
+        if not state:
+            start(state, local_part(parameter))
+        whole = parameter.shape if id(parameter) in self._sharded else None
+        return BlockedUpdate(local_part(parameter), gradient, factor, self._max_value, whole)
 
 
 def _check(

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 
 from tr_optim.engine.projected import ProjectedOptimizer
-from tr_optim.engine.settings import MODES, REDUCTIONS, REFRESHES, Engine
+from tr_optim.engine.settings import (
+    MODES,
+    REDUCTIONS,
+    REFRESH_COSINE,
+    REFRESH_WINDOW,
+    REFRESHES,
+    SCHEDULES,
+    Engine,
+)
 from tr_optim.moments.adafactor import AdafactorRule, check_ranges, check_step_size
-from tr_optim.moments.adam import AdamRule
+from tr_optim.moments.adam import AdamRule, check_adam
 from tr_optim.projection.basis import METHODS
+from tr_optim.projection.encoded import FORMS
 
 COMPAT = (None, "galore-torch")
 
@@ -46,6 +55,11 @@ class GaLoreAdamW(ProjectedOptimizer):
     of a matrix, and with accumulation the whole of those that get a new basis in this step;
     `immediate` nothing, with accumulation as `deferred`.
 
+    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, no gradient is gathered. From the right each rank
+    projects its rows, and keeps their moments and the whole `basis_right`; only bases take exchanges, of `n x r`. From
+    the left each keeps its rows of `basis_left`, and all the same moments, `2 r n`; projections are added up once a
+    step. Of stacks each rank has whole matrices. `state_dict` has DTensors.
+
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,
             "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}`, as for galore-torch.
@@ -63,18 +77,31 @@ class GaLoreAdamW(ProjectedOptimizer):
         rotate_moments: carry moments over to a new basis.
         stagger: let matrices take turns in finding a new basis.
         seed: of random starts and sketches.
-        reduction: what ranks exchange in `deferred`: `projected` gradients, `r / m` of the bytes, the norm then being
-            estimated; or `whole` ones.
+        reduction: what ranks exchange: `projected` gradients, `r / m` of the bytes, the norm then being estimated, with
+            `deferred`; or `whole` ones, with `deferred` and `immediate`.
         refresh_from: with micro-batches, what a new basis is found from: the sum of `all`, so that they equal one big
-            batch, for which the whole gradients of the matrices that get one are kept until the last (in the first step
-            those of all matrices); or the `first`, which keeps none.
+            batch, for which the whole gradients of the matrices that get one are kept until the last, in the first step
+            those of all matrices; the `first`, which keeps none; or `all_but_first`, which takes the first micro-batch
+            for the first basis of each matrix, and the sum of all from then on: they equal one big batch but for the
+            subspaces of the first `update_proj_gap` steps.
         sketch_rows: rows that the norm is estimated by, where the whole gradient is never there at once.
+        refresh: `fixed` finds a matrix's basis every `update_proj_gap` steps; `lazy` doubles that gap with each refresh
+            while bases hardly change, as Q-GaLore does (see `tr_optim.projection.lazy.LazyRefresh`).
+        refresh_cosine: with `lazy`, mean cosine of successive bases from which the gap doubles; 1 is no change.
+        refresh_window: refreshes that this mean is over.
+        basis_dtype: what bases are kept in between steps: `float32`, `bfloat16`, `int8` or `int4`, in 4, 2, 1.02 or
+            0.52 bytes a number instead of 4 (see `tr_optim.projection.encoded.EncodedBasis`). Gradients are projected
+            and moments rotated by what is kept. Q-GaLore's int8 weights are not built.
+        stochastic_rounding: round weights in bfloat16 or float16 up or down, so that small updates are not lost (see
+            `tr_optim.engine.rounding.Rounding`).
         compat: `galore-torch` gives the results of galore-torch 1.0: svd, moments as they are, all bases in the same
             steps, eps before the bias correction and weight decay after the update.
 
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be projected.
     """
+
+    _rule_type: type[AdamRule] = AdamRule
 
     def __init__(
         self,
@@ -95,18 +122,21 @@ class GaLoreAdamW(ProjectedOptimizer):
         seed: int = 0,
         reduction: str = "projected",
         refresh_from: str = "all",
-        sketch_rows: int = 8,
+        sketch_rows: int = 64,
+        refresh: str = "fixed",
+        refresh_cosine: float = REFRESH_COSINE,
+        refresh_window: int = REFRESH_WINDOW,
+        basis_dtype: str = "float32",
+        stochastic_rounding: bool = False,
         compat: str | None = None,
     ) -> None:
-        _check_rates(lr, weight_decay)
-        if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(f"betas={betas} must be two numbers from 0 to below 1")
-        if eps < 0:
-            raise ValueError(f"eps={eps:g} must not be negative")
+        check_adam(lr, betas, eps, weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
         engine = Engine(mode, method, rotate_moments, stagger, True, seed, reduction, refresh_from, sketch_rows)
-        rule = AdamRule(as_galore_torch=compat is not None)
+        engine = replace(engine, stochastic_rounding=stochastic_rounding, refresh=refresh, basis_dtype=basis_dtype)
+        engine = replace(engine, refresh_cosine=refresh_cosine, refresh_window=refresh_window)
+        rule = self._rule_type(as_galore_torch=compat is not None)
         super().__init__(params, defaults, rule, checked(engine, compat))
 
 
@@ -147,6 +177,11 @@ class GaLoreAdafactor(ProjectedOptimizer):
         reduction: see there.
         refresh_from: see there.
         sketch_rows: see there.
+        refresh: see there.
+        refresh_cosine: see there.
+        refresh_window: see there.
+        basis_dtype: see there.
+        stochastic_rounding: see there.
         compat: see there.
 
     Raises:
@@ -177,7 +212,12 @@ class GaLoreAdafactor(ProjectedOptimizer):
         seed: int = 0,
         reduction: str = "projected",
         refresh_from: str = "all",
-        sketch_rows: int = 8,
+        sketch_rows: int = 64,
+        refresh: str = "fixed",
+        refresh_cosine: float = REFRESH_COSINE,
+        refresh_window: int = REFRESH_WINDOW,
+        basis_dtype: str = "float32",
+        stochastic_rounding: bool = False,
         compat: str | None = None,
     ) -> None:
         _check_rates(0.0 if lr is None else lr, weight_decay)
@@ -188,6 +228,8 @@ class GaLoreAdafactor(ProjectedOptimizer):
         defaults |= {"relative_step": relative_step, "warmup_init": warmup_init}
         defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
         engine = Engine(mode, method, rotate_moments, stagger, True, seed, reduction, refresh_from, sketch_rows)
+        engine = replace(engine, stochastic_rounding=stochastic_rounding, refresh=refresh, basis_dtype=basis_dtype)
+        engine = replace(engine, refresh_cosine=refresh_cosine, refresh_window=refresh_window)
         super().__init__(params, defaults, AdafactorRule(), checked(engine, compat))
 
 
@@ -202,15 +244,36 @@ def checked(engine: Engine, compat: str | None) -> Engine:
         ("method", engine.method, METHODS),
         ("reduction", engine.reduction, REDUCTIONS),
         ("refresh_from", engine.refresh_from, REFRESHES),
+        ("refresh", engine.refresh, SCHEDULES),
+        ("basis_dtype", engine.basis_dtype, FORMS),
     )
     for name, value, known in (*choices, ("compat", compat, COMPAT)):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(str, known))}")
     if engine.sketch_rows < 1:
         raise ValueError(f"sketch_rows={engine.sketch_rows} must be at least 1: the norm is estimated by them")
+    _check_refresh(engine)
+    if compat is not None and (engine.refresh, engine.basis_dtype) != ("fixed", "float32"):
+        raise ValueError(
+            f"compat={compat!r} has a fixed schedule and float32 bases, and refresh={engine.refresh!r} with "
+            f"basis_dtype={engine.basis_dtype!r} was asked for; leave out compat, or those"
+        )
     if compat is None:
         return engine
     return replace(engine, method="svd", rotates=False, staggers=False, keeps_signs=False)
+
+
+def _check_refresh(engine: Engine) -> None:
+    cosine, window = engine.refresh_cosine, engine.refresh_window
+    if not 0 < cosine <= 1:
+        raise ValueError(f"refresh_cosine={cosine:g} must be above 0 and at most 1: a mean cosine of successive bases")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"refresh_window={window!r} must be a whole number from 1: refreshes that the mean is over")
+    if engine.refresh == "fixed" and (cosine, window) != (REFRESH_COSINE, REFRESH_WINDOW):
+        raise ValueError(
+            f"refresh_cosine={cosine:g} and refresh_window={window} are of refresh='lazy', and refresh is 'fixed'; set "
+            "refresh='lazy', or leave them out"
+        )
 
 
 def _check_rates(lr: float | torch.Tensor, weight_decay: float) -> None:

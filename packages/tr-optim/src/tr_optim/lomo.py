@@ -10,6 +10,7 @@ import torch
 from tr_optim.engine.arguments import fused_options
 from tr_optim.engine.chunks import chunks, computing_dtype
 from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.rounding import CountedRounding, put_back
 from tr_optim.engine.shards import local_part
 
 
@@ -25,10 +26,11 @@ class Lomo(FusedOptimizer):
         optimizer.step()
 
     A plain `loss.backward()` changes nothing but `.grad`. Half-precision weights are updated in float32 and rounded
-    once, without a float32 copy. Clipping by norm is exact and makes two backward passes over one graph: the first
-    measures, the second applies; what the forward pass kept stays in memory for both. Several micro-batches in a step
-    are refused, for their gradients could not add up; `accumulate="store"` adds them up in `.grad` until the last one,
-    in the memory that ordinary gradients take, and then clips in one pass.
+    once, without a float32 copy: to nearest, or stochastically (see `tr_optim.engine.rounding.Rounding`), for which
+    groups count steps, as `rounded_steps`. Clipping by norm is exact and makes two backward passes over one graph: the
+    first measures, the second applies; what the forward pass kept stays in memory for both. Several micro-batches in a
+    step are refused, for their gradients could not add up; `accumulate="store"` adds them up in `.grad` until the last
+    one, in the memory that ordinary gradients take, and then clips in one pass.
 
     Weights that are used several times in one forward pass are updated once: at the end of the backward pass, where
     reentrant activation checkpointing brings their gradients in parts. To know which those are, the first backward
@@ -54,6 +56,8 @@ class Lomo(FusedOptimizer):
             second backward pass. `skip_tensor`: the tensors concerned, an approximation, for the others are updated;
             but the whole step where all gradients are measured first anyway.
             None is `skip_step` where there is a loss scale, and else leaves out nothing, as any optimizer.
+        stochastic_rounding: round weights in bfloat16 or float16 up or down, so that small updates are not lost.
+        seed: of that rounding.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -72,6 +76,8 @@ class Lomo(FusedOptimizer):
         *,
         accumulate: str = "refuse",
         nonfinite: str | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not isinstance(value, torch.Tensor) and value < 0:
@@ -84,12 +90,14 @@ class Lomo(FusedOptimizer):
             accumulate=accumulate,
             nonfinite=nonfinite,
         )
+        self._rounding = CountedRounding(self, seed if stochastic_rounding else None)
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> Lomo:
         """Build as training arguments say: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
 
-        `optim_args` takes clip_grad_value, accumulate and nonfinite. Weight decay is that of each group.
+        `optim_args` takes clip_grad_value, accumulate, nonfinite and stochastic_rounding. Weight decay is that of each
+        group.
 
         Raises:
             ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
@@ -107,6 +115,7 @@ class Lomo(FusedOptimizer):
         group = self._group_of[id(parameter)]
         rate, decay = group["lr"], group["weight_decay"]
         dtype = computing_dtype(parameter)
+        generator = self._rounding.generator_of(self, parameter, group)
         for weights, part in chunks(local_part(parameter), gradient):
             new = weights.to(dtype, copy=leave_out is not None)
             part = part.to(dtype)
@@ -123,7 +132,7 @@ class Lomo(FusedOptimizer):
             if leave_out is not None:
                 new = torch.where(leave_out, weights, new)
             if new is not weights:
-                weights.copy_(new)
+                put_back(weights, new, generator)
 
     def update_all(
         self,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
+from tr_optim.galore_8bit import GaLoreAdamW8bit
 from tr_optim.options import Converter, flag, number, number_pair, optional_number, read_options, whole_number
 from tr_optim.targets import Targets, find_targets
 
@@ -27,6 +28,11 @@ _PROJECTION: dict[str, Converter] = {
     "rotate_moments": flag,
     "stagger": flag,
     "seed": whole_number,
+    "refresh": str,
+    "refresh_cosine": number,
+    "refresh_window": whole_number,
+    "basis_dtype": str,
+    "stochastic_rounding": flag,
     "compat": str,
 }
 _IN_BACKWARD: dict[str, Converter] = {
@@ -56,6 +62,16 @@ def galore_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optim
     return _adamw("galore_adamw_layerwise", groups, args, model, layerwise=True)
 
 
+def galore_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW8bit` that projects what is in `.grad` when it steps."""
+    return _adamw("galore_adamw_8bit", groups, args, model, layerwise=False, kind=GaLoreAdamW8bit)
+
+
+def galore_adamw_8bit_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW8bit` that projects each gradient, and frees it, in the backward pass."""
+    return _adamw("galore_adamw_8bit_layerwise", groups, args, model, layerwise=True, kind=GaLoreAdamW8bit)
+
+
 def galore_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `GaLoreAdafactor` that projects what is in `.grad` when it steps."""
     return _adafactor("galore_adafactor", groups, args, model, layerwise=False)
@@ -66,15 +82,31 @@ def galore_adafactor_layerwise(groups: Groups, args: Any, model: nn.Module) -> O
     return _adafactor("galore_adafactor_layerwise", groups, args, model, layerwise=True)
 
 
-for _factory in (galore_adamw, galore_adamw_layerwise, galore_adafactor, galore_adafactor_layerwise):
+for _factory in (
+    galore_adamw,
+    galore_adamw_layerwise,
+    galore_adamw_8bit,
+    galore_adamw_8bit_layerwise,
+    galore_adafactor,
+    galore_adafactor_layerwise,
+):
     vars(_factory).update(needs_model=True, takes_target_modules=True)
 
 
-def _adamw(name: str, groups: Groups, args: Any, model: nn.Module, *, layerwise: bool) -> Optimizer:
-    options = _options(name, args, {}, layerwise=layerwise)
+def _adamw(
+    name: str,
+    groups: Groups,
+    args: Any,
+    model: nn.Module,
+    *,
+    layerwise: bool,
+    kind: type[GaLoreAdamW] = GaLoreAdamW,
+) -> Optimizer:
+    further = {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {}
+    options = _options(name, args, further, layerwise=layerwise)
     betas = (args.adam_beta1, args.adam_beta2)
     divided = divide_groups(groups, _targets(name, args, model))
-    return GaLoreAdamW(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+    return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
 
 
 def _adafactor(name: str, groups: Groups, args: Any, model: nn.Module, *, layerwise: bool) -> Optimizer:

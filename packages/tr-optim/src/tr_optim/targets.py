@@ -101,7 +101,8 @@ def _matrices(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _is_linear(module: nn.Module) -> bool:
     # Conv1D of transformers is a linear layer whose weight is transposed; known by name, so as not to import it.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    # fully_shard gives a module a class of its own, derived from the one it had.
+    return isinstance(module, nn.Linear) or any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
 def _matching(pattern: str, model: nn.Module, matrices: dict[str, torch.Tensor]) -> list[str]:

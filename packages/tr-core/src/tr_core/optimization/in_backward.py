@@ -40,6 +40,8 @@ class InBackwardStrategy:
         # What else the strategy's replica does at the end of a step; it takes a micro-batch that exchanges no gradients
         # for one in the middle of a step.
         self._share_buffers = getattr(getattr(model, "_orig_mod", model), "share_buffers", None)
+        # What a strategy has that divides gradients itself, so that hooks get parts of their means.
+        self._hand_over = getattr(strategy, "hand_over", None)
         self._is_last = True
 
     def __getattr__(self, name: str) -> Any:
@@ -50,7 +52,9 @@ class InBackwardStrategy:
     def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
         """Surround one micro-batch; gradients stay local where the optimizer averages them itself."""
         self._is_last = sync
-        with self._strategy.accumulate(model, sync=sync and not self._optimizer.reduces_own_gradients):
+        local = sync and not self._optimizer.reduces_own_gradients
+        around = self._hand_over(model) if self._hand_over else self._strategy.accumulate(model, sync=local)
+        with around:
             yield
         if sync and self._share_buffers is not None:
             self._share_buffers()

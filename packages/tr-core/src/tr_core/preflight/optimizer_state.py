@@ -36,8 +36,8 @@ def check_optimizer(subject: Subject) -> Iterator[Problem]:
     tells: Any = getattr(subject.optimizer, "expected_bytes", None)
     if tells is None:
         size = state_bytes(subject.optimizer)
-    else:  # one that frees gradients during the backward pass, and whose step needs such a pass
-        figures["gradient_bytes"], size = tells()
+    else:  # one that frees gradients during the backward pass, or whose step needs such a pass
+        figures["gradient_bytes"], size = tells(micro_batches=subject.args.gradient_accumulation_steps)
     figures["optimizer_is_assumed"] = size is None
     figures["optimizer_bytes"] = 8 * sum(p.numel() for p in trainable) if size is None else size
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tr_optim.engine.fused_checks import refuse_accumulation
-from tr_optim.options import Converter, optional_number, read_options
+from tr_optim.options import Converter, flag, optional_number, read_options
 
 
 def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Converter]) -> dict[str, Any]:
@@ -18,12 +18,12 @@ def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Conv
         args: training arguments.
         owner: the optimizer's name, for messages.
         ordinary: the name of one that does the same with ordinary gradients, for messages.
-        takes: what it takes in `optim_args` beside clip_grad_value, accumulate and nonfinite.
+        takes: what it takes in `optim_args` beside clip_grad_value, accumulate, nonfinite and stochastic_rounding.
 
     Raises:
         ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
     """
-    own = {"clip_grad_value": optional_number, "accumulate": str, "nonfinite": str}
+    own = {"clip_grad_value": optional_number, "accumulate": str, "nonfinite": str, "stochastic_rounding": flag}
     options = read_options(args.optim_args, {**own, **takes}, owner)
     if args.gradient_accumulation_steps > 1 and options.get("accumulate", "refuse") == "refuse":
         steps = f"optim={owner!r} with gradient_accumulation_steps={args.gradient_accumulation_steps}: "
@@ -36,4 +36,6 @@ def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Conv
         )
     if args.on_nonfinite == "skip":
         options.setdefault("nonfinite", "skip_step")
+    if options.get("stochastic_rounding"):
+        options["seed"] = args.seed
     return {**options, "clip_grad_norm": max_norm}

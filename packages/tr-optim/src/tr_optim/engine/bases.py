@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 
+from tr_optim.engine.chunks import computing_dtype
 from tr_optim.engine.reduction import Averaging
+from tr_optim.engine.refusals import check_saved_state
 from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.shards import shards_of
 from tr_optim.projection.basis import Basis, find_basis, sides
-from tr_optim.projection.refresh import is_due
+from tr_optim.projection.encoded import ENTRIES, EncodedBasis, encode, read_encoded
+from tr_optim.projection.lazy import LazyRefresh
+from tr_optim.projection.refresh import is_due, phase
+from tr_optim.projection.rotation import Rotation
+from tr_optim.projection.row_shards import find_basis_of_rows
 
 State = dict[str, Any]
 
@@ -23,12 +30,22 @@ class Bases:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        is_lazy = engine.refresh == "lazy"
+        self._lazy = LazyRefresh(engine.refresh_cosine, engine.refresh_window) if is_lazy else None
+
+    @property
+    def measures_change(self) -> bool:
+        """Whether `note_change` needs to know how a basis differs from the one before."""
+        return self._lazy is not None
 
     def current(self, parameter: torch.Tensor, state: State, place: Place) -> Basis | None:
         """Return a parameter's basis, or None before the first and where there is no projection."""
-        if "basis_left" not in state and "basis_right" not in state:
-            return None
-        return Basis(state.get("basis_left"), state.get("basis_right"))
+        kept = read_encoded(state, parameter, computing_dtype(parameter))
+        return None if kept is None else kept.decoded()
+
+    def has_basis(self, state: State) -> bool:
+        """Whether a parameter has a basis in its state."""
+        return "basis_left" in state or "basis_right" in state
 
     def is_due(self, parameter: torch.Tensor, state: State, place: Place) -> bool:
         """Whether a projected parameter finds a basis in this step: it has none, one of another rank, or by turns.
@@ -36,17 +53,19 @@ class Bases:
         Raises:
             ValueError: its state is for the other side.
         """
-        basis, group = self.current(parameter, state, place), place.group
-        if basis is None:
+        group, kept = place.group, read_encoded(state, parameter, computing_dtype(parameter))
+        if kept is None:
             return True
-        if (basis.left is not None, basis.right is not None) != sides(parameter.shape, group["proj_type"]):
+        if kept.sides != sides(parameter.shape, group["proj_type"]):
             raise ValueError(
                 f"proj_type={group['proj_type']!r} projects a parameter of shape {tuple(parameter.shape)} from another "
                 "side than its state was made for; go on with the proj_type that it was saved with"
             )
-        if basis.rank != min(group["rank"], *parameter.shape[-2:]):
+        if kept.rank != min(group["rank"], *parameter.shape[-2:]):
             return True
         gap = group["update_proj_gap"]
+        if self._lazy is not None:
+            return self._lazy.is_due(parameter, state, gap, self._phase(place))
         return is_due(int(state["step"]), gap, index=place.turn, count=place.count, staggers=self._engine.staggers)
 
     def find(
@@ -56,11 +75,16 @@ class Bases:
         state: State,
         place: Place,
         average: Averaging | None,
-    ) -> Basis:
-        """Return the basis of a gradient; with `average` that of the mean over the ranks."""
+    ) -> Basis | EncodedBasis:
+        """Return the basis of a gradient, as it is to be kept; with `average` that of the mean over the ranks."""
         if self._engine.method == "svd" and average is not None:
             gradient, average = average(gradient.contiguous()), None
-        return find_basis(
+        shards = shards_of(parameter)
+        if shards is not None:
+            rank, proj_type = place.group["rank"], place.group["proj_type"]
+            old, key = self.current(parameter, state, place), self.random_key(state, place)
+            return find_basis_of_rows(gradient, shards, rank, proj_type, old, key=key)
+        basis = find_basis(
             gradient,
             place.group["rank"],
             place.group["proj_type"],
@@ -70,12 +94,32 @@ class Bases:
             average=average,
             keeps_signs=self._engine.keeps_signs,
         )
+        return basis if self._engine.basis_dtype == "float32" else encode(basis, self._engine.basis_dtype)
 
-    def store(self, state: State, basis: Basis) -> None:
+    def store(self, state: State, basis: Basis | EncodedBasis) -> None:
         """Put a basis into a state."""
-        named = {"basis_left": basis.left, "basis_right": basis.right}
-        state.update({name: columns for name, columns in named.items() if columns is not None})
+        kept = encode(basis, self._engine.basis_dtype) if isinstance(basis, Basis) else basis
+        for name in ENTRIES:  # also the scales of integers, where there are none any more
+            state.pop(name, None)
+        state.update(kept.tensors)
+
+    def note_change(self, parameter: torch.Tensor, state: State, place: Place, rotation: Rotation | None) -> None:
+        """Note that a parameter got a basis: `rotation` from the one before, None if there was none."""
+        if self._lazy is not None:
+            self._lazy.note(parameter, state, rotation, self._phase(place))
+
+    def check_saved(self, saved: State, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Raise where a saved state does not fit its parameter and the projection that its group asks for.
+
+        Raises:
+            ValueError: the message says in what.
+        """
+        check_saved_state(saved, parameter, group)
 
     def random_key(self, state: State, place: Place) -> tuple[int, int, int]:
         """Return what a parameter's random numbers of this step depend on: equal on all ranks, after a resume too."""
         return self._engine.seed, place.index, int(state["step"]) if "step" in state else 0
+
+    def _phase(self, place: Place) -> int:
+        staggers = self._engine.staggers
+        return phase(place.group["update_proj_gap"], index=place.turn, count=place.count, staggers=staggers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,14 +13,13 @@ from tr_optim.engine import fused_checks as words
 from tr_optim.engine.averaging import RankAverage
 from tr_optim.engine.fused_checks import check_settings, refuse_kinds
 from tr_optim.engine.hooks import BackwardHooks
-from tr_optim.engine.pass_norms import PassNorms
+from tr_optim.engine.pass_norms import PassNorms, either
 from tr_optim.engine.repeated import is_reentrant, other_gradients_kept, repeated_parameters
-from tr_optim.engine.shards import local_part, sharded_parameters
+from tr_optim.engine.shards import Shards, local_part, sharded_parameters
+from tr_optim.engine.waiting import PartsWaiting, SmallWaiting, Tensors, Use
 
 # Gradients of so few elements are used so many at a time, where that changes nothing.
 _JOINED, _JOINED_AT_A_TIME = 2**13, 64
-
-Tensors = list[torch.Tensor]
 
 
 class FusedOptimizer(Optimizer):
@@ -41,7 +40,8 @@ class FusedOptimizer(Optimizer):
     Attributes:
         ordinary: the name of what does the same with ordinary gradients.
         nonfinite_unscaled: what `nonfinite=None` stands for where there is no loss scale; None applies all gradients.
-        takes_shards: whether it can update a part of a parameter by that part of the gradient.
+        takes_shards: whether it can update parts of parameters, of which each rank holds some rows.
+        exchanges_statistics: whether it needs numbers about the whole of such a parameter (see `update_parts`).
         found_inf: 1.0 on the device where a gradient of the last `backward` was not finite, else 0.0.
         num_passes: backward passes made since it was built.
     """
@@ -52,7 +52,7 @@ class FusedOptimizer(Optimizer):
     norm_is_estimated = False
     ordinary = ""  # the name of what does the same with ordinary gradients
     nonfinite_unscaled: str | None = None
-    takes_shards = False
+    takes_shards = exchanges_statistics = False
 
     def __init__(
         self,
@@ -73,18 +73,17 @@ class FusedOptimizer(Optimizer):
         self._average: RankAverage | None = None
         self._hooks: BackwardHooks | None = None
         self._hooked: list[torch.Tensor] = []
-        self._sharded: set[int] = set()
+        self._sharded: dict[int, Shards] = {}
+        self._largest_part = 0
         self._group_of: dict[int, dict[str, Any]] = {}
         self._is_applied, self._num_stored, self._is_reentrant = False, 0, False
         self._norms = PassNorms()
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._joins_up_to = -1
         self._norm: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
         self._leave_out: torch.Tensor | None = None
         self._bad_loss: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
-        self._use: Callable[[Tensors, Tensors, torch.Tensor | None], None] = self._measure
+        self._use: Use = self._measure
         self.found_inf: torch.Tensor | None = None
         self.num_passes = 0
 
@@ -112,6 +111,17 @@ class FusedOptimizer(Optimizer):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self.update(parameter, gradient, factor, leave_out)
 
+    def update_parts(
+        self,
+        parameters: Tensors,
+        gradients: Tensors,
+        factor: torch.Tensor | None,
+        leave_out: list[torch.Tensor | None],
+    ) -> None:
+        """Apply this rank's parts of gradients to those of their parameters; all ranks call it with the same ones."""
+        for parameter, gradient, leave_it in zip(parameters, gradients, leave_out, strict=True):
+            self.update(parameter, gradient, factor, leave_it)
+
     @property
     def leaves_out_nonfinite(self) -> bool:
         """Whether a step whose loss or norm is not finite on any rank changes nothing."""
@@ -124,7 +134,8 @@ class FusedOptimizer(Optimizer):
 
         Args:
             collectives: a `tr_core.protocols.Collectives`, as `tr_dist.DDP()` is one; used are `world_size`, `sum`
-                and `gather_objects`.
+                and `gather_objects`. They average gradients of whole parameters. Those of what `fully_shard` divides
+                come averaged (leave set_requires_gradient_sync on); sums over rows go through their own mesh.
         """
         self._collectives, self._world_size = collectives, collectives.world_size
         self._hooked = []
@@ -163,7 +174,7 @@ class FusedOptimizer(Optimizer):
         self._scale = scale
         scaled = loss if scale is None else loss * scale
         if self.leaves_out_nonfinite:
-            self._bad_loss = _either(self._bad_loss, ~loss.detach().isfinite())
+            self._bad_loss = either(self._bad_loss, ~loss.detach().isfinite())
         if self._num_stored or not last:
             self._store(scaled)
             if last:
@@ -222,10 +233,10 @@ class FusedOptimizer(Optimizer):
             self._hooks.detach()
         self._hooked = []
 
-    def expected_bytes(self) -> tuple[int, int]:
+    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
         """Return the bytes of the gradients that are there at a time, and those of the state after a step."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        sizes = sorted(p.numel() * p.element_size() for p in parameters)
+        sizes = sorted(local_part(p).numel() * p.element_size() for p in parameters)
         at_a_time = sizes if self._accumulate == "store" else sizes[-2:]
         return sum(at_a_time), sum(self.state_bytes(p) for p in parameters)
 
@@ -240,7 +251,9 @@ class FusedOptimizer(Optimizer):
         if [id(p) for p in trainable] == [id(p) for p in self._hooked]:
             return
         self.detach()
-        self._sharded = sharded_parameters(trainable, self._world_size, self)
+        takes, name = self.takes_shards, type(self).__name__
+        self._sharded = sharded_parameters(trainable, name, takes=takes, instead=words.no_shards(self.ordinary))
+        self._largest_part = max((p.numel() for p in trainable if id(p) in self._sharded), default=0)
         self._is_reentrant = is_reentrant(loss)
         repeated = repeated_parameters(loss, trainable) if self._is_reentrant else []
         self._hooks = BackwardHooks(trainable, self._take, shared=repeated)
@@ -268,66 +281,62 @@ class FusedOptimizer(Optimizer):
             raise
 
     def _begin_pass(self, use: Any) -> None:
-        self._use, self._norms, self._waiting = use, PassNorms(), []
+        self._use, self._norms = use, PassNorms()
         # Where single tensors are left out, or ranks might get them in different orders, each norm is needed by itself.
-        may_join = self._average is None and not self._sharded and self._skips() != "skip_tensor"
-        self._joins_up_to = _JOINED if may_join else -1
+        by_itself = self._skips() == "skip_tensor"
+        joins = self._average is None and not self._sharded and not by_itself
+        self._small = SmallWaiting(_JOINED if joins else -1, _JOINED_AT_A_TIME, self._group_of, use)
+        self._parts = PartsWaiting(self._largest_part if self.exchanges_statistics or by_itself else 0, use)
 
     @torch.no_grad()
     def _finish_pass(self) -> None:
-        self._use_waiting()
+        self._small.finish()
+        self._parts.finish()
         if self._average is not None:
             self._average.finish()
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.is_sparse or gradient.is_complex():
             refuse_kinds(gradient, type(self).__name__)
-        if gradient.numel() <= self._joins_up_to:
-            self._waiting.append((parameter, gradient))
-            if len(self._waiting) == _JOINED_AT_A_TIME:
-                self._use_waiting()
+        if gradient.numel() <= self._small.largest:
+            self._small.add(parameter, gradient)
         elif id(parameter) in self._sharded:
-            self._use([parameter], [local_part(gradient)], None)  # its mean was taken when it was divided
+            self._parts.add(parameter, local_part(gradient))  # its mean was taken when it was divided
         elif self._average is None:
             self._use([parameter], [gradient], None)
         else:
             self._average.add(parameter, gradient)
 
-    def _use_waiting(self) -> None:
-        """Use small gradients together: by themselves, each would cost as many calls as a large one."""
-        alike: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for parameter, gradient in self._waiting:
-            kind = (id(self._group_of[id(parameter)]), gradient.dtype, gradient.device)
-            parameters, gradients = alike.setdefault(kind, ([], []))
-            parameters.append(parameter)
-            gradients.append(gradient)
-        self._waiting = []
-        for parameters, gradients in alike.values():
-            self._use(parameters, gradients, None)
-
     def _hand_on(self, parameter: torch.Tensor, gradient: torch.Tensor, unused: torch.Tensor | None) -> None:
         self._use([parameter], [gradient], unused)
 
     def _measure(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
-        if len(parameters) == 1 or self._max_norm is not None:
+        if len(parameters) == 1 or self._max_norm is not None or id(parameters[0]) in self._sharded:
             self._norms.add(parameters, gradients)
         else:
             self._norms.add_joint(gradients)
 
     def _apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
-        self.update_all(parameters, gradients, self._factor, _either(self._leave_out, unused))
+        self._update(parameters, gradients, either(self._leave_out, unused))
 
     def _measure_and_apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
         self._measure(parameters, gradients, unused)
-        bad = self._norms.is_bad(parameters[0]) if self._skips() == "skip_tensor" else None
-        self.update_all(parameters, gradients, self._factor, _either(bad, unused))
+        bad = self._norms.are_bad(parameters, self._sharded) if self._skips() == "skip_tensor" else None
+        self._update(parameters, gradients, either(bad, unused))
+
+    def _update(self, parameters: Tensors, gradients: Tensors, leave_out: torch.Tensor | None) -> None:
+        if id(parameters[0]) in self._sharded:
+            flags = [None] * len(parameters) if leave_out is None else leave_out.expand(len(parameters)).unbind()
+            self.update_parts(parameters, gradients, self._factor, list(flags))
+        else:
+            self.update_all(parameters, gradients, self._factor, leave_out)
 
     def _skips(self) -> str | None:
         """Return what is left out where a gradient is not finite."""
         return self._nonfinite or (self.nonfinite_unscaled if self._scale is None else "skip_step")
 
     def _note_norm(self) -> torch.Tensor:
-        norm = self._norms.total(self._hooked, self._sharded, self._collectives and self._collectives.sum)
+        norm = self._norms.total(self._hooked, self._sharded)
         self._norm = norm = norm if self._scale is None else norm / self._scale
         self.found_inf = (~norm.isfinite()).to(torch.float32)
         return norm
@@ -345,7 +354,7 @@ class FusedOptimizer(Optimizer):
         if self._bad_loss is not None:
             bad, self._bad_loss = self._bad_loss.to(torch.int32), None
             anywhere = bad if self._world_size == 1 else self._collectives.sum(bad)
-            self._leave_out = _either(self._leave_out, (anywhere > 0).to(norm.device))
+            self._leave_out = either(self._leave_out, (anywhere > 0).to(norm.device))
 
     # Several micro-batches in a step
 
@@ -389,9 +398,3 @@ class FusedOptimizer(Optimizer):
             raise ValueError(words.refuse_accumulation(name, self.ordinary))
         if self._collectives is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(words.unknown_ranks(name, dist.get_world_size()))
-
-
-def _either(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first | second

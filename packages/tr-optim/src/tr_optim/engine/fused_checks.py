@@ -74,6 +74,14 @@ def unknown_ranks(name: str, world_size: int) -> str:
     )
 
 
+def no_shards(ordinary: str) -> str:
+    """Return why a parameter of which each rank holds a part is refused, and what to do instead."""
+    return (
+        "and statistics of whole parameters over parts are not built; train with replicas (strategy='ddp'), or with "
+        f"{ordinary}"
+    )
+
+
 def no_closure(name: str) -> str:
     """Return why `step` takes no closure."""
     return (

@@ -10,10 +10,13 @@ import torch
 
 from tr_optim.engine.applying import prepared
 from tr_optim.engine.bases import Bases
-from tr_optim.engine.hooks import BackwardHooks, look_first
-from tr_optim.engine.norms import clip_coefficient, estimated_norm, sketch, total_norm
+from tr_optim.engine.hooks import BackwardHooks, Consume, look_first
+from tr_optim.engine.norms import clip_coefficient, estimated_norm, total_norm
 from tr_optim.engine.reduction import Averaging, Collectives, FixedOrder, missing_gradient
+from tr_optim.engine.repeated import is_reentrant, other_gradients_kept
+from tr_optim.engine.row_sums import add_up_rows, norm_over_ranks, sketch_of
 from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.shards import is_distributed, local_part, with_own_memory
 from tr_optim.engine.window import Window, add
 from tr_optim.projection.basis import Basis
 
@@ -44,6 +47,8 @@ class Gathering:
     Attributes:
         window: what is kept of the step's gradients.
         norm_is_estimated: whether the norm that was measured last is an estimate.
+        max_norm: what gradients are clipped to before they are applied in the backward pass, for which a pass before it
+            measures them; None for no clipping.
     """
 
     def __init__(self, owner: Owner, engine: Engine, bases: Bases, *, needs_whole: bool) -> None:
@@ -55,6 +60,9 @@ class Gathering:
         self._places: dict[int, Place] = {}
         self._order: FixedOrder | None = None
         self._is_last, self._inverse_scale = True, None
+        self.max_norm: float | None = None
+        self._coefficient: torch.Tensor | None = None
+        self._take: Consume = self._keep
 
     @property
     def _applies(self) -> bool:
@@ -94,84 +102,122 @@ class Gathering:
         window.is_complete = self._is_last = last
         self._inverse_scale = None if scale is None else 1 / scale
         self._places = {id(parameter): place for parameter, place in self._owner.numbered()}
-        self._order = self._fixed_order()
         if self._hooks is None:
             self._hooks = self._make_hooks(loss)
+        self._coefficient = None
+        if self.max_norm is not None and last:
+            self._coefficient = clip_coefficient(self._measure_first(loss), self.max_norm)
+        self._order = self._fixed_order(self._keep)
         self._hooks.run(loss if scale is None else loss * scale)
         self._finish_backward()
 
     def measure(self) -> torch.Tensor:
         """Return the norm of all gradients of the step, and note whether it is an estimate."""
         window, parameters = self.window, [p for p, _ in self._owner.numbered()]
-        norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
-        norms += [*window.norms.values(), *map(self._estimate, window.sketches)]
+        norms = {p: torch.linalg.vector_norm(local_part(p.grad)) for p in parameters if p.grad is not None}
+        norms |= {**window.norms, **{p: self._estimate(p) for p in window.sketches}}
         self.norm_is_estimated = bool(window.sketches) or window.has_estimates
-        return total_norm(norms, parameters[0].device)
+        return norm_over_ranks(norms, parameters, parameters[0].device)
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale what is kept of the step's gradients from a norm to at most `max_norm`."""
         coefficient = clip_coefficient(norm, max_norm)
-        kept = [p.grad for p, _ in self._owner.numbered() if p.grad is not None]
+        kept = [local_part(p.grad) for p, _ in self._owner.numbered() if p.grad is not None]
         for tensor in chain(kept, self.window.projected.values(), self.window.whole.values()):
             tensor.mul_(coefficient.to(tensor.device))
 
     def _make_hooks(self, loss: torch.Tensor) -> BackwardHooks:
         """Return the hooks, with what a first look at a loss's graph shows to come in several parts."""
-        numbered = list(self._owner.numbered())
-        consumed = [p for p, place in numbered if place.is_projected or self._applies]
+        numbered = [(p, place) for p, place in self._owner.numbered() if p.requires_grad]
+        # Parts of gradients are pieces of one tensor of many parameters: one that stayed in .grad would keep them all.
+        consumed = [p for p, place in numbered if place.is_projected or self._applies or is_distributed(p)]
         return BackwardHooks(consumed, self._consume, shared=look_first(loss, [p for p, _ in numbered]))
 
-    def _fixed_order(self) -> FixedOrder | None:
+    def _measure_first(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the step's gradients, in a backward pass that applies none and keeps the graph."""
+        norms: dict[torch.Tensor, torch.Tensor] = {}
+
+        def note(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+            gradient = prepared(parameter, gradient, None)
+            if self._averaging is not None:
+                gradient = self._averaging(gradient.contiguous())
+            if parameter in self.window.whole:
+                gradient = gradient.add_(self.window.whole[parameter])
+            norms[parameter] = torch.linalg.vector_norm(gradient)
+
+        assert self._hooks is not None
+        self._order, self._take = self._fixed_order(note), note
+        try:
+            if is_reentrant(loss):  # a backward pass cannot be told to reach some leaves alone
+                with other_gradients_kept(loss, (p for p, _ in self._owner.numbered())):
+                    self._hooks.run(loss, retain_graph=True)
+            else:
+                self._hooks.run(loss, retain_graph=True, only_own=True)
+            self._supply([parameter for parameter in self.window.whole if parameter not in norms])
+            if self._order is not None:
+                self._order.finish()
+        finally:
+            self._take = self._keep
+        return total_norm(norms.values(), loss.device)
+
+    def _fixed_order(self, take: Consume) -> FixedOrder | None:
         """Return the order in which gradients are handled that are exchanged while they are."""
         if self._averaging is None:
             return None
-        projected = [(p, place) for p, place in self._owner.numbered() if place.is_projected and p.requires_grad]
-        if self._engine.reduction == "whole":
-            exchanged = [p for p, _ in projected]
+        numbered = [(p, place) for p, place in self._owner.numbered() if p.requires_grad]
+        consumed = [(p, place) for p, place in numbered if place.is_projected or self._applies]
+        if self._engine.reduction == "whole" or self._applies:
+            exchanged = [p for p, _ in consumed]
         else:
-            exchanged = [p for p, place in projected if self._finds_basis and self._is_due(p, place)]
-        return FixedOrder(exchanged[::-1], self._keep)
+            exchanged = [p for p, place in consumed if self._may_find_basis(p) and self._is_due(p, place)]
+        return FixedOrder(exchanged[::-1], take)
 
-    @property
-    def _finds_basis(self) -> bool:
-        """Whether it is the micro-batch in which bases are found."""
-        return self.window.num_micro_batches == 1 if self._engine.refresh_from == "first" else self._is_last
+    def _may_find_basis(self, parameter: torch.Tensor) -> bool:
+        """Whether it is the micro-batch in which a parameter's basis is found, if one is due."""
+        return self._is_last if self._sums_first(parameter) else self.window.num_micro_batches == 1
+
+    def _sums_first(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's basis is found from the sum of all micro-batches, not from the first."""
+        refresh_from = self._engine.refresh_from
+        has_basis = refresh_from == "all_but_first" and self._bases.has_basis(self._owner.state[parameter])
+        return refresh_from == "all" or has_basis
 
     def _consume(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if self._order is not None and parameter in self._order:
             self._order.put(parameter, gradient)
         else:
-            self._keep(parameter, gradient)
+            self._take(parameter, gradient)
 
     def _keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep of a micro-batch's gradient what the step needs."""
         place, window, engine = self._places[id(parameter)], self.window, self._engine
         gradient = prepared(parameter, gradient, self._inverse_scale)
-        average = self._averaging
+        average = None if is_distributed(parameter) else self._averaging
         if average is not None and engine.reduction == "whole":
             gradient, average = average(gradient.contiguous()), None
         is_whole = average is None and self._is_last and window.num_micro_batches == 1
         is_due = place.is_projected and parameter not in window.bases and self._is_due(parameter, place)
-        if is_due or not place.is_projected or self._needs_whole:
-            if engine.refresh_from == "all" or not is_due:
-                gradient = add(window.whole, parameter, gradient)
-                if not self._is_last:
-                    return
-                del window.whole[parameter]
-                is_whole = average is None
-            if is_due:
-                state = self._owner.state[parameter]
-                window.bases[parameter] = self._bases.find(parameter, gradient, state, place, average)
+        needs_sum = is_due or not place.is_projected or self._needs_whole
+        if needs_sum and (not is_due or self._sums_first(parameter)):
+            gradient = add(window.whole, parameter, gradient if self._is_last else with_own_memory(gradient))
+            if not self._is_last:
+                return
+            del window.whole[parameter]
+            is_whole = average is None
         self._note_norm(parameter, gradient, is_whole=is_whole)
+        if self._coefficient is not None:
+            gradient = gradient.mul_(self._coefficient)
+        if is_due:
+            state = self._owner.state[parameter]
+            window.bases[parameter] = self._bases.find(parameter, gradient, state, place, average)
         if place.is_projected:
             if self._needs_whole:
                 window.whole[parameter] = gradient
             gradient = self._basis(parameter).down(gradient)
-        add(window.projected, parameter, gradient)
+        add(window.projected, parameter, with_own_memory(gradient))
         if self._is_last and self._applies:
-            if parameter in window.sketches:  # before the projection is used up
-                window.norms[parameter], window.has_estimates = self._estimate(parameter), True
-                del window.sketches[parameter]
+            add_up_rows(window, [parameter], self._basis, self._key)
+            self._estimate_now(parameter)
             self._owner.apply_gathered(parameter, place)
 
     def _is_due(self, parameter: torch.Tensor, place: Place) -> bool:
@@ -180,7 +226,9 @@ class Gathering:
     def _basis(self, parameter: torch.Tensor) -> Basis:
         """Return the basis that a projected parameter has in this step."""
         found = self.window.bases.get(parameter)
-        basis = found or self._bases.current(parameter, self._owner.state[parameter], self._places[id(parameter)])
+        if found is not None:
+            return found.decoded()
+        basis = self._bases.current(parameter, self._owner.state[parameter], self._places[id(parameter)])
         assert basis is not None
         return basis
 
@@ -188,7 +236,15 @@ class Gathering:
         if is_whole:
             self.window.norms[parameter] = torch.linalg.vector_norm(gradient)
         else:
-            add(self.window.sketches, parameter, sketch(gradient, self._engine.sketch_rows, self._key(parameter)))
+            sketched = sketch_of(parameter, gradient, self._engine.sketch_rows, self._key(parameter))
+            add(self.window.sketches, parameter, sketched)
+
+    def _estimate_now(self, parameter: torch.Tensor) -> None:
+        """Make an estimate of a norm before the projection that it needs is used up."""
+        window = self.window
+        if parameter in window.sketches:
+            window.norms[parameter], window.has_estimates = self._estimate(parameter), True
+            del window.sketches[parameter]
 
     def _estimate(self, parameter: torch.Tensor) -> torch.Tensor:
         window, basis = self.window, self._basis(parameter)
@@ -203,15 +259,19 @@ class Gathering:
         window, order = self.window, self._order
         if self._is_last:
             unsettled = [*window.whole, *(window.projected if self._applies else ())]
-            for parameter in unsettled:
-                if parameter in window.projected and not self._applies:
-                    continue  # its whole gradient is there for the update
-                if order is None or parameter not in order or order.lacks(parameter):
-                    self._consume(parameter, torch.zeros_like(parameter))
+            # Where a projection is there too, the whole gradient waits for the update.
+            self._supply([p for p in unsettled if self._applies or p not in window.projected])
         if order is not None:
             order.finish()
         if self._is_last:
             self._finish_step()
+
+    def _supply(self, parameters: list[torch.Tensor]) -> None:
+        """Give a gradient of zeros to parameters that had one earlier in the step and none now."""
+        order = self._order
+        for parameter in parameters:
+            if order is None or parameter not in order or order.lacks(parameter):
+                self._consume(parameter, torch.zeros_like(parameter))
 
     def _finish_step(self) -> None:
         """Undo the loss's scale and average over the ranks, of what is not done yet."""
@@ -219,11 +279,14 @@ class Gathering:
         if self._inverse_scale is not None:
             for parameter in kept:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(self._inverse_scale)
-        if self._averaging is None:
-            return
+                    local_part(parameter.grad).mul_(self._inverse_scale)
         window = self.window
         projected = [p for p, place in self._owner.numbered() if place.is_projected and p.requires_grad]
+        add_up_rows(window, projected, self._basis, self._key)
+        if self._averaging is None or self._applies:
+            return
+        # What is in shards was averaged when it was divided.
+        kept, projected = ([p for p in found if not is_distributed(p)] for found in (kept, projected))
         missing = [p for p in kept if p.grad is None] + [p for p in projected if p not in window.projected]
         if missing:
             raise RuntimeError(missing_gradient(missing))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tr_optim.engine.repeated import repeated_parameters
+from tr_optim.engine.repeated import is_reentrant, repeated_parameters
 
 Consume = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -113,7 +113,12 @@ class BackwardHooks:
 
 
 def look_first(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of all parameters of an optimizer whose gradient comes in parts; gradients stay as they are."""
+    """Return those of all parameters of an optimizer whose gradient comes in parts; gradients stay as they are.
+
+    Without reentrant checkpointing none does, and no backward pass is made to see.
+    """
+    if not is_reentrant(loss):
+        return []
     parameters = list(parameters)
     kept = [parameter.grad for parameter in parameters]
     for parameter in parameters:

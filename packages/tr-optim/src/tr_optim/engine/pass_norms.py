@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tr_optim.engine.chunks import computing_dtype
-from tr_optim.engine.shards import local_part
+from tr_optim.engine.shards import Shards, local_part, norm_of_parts, only_shards
 
 
 class PassNorms:
@@ -30,33 +30,44 @@ class PassNorms:
         joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self._joint.append(torch.linalg.vector_norm(joined, dtype=computing_dtype(joined)))
 
-    def is_bad(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return whether a gradient that was added by itself is not finite, on its device."""
-        return ~self._of[id(parameter)].isfinite()
+    def are_bad(self, parameters: Sequence[torch.Tensor], sharded: Mapping[int, Shards]) -> torch.Tensor:
+        """Return whether gradients that were added are not finite, on their device.
 
-    def total(
-        self,
-        parameters: Sequence[torch.Tensor],
-        sharded: Collection[int],
-        sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Return the norm of all.
+        Args:
+            parameters: one; or several of which all are in `sharded`, and that all ranks ask for together.
+            sharded: those of which each rank has added its part, by id.
+
+        Returns:
+            A scalar, or of parts as many flags, equal on all ranks.
+        """
+        norms = [self._of[id(parameter)] for parameter in parameters]
+        shards = sharded.get(id(parameters[0]))
+        if shards is None:
+            return ~norms[0].isfinite()
+        return shards.sum((~torch.stack(norms).isfinite()).float()) > 0
+
+    def total(self, parameters: Sequence[torch.Tensor], sharded: Mapping[int, Shards]) -> torch.Tensor:
+        """Return the norm of all; where there are such parts, all ranks call it.
 
         Args:
             parameters: those whose gradients may have been added; their order is that of the sum, the same on all
                 ranks.
-            sharded: ids of those of which each rank has added its part.
-            sum_over_ranks: needed where there are such.
+            sharded: those of which each rank has added its part, by id.
         """
         parts: list[list[torch.Tensor]] = [[*self._joint], []]  # of whole gradients, and of parts
         for parameter in parameters:
             if id(parameter) in self._of:
                 parts[id(parameter) in sharded].append(self._of[id(parameter)])
         device = local_part(parameters[0]).device if parameters else None
-        whole, divided = (
-            torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms] or [torch.zeros((), device=device)]))
-            for norms in parts
+        whole = torch.linalg.vector_norm(
+            torch.stack([norm.to(device) for norm in parts[0]] or [torch.zeros((), device=device)])
         )
-        if not sharded or sum_over_ranks is None:
-            return whole
-        return (whole.square() + sum_over_ranks(divided.square())).sqrt()
+        shards = only_shards(sharded)
+        return whole if shards is None else torch.hypot(whole, norm_of_parts(parts[1], shards, device))
+
+
+def either(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """Return where one of two flags, or of two sets of them, is True; None is False."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first | second

@@ -11,11 +11,17 @@ from torch.optim import Optimizer
 
 from tr_optim.engine.applying import Applying, prepared
 from tr_optim.engine.bases import Bases
+from tr_optim.engine.expected import gradient_bytes, state_bytes
 from tr_optim.engine.gathering import Gathering
 from tr_optim.engine.reduction import Collectives
-from tr_optim.engine.refusals import check_group, check_saved_state
+from tr_optim.engine.refusals import check_group, is_sharded, refuse_codes, refuse_late_clipping
 from tr_optim.engine.returning import BackProjection, Returning
+from tr_optim.engine.rounding import Rounding, check_has_low_precision
+from tr_optim.engine.row_sums import summed
 from tr_optim.engine.settings import Engine, Place, Rule
+from tr_optim.engine.shard_checks import check_shards
+from tr_optim.engine.shards import in_layout, out_of_layout
+from tr_optim.projection.row_shards import is_divided
 
 
 class ProjectedOptimizer(Optimizer):
@@ -55,22 +61,27 @@ class ProjectedOptimizer(Optimizer):
         self._bases, self._returning = bases or Bases(engine), returning or BackProjection()
         self._begin()
         super().__init__(params, defaults)
+        if engine.stochastic_rounding:
+            check_has_low_precision((p for group in self.param_groups for p in group["params"]), type(self).__name__)
 
     def _begin(self) -> None:
-        self._apply = Applying(self._rule, self._bases, self._returning, rotates=self._engine.rotates)
+        rounding = Rounding(self._engine.seed if self._engine.stochastic_rounding else None)
+        self._apply = Applying(self._rule, self._bases, self._returning, rounding, rotates=self._engine.rotates)
         needs_whole = self._returning.needs_whole
         self._gathering = Gathering(self, self._engine, self._bases, needs_whole=needs_whole)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of: not the hooks, nor what is kept of an unfinished step."""
         own = {name: vars(self)[name] for name in ("_rule", "_engine", "_bases", "_returning")}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "_max_norm": self._gathering.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy."""
         super().__setstate__(state)
+        max_norm = vars(self).pop("_max_norm", None)
         if "_gathering" not in vars(self):
             self._begin()
+            self._gathering.max_norm = max_norm
 
     @property
     def norm_is_estimated(self) -> bool:
@@ -95,7 +106,7 @@ class ProjectedOptimizer(Optimizer):
     @property
     def reduces_own_gradients(self) -> bool:
         """Whether this averages over the ranks itself."""
-        return self.mode == "deferred"
+        return self.fused_in_backward
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be projected."""
@@ -103,20 +114,31 @@ class ProjectedOptimizer(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("projects", group["rank"] is not None)
         check_group(group, type(self).__name__)
+        check_shards(self.param_groups, type(self).__name__, self._engine, self._rule, self._bases, self._returning)
         self._gathering.renew_hooks()
 
     def bind(self, collectives: Collectives) -> None:
         """Take over who this process is among the others.
 
+        It averages over them what it keeps of gradients of whole parameters. Those of parameters that `fully_shard`
+        divides come averaged, in every micro-batch (leave set_requires_gradient_sync on); what is summed over their
+        rows goes through their own mesh, also where this is not called.
+
+        Args:
+            collectives: used are `world_size` and `sum`.
+
         Raises:
-            ValueError: the mode is for one process only.
+            ValueError: the mode needs another `reduction` on several processes.
         """
-        if collectives.world_size > 1 and self.mode == "immediate":
+        has_whole = not all(is_sharded(parameter) for parameter, _ in self.numbered())
+        averages_late = self._engine.reduction != "whole" and has_whole
+        if collectives.world_size > 1 and self.updates_in_backward and averages_late:
             raise ValueError(
-                f"mode='immediate' is for one process, and there are {collectives.world_size}: weights would change "
-                "before gradients are averaged; use mode='deferred'"
+                f"mode='immediate' with reduction={self._engine.reduction!r} is for one process, and there are "
+                f"{collectives.world_size}: weights would change before projections are averaged; use mode='deferred', "
+                "or reduction='whole', which averages each gradient before it is applied"
             )
-        if self.mode == "deferred":
+        if self.fused_in_backward:
             self._gathering.bind(collectives)
 
     def backward(self, loss: torch.Tensor, *, last: bool = True, scale: torch.Tensor | None = None) -> None:
@@ -138,7 +160,7 @@ class ProjectedOptimizer(Optimizer):
         if scale is not None and self.updates_in_backward:
             raise ValueError(
                 "mode='immediate' takes no scaled loss: an overflow would be in the weights before it is seen; use "
-                "mode='deferred'"
+                f"mode={'step' if self._returning.needs_whole else 'deferred'!r}"
             )
         self._gathering.backward(loss, last=last, scale=scale)
 
@@ -149,16 +171,19 @@ class ProjectedOptimizer(Optimizer):
         return (~self._gathering.measure().isfinite()).float()
 
     def clip_to(self, max_norm: float | None) -> None:
-        """Refuse to clip with `immediate`, before anything is trained.
+        """Say what gradients are to be clipped to with `immediate`, before a step; None for no clipping.
+
+        Where updates are made of whole gradients, a step's last micro-batch then has two backward passes, of which the
+        first measures them. The other modes clip in `clip_grad_norm`, without a second pass.
 
         Raises:
-            ValueError: `max_norm` is not None.
+            ValueError: updates are made of projections, which with accumulation have no exact norm to be clipped by.
         """
-        if self.updates_in_backward and max_norm is not None:
-            raise ValueError(
-                f"max_norm={max_norm:g} cannot be held with mode='immediate', which updates before the norm is known; "
-                "use mode='deferred', or no clipping (max_grad_norm=0)"
-            )
+        if not self.updates_in_backward:
+            return
+        if not self._returning.needs_whole:
+            refuse_late_clipping(max_norm, None, can_clip=False)
+        self._gathering.max_norm = max_norm
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
@@ -168,9 +193,11 @@ class ProjectedOptimizer(Optimizer):
             The norm before, a scalar tensor; nothing is read back.
 
         Raises:
-            ValueError: the updates are made already, with `immediate`.
+            ValueError: the updates are made already, with `immediate`, and `clip_to` had not said to clip them so.
         """
-        self.clip_to(max_norm)
+        if self.updates_in_backward:
+            refuse_late_clipping(max_norm, self._gathering.max_norm, can_clip=self._returning.needs_whole)
+            return self._gathering.measure()
         norm = self._gathering.measure()
         if max_norm is not None:
             self._gathering.clip(norm, max_norm)
@@ -209,6 +236,10 @@ class ProjectedOptimizer(Optimizer):
         """Take the hooks off the parameters."""
         self._gathering.detach()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""
+        return in_layout(super().state_dict(), self.param_groups, is_divided)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, as copies.
 
@@ -220,12 +251,15 @@ class ProjectedOptimizer(Optimizer):
         for saved_id, (parameter, place) in zip(saved_ids, list(self.numbered()), strict=True):
             saved = state_dict["state"].get(saved_id)
             if saved is not None:
-                check_saved_state(saved, parameter, place.group)
+                if "min_8bit_size" not in self.defaults:
+                    refuse_codes(saved, parameter)
+                self._bases.check_saved(saved, parameter, place.group)
                 # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
-                self.state[parameter] = {
-                    name: value.to("cpu" if name == "step" else parameter.device, copy=True)
+                state = {
+                    name: value.to("cpu" if name in ("step", "refreshed") else parameter.device, copy=True)
                     for name, value in saved.items()
                 }
+                self.state[parameter] = out_of_layout(state, parameter, is_divided)
         self._gathering.forget()
 
     def numbered(self) -> Iterator[tuple[torch.Tensor, Place]]:
@@ -237,6 +271,16 @@ class ProjectedOptimizer(Optimizer):
                 yield parameter, Place(group, index, turn, count)
                 index += 1
                 turn += group["projects"]
+
+    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int | None]:
+        """Return the most bytes of gradients that are there at once in a step, and those of the state after one.
+
+        The second is None where parameters are divided over ranks.
+        """
+        placed, needs_whole = list(self.numbered()), self._returning.needs_whole
+        gradients = gradient_bytes(placed, self._engine, micro_batches, needs_whole=needs_whole)
+        in_parts = any(is_sharded(parameter) for parameter, _ in placed)
+        return gradients, None if in_parts else state_bytes(self, type(self).step)
 
     def _apply_whole(self, parameter: torch.Tensor, place: Place) -> None:
         """Apply a gradient that is in `.grad`."""
@@ -255,7 +299,8 @@ class ProjectedOptimizer(Optimizer):
         fresh = None
         if self._bases.is_due(parameter, state, place):
             fresh = self._bases.find(parameter, gradient, state, place, None)
-        basis = fresh or self._bases.current(parameter, state, place)
+        basis = self._bases.current(parameter, state, place) if fresh is None else fresh.decoded()
         assert basis is not None
         whole = gradient if self._returning.needs_whole else None
-        self._apply(parameter, state, place, basis.down(gradient), fresh, whole)
+        projected = summed(parameter, basis, basis.down(gradient))
+        self._apply(parameter, state, place, projected, fresh, whole)

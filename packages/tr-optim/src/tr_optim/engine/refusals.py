@@ -32,11 +32,6 @@ def check_group(group: dict[str, Any], owner: str) -> None:
 
 def _check_projectable(parameter: torch.Tensor, owner: str) -> None:
     shape = tuple(parameter.shape)
-    if is_sharded(parameter):
-        raise ValueError(
-            f"{owner}: a parameter of shape {shape} is a DTensor, of which each rank holds a part; projections of such "
-            "parts are not built: train with replicas (strategy='ddp'), or leave it without a rank"
-        )
     if parameter.is_complex():
         raise ValueError(f"{owner}: a parameter of shape {shape} is complex; only real ones are projected")
     if parameter.dim() == 1:
@@ -66,10 +61,10 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
             f"the gradient of a parameter of shape {shape} has the shape {tuple(gradient.shape)}: a part of flattened "
             "gradients, as ZeRO and FSDP1 make them, is no matrix to project; train with replicas (strategy='ddp')"
         )
-    if is_sharded(gradient):
+    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         raise RuntimeError(
-            f"a gradient of shape {shape} is a DTensor, of which each rank holds a part; projections of such parts are "
-            "not built: train with replicas (strategy='ddp')"
+            f"the gradient of a parameter of shape {shape} is laid out over the ranks in another way than the "
+            "parameter; it must be there as fully_shard leaves it, added up and divided by rows"
         )
 
 
@@ -97,6 +92,41 @@ def check_saved_state(saved: dict[str, Any], parameter: torch.Tensor, group: dic
             f"the saved optimizer state does not fit the model: exp_avg of a parameter of shape {shape} has the shape "
             f"{tuple(moment.shape)}, and {expected} is needed; resume with the model that it was saved with"
         )
+
+
+def refuse_codes(saved: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Raise where a saved state has moments in 8 bits.
+
+    Raises:
+        ValueError: the message says what can load it.
+    """
+    if "exp_avg_scale" in saved:
+        raise ValueError(
+            f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has moments in 8 bits; load "
+            "it into the class that saved it (GaLoreAdamW8bit, AdamW8bit), or begin with new moments"
+        )
+
+
+def refuse_late_clipping(max_norm: float | None, used: float | None, *, can_clip: bool) -> None:
+    """Raise where updates that were made in the backward pass are to be clipped.
+
+    Args:
+        max_norm: what they are to be clipped to, or None.
+        used: what they were clipped to, or None.
+        can_clip: whether they could have been.
+
+    Raises:
+        ValueError: `max_norm` is another than `used`.
+    """
+    if max_norm is None or max_norm == used:
+        return
+    what_to_do = "use mode='deferred', or no clipping (max_grad_norm=0)"
+    if can_clip:
+        what_to_do = f"call clip_to({max_norm:g}) before the step's backward passes, or use mode='step'"
+    raise ValueError(
+        f"max_norm={max_norm:g} cannot be held with mode='immediate', which updates before the norm is known; "
+        f"{what_to_do}"
+    )
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

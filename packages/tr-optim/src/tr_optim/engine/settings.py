@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from tr_optim.engine.shards import Shards
 from tr_optim.projection.rotation import Rotation
 
 MODES = ("step", "deferred", "immediate")
 REDUCTIONS = ("projected", "whole")
-REFRESHES = ("all", "first")
+REFRESHES = ("all", "first", "all_but_first")
+SCHEDULES = ("fixed", "lazy")
+REFRESH_COSINE, REFRESH_WINDOW = 0.4, 5
 
 
 class Rule(Protocol):
@@ -26,8 +29,10 @@ class Rule(Protocol):
     decays_after: bool
     is_elementwise: bool
 
-    def start(self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any]) -> None:
-        """Give a new state what the rule remembers of gradients like `like`."""
+    def start(
+        self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
+    ) -> None:
+        """Give a new state what the rule remembers of gradients like `like`; `shards` if they are some rows of all."""
         ...
 
     def rotate(self, state: dict[str, Any], rotation: Rotation) -> None:
@@ -38,6 +43,33 @@ class Rule(Protocol):
         self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], weights: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
         """Return what is to be subtracted, and the rate of weight decay."""
+        ...
+
+
+@runtime_checkable
+class RowRule(Protocol):
+    """A rule that needs numbers about whole parameters, and can add them up over ranks that have some rows each."""
+
+    def update_rows(
+        self,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        weights: torch.Tensor,
+        shards: Shards,
+        *,
+        has_rows: bool,
+    ) -> tuple[torch.Tensor, Any]:
+        """Return as `Rule.update` what is to be subtracted, and the rate of weight decay; all ranks call it.
+
+        Args:
+            gradient: the (projected) gradient.
+            state: the parameter's state.
+            group: its group.
+            weights: this rank's rows.
+            shards: how rows are divided.
+            has_rows: whether `gradient` is of this rank's rows too, else it is the same on all ranks.
+        """
         ...
 
 
@@ -54,8 +86,14 @@ class Engine:
         keeps_signs: whether singular vectors are given a sign of their own.
         seed: of random bases and sketches.
         reduction: what ranks exchange: `projected` gradients, or `whole` ones.
-        refresh_from: what of several micro-batches a basis is found from, `all` or the `first`.
+        refresh_from: what of several micro-batches a basis is found from: `all`, the `first`, or with `all_but_first`
+            all, but for a matrix's first basis.
         sketch_rows: rows that the norm is estimated by, where it must be.
+        stochastic_rounding: whether weights of low precision are rounded stochastically.
+        refresh: when bases are found: by a `fixed` schedule, or `lazy`; see `tr_optim.projection.lazy`.
+        refresh_cosine: mean cosine of successive bases from which the gap doubles.
+        refresh_window: refreshes that the mean is over.
+        basis_dtype: what bases are kept in; see `tr_optim.projection.encoded`.
     """
 
     mode: str = "step"
@@ -66,7 +104,12 @@ class Engine:
     seed: int = 0
     reduction: str = "projected"
     refresh_from: str = "all"
-    sketch_rows: int = 8
+    sketch_rows: int = 64
+    stochastic_rounding: bool = False
+    refresh: str = "fixed"
+    refresh_cosine: float = REFRESH_COSINE
+    refresh_window: int = REFRESH_WINDOW
+    basis_dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,141 @@
-"""Parameters of which each rank holds a part, as FSDP2 makes them."""
+"""Parameters of which each rank holds some rows, as FSDP2 makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:  # imported only where there are such parameters, for it takes long
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+State = dict[str, torch.Tensor]
+# Whether the tensor of a name in a parameter's state has the parameter's rows; it gets the names of all.
+IsDivided = Callable[[str, "Shards", Container[str]], bool]
+
+# Numbers that travel together, at most.
+_TOGETHER = 2**22
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Which rows of a parameter this rank holds, and who holds the others.
+
+    Rows are divided as by `torch.chunk`: the last ranks may hold fewer, or none. Of a stack of matrices, whole ones
+    are divided.
+
+    Attributes:
+        mesh: the ranks.
+        dimension: the mesh's dimension over which rows are divided; over others there are replicas.
+        shape: the whole parameter's.
+        start: the first row that this rank holds.
+        stop: the one after the last.
+    """
+
+    mesh: DeviceMesh
+    dimension: int
+    shape: torch.Size
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Number of ranks that rows are divided over."""
+        return self.mesh.size(self.dimension)
+
+    @property
+    def divides_matrix(self) -> bool:
+        """Whether sums over the rows of a matrix are sums over ranks; in a stack each matrix is whole."""
+        return len(self.shape) == 2
+
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks that hold other rows, equal bit for bit on all.
+
+        Many travel together. All ranks call it, with tensors of the same shapes in the same order.
+        """
+        if self.count == 1:
+            return
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > _TOGETHER):
+                self._add_up(bucket)
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.numel()
+        if bucket:
+            self._add_up(bucket)
+
+    def _add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        is_alone = len(tensors) == 1 and tensors[0].is_contiguous()
+        joined = tensors[0] if is_alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(joined, group=self.mesh.get_group(self.dimension))
+        if not is_alone:
+            for tensor, part in zip(tensors, joined.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's sum over the ranks that hold other rows; the tensor itself, changed."""
+        tensor = tensor.contiguous()
+        self.add_up([tensor])
+        return tensor
+
+    def distributed(self, local: torch.Tensor, *, is_divided: bool) -> torch.Tensor:
+        """Return a DTensor of what this rank has: of some rows, or of what is the same on all ranks."""
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size((self.shape[0], *local.shape[1:])) if is_divided else local.shape
+        stride = torch.empty(shape, device="meta").stride()
+        placements = self._placements(is_divided)
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return of something that has the parameter's rows those that this rank holds."""
+        return whole[self.start : self.stop]
+
+    def held_of(self, value: torch.Tensor, *, is_divided: bool) -> torch.Tensor:
+        """Return of a state in any layout what this rank is to hold, a copy.
+
+        Communicates where the layout is another one: all ranks call it then.
+        """
+        held: Any = value.detach()
+        is_laid_out = is_distributed(held) and held.device_mesh == self.mesh
+        if is_laid_out and list(held.placements) == self._placements(is_divided):
+            held = held.to_local()
+        else:
+            held = held.full_tensor() if is_distributed(held) else held
+            held = self.part_of(held) if is_divided else held
+        return held.clone(memory_format=torch.contiguous_format)
+
+    def _placements(self, is_divided: bool) -> list[Any]:
+        from torch.distributed.tensor import Replicate, Shard
+
+        placements: list[Any] = [Replicate()] * self.mesh.ndim
+        if is_divided:
+            placements[self.dimension] = Shard(0)
+        return placements
+
+
+def shards_of(tensor: torch.Tensor) -> Shards | None:
+    """Return how a tensor's rows are divided; None if it is whole, or is divided in another way."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return None
+    from torch.distributed.tensor import Replicate, Shard
+
+    divided = [number for number, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    if len(divided) != 1 or type(placements[divided[0]]) is not Shard or placements[divided[0]].dim != 0:
+        return None
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    dimension, rows = divided[0], tensor.shape[0]
+    each = -(-rows // mesh.size(dimension))
+    start = min(each * mesh.get_local_rank(dimension), rows)
+    return Shards(mesh, dimension, tensor.shape, start, min(start + each, rows))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -14,32 +144,104 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
-def sharded_parameters(parameters: Iterable[torch.Tensor], world_size: int, optimizer: Any) -> set[int]:
-    """Return the ids of the parameters that are divided over all ranks by their rows.
+def in_layout(
+    state_dict: dict[str, Any], param_groups: Iterable[Mapping[str, Any]], is_divided: IsDivided
+) -> dict[str, Any]:
+    """Return an optimizer's state with DTensors, which share its memory, in place of this rank's parts.
+
+    Args:
+        state_dict: what `torch.optim.Optimizer.state_dict` returned.
+        param_groups: the optimizer's own.
+        is_divided: which tensors have the rows of their parameters.
+    """
+    state = dict(state_dict["state"])
+    for number, parameter in enumerate(chain.from_iterable(group["params"] for group in param_groups)):
+        shards = shards_of(parameter)
+        if shards is not None and number in state:
+            own = state[number]
+            state[number] = {
+                name: shards.distributed(value, is_divided=is_divided(name, shards, own)) if value.dim() else value
+                for name, value in own.items()
+            }
+    return {**state_dict, "state": state}
+
+
+def out_of_layout(state: Mapping[str, torch.Tensor], parameter: torch.Tensor, is_divided: IsDivided) -> State:
+    """Return of a parameter's state in any layout what this rank is to hold, copies where it is in shards.
+
+    All ranks call it, for a state of another layout is gathered.
+    """
+    shards = shards_of(parameter)
+    if shards is None:
+        return dict(state)
+    return {
+        name: shards.held_of(value, is_divided=is_divided(name, shards, state)) if value.dim() else value
+        for name, value in state.items()
+    }
+
+
+def with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of one that is a piece of a larger one and would keep that from being freed."""
+    own_bytes = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() <= own_bytes else tensor.clone()
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return getattr(tensor, "placements", None) is not None
+
+
+def sharded_parameters(
+    parameters: Iterable[torch.Tensor], owner: str, *, takes: bool, instead: str = ""
+) -> dict[int, Shards]:
+    """Return how those of the parameters are divided that are DTensors, by their ids.
 
     Args:
         parameters: those to look at.
-        world_size: number of ranks.
-        optimizer: whose they are; its `takes_shards` says whether it can update parts.
+        owner: whose they are.
+        takes: whether it can update parts of parameters.
+        instead: what it says where it cannot.
 
     Raises:
-        ValueError: one is divided, and the optimizer cannot update parts, or in another way.
+        ValueError: one is divided, and its owner cannot update parts; or in another way than by rows; or two over
+            different ranks; or where gradients are not to be exchanged.
     """
-    found = set()
+    found: dict[int, Shards] = {}
     for parameter in parameters:
-        if not hasattr(parameter, "device_mesh"):
+        if not is_distributed(parameter):
             continue
-        owner, tensor = type(optimizer).__name__, f"a parameter of shape {tuple(parameter.shape)}"
-        if not optimizer.takes_shards:
+        tensor, mesh = f"a parameter of shape {tuple(parameter.shape)}", parameter.device_mesh  # type: ignore[attr-defined]
+        if not takes:
+            raise ValueError(f"{owner}: {tensor} is a DTensor, of which each rank holds a part, {instead}")
+        shards = shards_of(parameter)
+        if shards is None:
             raise ValueError(
-                f"{owner}: {tensor} is a DTensor, of which each rank holds a part, and statistics of whole rows and "
-                f"columns over parts are not built; train with replicas (strategy='ddp'), or with {optimizer.ordinary}"
+                f"{owner}: {tensor} is a DTensor with {parameter.placements} over {tuple(mesh.shape)} ranks; "  # type: ignore[attr-defined]
+                "what is built is rows divided over ranks, as fully_shard(module) does, with replicas or without"
             )
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        if mesh.ndim != 1 or mesh.size() != world_size or not placements[0].is_shard(0):
+        if parameter.device.type != mesh.device_type:
             raise ValueError(
-                f"{owner}: {tensor} is a DTensor with {placements} over {tuple(mesh.shape)} of {world_size} ranks; "
-                "what is built is rows divided over all ranks, as fully_shard(module) does on a mesh of one dimension"
+                f"{owner}: {tensor} is on {parameter.device.type}, and its gradients are exchanged on "
+                f"{mesh.device_type}, from where they are still on their way when they are to be used; give "
+                "fully_shard no CPUOffloadPolicy, and materialise parameters before the first step"
             )
-        found.add(id(parameter))
+        other = next(iter(found.values()), shards)
+        if (shards.mesh, shards.dimension) != (other.mesh, other.dimension):
+            raise ValueError(
+                f"{owner}: {tensor} is divided over other ranks than one of shape {tuple(other.shape)}; divide all "
+                "over the same mesh, or give them to two optimizers"
+            )
+        found[id(parameter)] = shards
     return found
+
+
+def norm_of_parts(norms: Iterable[torch.Tensor], shards: Shards, device: torch.device | None) -> torch.Tensor:
+    """Return the norm of all rows on all ranks, of the norms of those on this one; all ranks call it."""
+    stacked = torch.stack([norm.to(device) for norm in norms] or [torch.zeros((), device=device)])
+    square = torch.linalg.vector_norm(stacked).to(torch.float64).square()  # of a float32 it can be out of range
+    return shards.sum(square).sqrt().to(stacked.dtype)
+
+
+def only_shards(sharded: Mapping[int, Shards]) -> Shards | None:
+    """Return one of them, for what is the same for all: who the ranks are."""
+    return next(iter(sharded.values()), None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tr_optim.projection.basis import Basis
+from tr_optim.projection.encoded import EncodedBasis
 
 
 @dataclass
@@ -16,7 +17,7 @@ class Window:
     Attributes:
         projected: sums of projected gradients, by parameter; of those without a projection, of gradients.
         whole: sums of whole gradients, of the matrices that find a new basis in this step.
-        bases: those new bases.
+        bases: those new bases, as they will be kept.
         sketches: sums of sketches of gradients whose sum is never there.
         norms: norms of the gradients whose sum was there; or estimates, made before a projection was applied.
         has_estimates: whether some are.
@@ -26,7 +27,7 @@ class Window:
 
     projected: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     whole: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    bases: dict[torch.Tensor, Basis] = field(default_factory=dict)
+    bases: dict[torch.Tensor, Basis | EncodedBasis] = field(default_factory=dict)
     sketches: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     norms: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     has_estimates: bool = False

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tr_optim.engine.shards import Shards
 from tr_optim.projection.rotation import Rotation
 
 
@@ -24,7 +25,9 @@ class AdafactorRule:
 
     decays_after = is_elementwise = False
 
-    def start(self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any]) -> None:
+    def start(
+        self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
+    ) -> None:
         """Give a new state what this rule remembers."""
         start(state, like, group["beta1"] is not None)
 
@@ -45,9 +48,41 @@ class AdafactorRule:
             multiplied by.
         """
         update = normalised(gradient, state, group)
-        update.div_((rms(update) / group["clip_threshold"]).clamp_(min=1.0))
-        rate = step_size(weights, group, state["step"])
-        update.mul_(rate)
+        return self._limited(update, rms(update), step_size(weights, group, state["step"]), state, group)
+
+    def update_rows(
+        self,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        weights: torch.Tensor,
+        shards: Shards,
+        *,
+        has_rows: bool,
+    ) -> tuple[torch.Tensor, Any]:
+        """Take in a gradient of some rows, in two exchanges (see `tr_optim.engine.settings.RowRule.update_rows`)."""
+        size = weights.norm(2).square()
+        if has_rows:
+            update = normalised(gradient, state, group, shards, size)
+            square = update.norm(2).square()
+            shards.add_up([square])
+        else:
+            update = normalised(gradient, state, group)
+            square = update.norm(2).square()
+            shards.add_up([size])
+        count = shards.shape[0] * update.shape[1:].numel() if has_rows else update.numel()
+        rate = step_size(weights, group, state["step"], (size / shards.shape.numel()).sqrt())
+        return self._limited(update, (square / count).sqrt(), rate, state, group)
+
+    def _limited(
+        self,
+        update: torch.Tensor,
+        size: torch.Tensor,
+        rate: float | torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> tuple[torch.Tensor, Any]:
+        update.div_((size / group["clip_threshold"]).clamp_(min=1.0)).mul_(rate)
         if group["beta1"] is not None:
             update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"]).clone()
         return update, rate
@@ -64,28 +99,49 @@ def start(state: dict[str, Any], gradient: torch.Tensor, with_first_moment: bool
         state["exp_avg_sq"] = torch.zeros_like(gradient)
 
 
-def normalised(gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """Take the squared gradient into the second moment and divide the gradient by its root."""
+def normalised(
+    gradient: torch.Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    shards: Shards | None = None,
+    *others: torch.Tensor,
+) -> torch.Tensor:
+    """Take the squared gradient into the second moment and divide the gradient by its root.
+
+    Where it is of some rows, sums over rows are added up over the ranks, and with them, in place, `others`.
+    """
     share = state["step"].pow(group["decay_rate"])  # 0-dim on the CPU: other devices take it as a number
     new, old = share.to(gradient.dtype), (1.0 - share).to(gradient.dtype)
     squares = gradient.square().add_(group["eps"][0])
     if gradient.dim() < 2:
+        if shards is not None:
+            shards.add_up(others)
         moment = state["exp_avg_sq"].mul_(old).add_(squares.mul_(new))
         return moment.rsqrt().mul_(gradient)
     row = state["exp_avg_sq_row"].mul_(old).add_(squares.mean(dim=-1).mul_(new))
-    column = state["exp_avg_sq_col"].mul_(old).add_(squares.mean(dim=-2).mul_(new))
-    row_factor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+    column_mean, row_mean = squares.sum(dim=-2), row.sum(dim=-1, keepdim=True)
+    rows = gradient.shape[-2]
+    if shards is not None:
+        rows = shards.shape[-2]
+        shards.add_up([*others, column_mean, row_mean] if shards.divides_matrix else others)
+    column = state["exp_avg_sq_col"].mul_(old).add_(column_mean.div_(rows).mul_(new))
+    row_factor = (row / row_mean.div_(rows)).rsqrt_().unsqueeze(-1)
     return torch.mul(row_factor, column.rsqrt().unsqueeze(-2)).mul_(gradient)
 
 
-def step_size(weights: torch.Tensor, group: dict[str, Any], step: torch.Tensor) -> float | torch.Tensor:
-    """Return the learning rate of a step: relative to the step's number, and to the weights, where a group says so."""
+def step_size(
+    weights: torch.Tensor, group: dict[str, Any], step: torch.Tensor, size: torch.Tensor | None = None
+) -> float | torch.Tensor:
+    """Return the learning rate of a step: relative to the step's number, and to the weights, where a group says so.
+
+    `size` is the root mean square of the whole parameter, where `weights` are some of its rows.
+    """
     rate = group["lr"]
     if group["relative_step"]:
         first = step * 1e-6 if group["warmup_init"] else torch.full_like(step, 1e-2)
         rate = torch.minimum(first, step.rsqrt()).to(weights.dtype)
     if group["scale_parameter"]:
-        rate = rms(weights).clamp_(min=group["eps"][1]) * rate
+        rate = (rms(weights) if size is None else size).clamp(min=group["eps"][1]) * rate
     return rate
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tr_optim.engine.shards import Shards
 from tr_optim.projection.rotation import Rotation
 
 
@@ -32,7 +33,9 @@ class AdamRule:
     def __init__(self, *, as_galore_torch: bool = False) -> None:
         self.decays_after = as_galore_torch
 
-    def start(self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any]) -> None:
+    def start(
+        self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
+    ) -> None:
         """Give a new state what this rule remembers."""
         state["exp_avg"] = torch.zeros_like(like)
         state["exp_avg_sq"] = torch.zeros_like(like)
@@ -64,3 +67,19 @@ class AdamRule:
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         step = mean / (square.sqrt().div_(correction)).add_(group["eps"])
         return step.mul_(group["lr"] / (1 - beta1**steps)), group["lr"]
+
+
+def check_adam(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise where an option is out of range.
+
+    Raises:
+        ValueError: the message says what is needed.
+    """
+    if not isinstance(lr, torch.Tensor) and lr < 0:
+        raise ValueError(f"lr={lr:g} must not be negative")
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay={weight_decay:g} must not be negative: it would let weights grow")
+    if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"betas={betas} must be two numbers from 0 to below 1")
+    if eps < 0:
+        raise ValueError(f"eps={eps:g} must not be negative")

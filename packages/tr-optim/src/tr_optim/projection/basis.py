@@ -12,9 +12,9 @@ PROJ_TYPES = ("std", "reverse_std", "right", "left", "full")
 METHODS = ("subspace", "svd")
 
 # Iterations that find a basis from nothing, and those that follow a gradient from the last basis.
-_COLD_ITERATIONS, _WARM_ITERATIONS = 2, 1
+COLD_ITERATIONS, WARM_ITERATIONS = 2, 1
 # Share of the old basis in every new one; see `_iterate`.
-_SHIFT = 1e-4
+SHIFT = 1e-4
 
 Average = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,6 +37,10 @@ class Basis:
         side = self.left if self.left is not None else self.right
         assert side is not None
         return side.shape[-1]
+
+    def decoded(self) -> Basis:
+        """Return the basis itself; see `tr_optim.projection.encoded.EncodedBasis`."""
+        return self
 
     def down(self, gradient: torch.Tensor) -> torch.Tensor:
         """Project: `(..., r, n)` from the left, `(..., m, r)` from the right, `(..., r, r)` from both."""
@@ -124,9 +128,13 @@ def seeded_normal(shape: Sequence[int], like: torch.Tensor, key: Sequence[object
     """Return standard normal numbers of a dtype and device that depend on `key` alone."""
     if like.is_meta:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return torch.randn(shape, generator=seeded_generator(like, key), dtype=like.dtype, device=like.device)
+
+
+def seeded_generator(like: torch.Tensor, key: Sequence[object]) -> torch.Generator:
+    """Return a generator on a tensor's device whose numbers depend on `key` alone."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+    return torch.Generator(like.device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def _start(
@@ -134,12 +142,12 @@ def _start(
 ) -> tuple[torch.Tensor, int]:
     """Return the columns to begin with, and how many iterations they need."""
     if before is not None and before.shape[-1] == rank:
-        return before, _WARM_ITERATIONS
+        return before, WARM_ITERATIONS
     columns = seeded_normal((*matrix.shape[:-1], rank), matrix, key)
     if before is not None:  # another rank than before: what is there is kept
         kept = min(rank, before.shape[-1])
         columns[..., :kept] = before[..., :kept]
-    return orthonormalise(columns), _COLD_ITERATIONS
+    return orthonormalise(columns), COLD_ITERATIONS
 
 
 def _iterate(matrix: torch.Tensor, columns: torch.Tensor, average: Average | None) -> torch.Tensor:
@@ -153,15 +161,16 @@ def _iterate(matrix: torch.Tensor, columns: torch.Tensor, average: Average | Non
     inner = _of_norm_one(inner if average is None else average(inner.contiguous()))
     outer = matrix @ inner
     outer = _of_norm_one(outer if average is None else average(outer.contiguous()))
-    found = orthonormalise(outer.add_(columns, alpha=_SHIFT))
+    found = orthonormalise(outer.add_(columns, alpha=SHIFT))
     is_good = found.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
     return torch.where(is_good, found, columns)
 
 
-def orthonormalise(columns: torch.Tensor) -> torch.Tensor:
+def orthonormalise(columns: torch.Tensor, add_up: Average | None = None) -> torch.Tensor:
     """Return an orthonormal basis of the columns' span whose triangular factor has a positive diagonal.
 
-    Columns that are not finite or not independent give NaN, and no error.
+    Columns that are not finite or not independent give NaN, and no error. Where each rank has some of the rows,
+    `add_up` adds up over the ranks.
 
     Source: CholeskyQR2, Yamamoto et al. (2015); its first Gram matrix in double precision as of Yamazaki, Tomov and
     Dongarra, "Mixed-precision Cholesky QR factorization" (2015), where the device has that.
@@ -169,6 +178,7 @@ def orthonormalise(columns: torch.Tensor) -> torch.Tensor:
     wide = columns.dtype if columns.device.type == "mps" else torch.float64
     for dtype in (wide, columns.dtype):
         gram = columns.mT.to(dtype) @ columns.to(dtype)
+        gram = gram if add_up is None else add_up(gram)
         factor, info = torch.linalg.cholesky_ex(gram)
         identity = torch.eye(gram.shape[-1], dtype=dtype, device=gram.device).expand_as(gram)
         inverse = torch.linalg.solve_triangular(factor, identity, upper=False)

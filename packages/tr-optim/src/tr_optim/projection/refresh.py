@@ -17,5 +17,9 @@ def is_due(steps_done: int, gap: int, *, index: int, count: int, staggers: bool)
         count: how many are.
         staggers: whether they take turns; else all are due in every `gap`-th step.
     """
-    phase = index * gap // count if staggers else 0
-    return steps_done > 0 and (steps_done + phase) % gap == 0
+    return steps_done > 0 and (steps_done + phase(gap, index=index, count=count, staggers=staggers)) % gap == 0
+
+
+def phase(gap: int, *, index: int, count: int, staggers: bool) -> int:
+    """Return how many steps earlier than the first a matrix has its turns."""
+    return index * gap // count if staggers else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tr_optim.projection.basis import Basis
@@ -18,11 +20,34 @@ class Rotation:
     Args:
         old: the basis until now.
         new: the one from now on, of the same sides.
+        add_up: adds up over the ranks, where each has some rows of the left columns.
     """
 
-    def __init__(self, old: Basis, new: Basis) -> None:
+    def __init__(self, old: Basis, new: Basis, add_up: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self._left = None if old.left is None or new.left is None else new.left.mT @ old.left
+        if add_up is not None and self._left is not None:
+            self._left = add_up(self._left)
         self._right = None if old.right is None or new.right is None else new.right.mT @ old.right
+        self._rows = [columns.shape[-2] for columns in (new.left, new.right) if columns is not None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in: that of the bases."""
+        return next((change.dtype for change in (self._left, self._right) if change is not None), torch.float32)
+
+    def cosine(self) -> torch.Tensor:
+        """Return how alike the two subspaces are, a scalar: 1 for the same, 0 in the mean for random ones.
+
+        It is the root of the mean squared cosine of the principal angles, `|C|^2 / r`, less the `r / m` that two random
+        subspaces of m dimensions have; the mean over both sides and all matrices of a stack.
+        """
+        squares = []
+        for change, rows in zip([c for c in (self._left, self._right) if c is not None], self._rows, strict=True):
+            rank = min(change.shape[-2:])
+            mean = change.square().sum(dim=(-2, -1)) / rank
+            by_chance = max(change.shape[-2:]) / rows
+            squares.append(((mean - by_chance) / max(1 - by_chance, 1e-6)).clamp(min=0).sqrt().mean())
+        return torch.stack(squares).mean().clamp(max=1)
 
     def first(self, moment: torch.Tensor) -> torch.Tensor:
         """Return a first moment of the projected gradient's shape."""

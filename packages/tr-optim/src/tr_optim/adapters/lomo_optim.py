@@ -1,0 +1,274 @@
+"""lomo_optim's arithmetic of an update, one gradient at a time, without what it does around that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_optim.adapters.required import require
+from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.refusals import is_sharded
+from tr_optim.moments.adafactor import check_ranges, start
+
+_LIBRARY = require("lomo_optim", "lomo-optim")
+_NAME = "parameter"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _OneParameter:
+    """What the library takes for a model, and for that model's only parameter.
+
+    In every hook the library goes through the parameters of its model and updates those that have a gradient. Here it
+    finds one, and none while it is built: it then puts on no hooks, and no state on a GPU that may not be there.
+
+    Attributes:
+        data: the weights that are updated, in place and seen by autograd.
+        grad: their gradient; None for no parameter at all.
+    """
+
+    requires_grad = True
+
+    def __init__(self) -> None:
+        self.data = torch.zeros(0)
+        self.grad: torch.Tensor | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, _OneParameter]]:
+        if self.grad is not None:
+            yield _NAME, self
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [nn.Parameter(self.data)]  # the library's base class wants one
+
+    def numel(self) -> int:
+        return self.data.numel()
+
+
+class _LibraryOptimizer(FusedOptimizer):
+    """What the library's optimizers share here: hooks, clipping, loss scaling and ranks of this package."""
+
+    own = ""
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        library: Any,
+        **options: Any,
+    ) -> None:
+        self._one = _OneParameter()
+        self._library = library(self._one)
+        if self._library.zero3_enabled:
+            raise ValueError(
+                f"{type(self).__name__} does not train parameters that DeepSpeed's ZeRO-3 has divided; use {self.own} "
+                "with replicas (strategy='ddp') or FSDP2's shards"
+            )
+        super().__init__(params, defaults, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuse parameters and rates that the library cannot compute with.
+
+        Raises:
+            ValueError: the message says what is needed.
+        """
+        super().add_param_group(param_group)
+        group, name = self.param_groups[-1], type(self).__name__
+        for option in ("lr", "weight_decay"):
+            if isinstance(group[option], torch.Tensor):
+                raise ValueError(
+                    f"{name}: {option} is a tensor, which lomo_optim would read back at every parameter; give a "
+                    f"number, or use {self.own}"
+                )
+            if group[option] < 0:
+                raise ValueError(f"{option}={group[option]:g} must not be negative")
+        for parameter in group["params"]:
+            if is_sharded(parameter):
+                raise ValueError(
+                    f"{name}: a parameter of shape {tuple(parameter.shape)} is a DTensor, of which each rank holds a "
+                    f"part, and lomo_optim knows whole ones only; use {self.own}, or replicas (strategy='ddp')"
+                )
+            if parameter.dtype not in _DTYPES:
+                raise ValueError(
+                    f"{name}: a parameter of shape {tuple(parameter.shape)} is of {parameter.dtype}, and lomo_optim "
+                    f"computes in float32, which would round it; use {self.own}"
+                )
+
+    def _apply_by_library(
+        self, weights: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor | None, group: dict[str, Any]
+    ) -> None:
+        """Have the library update weights in place."""
+        library, gradient = self._library, gradient.to(torch.float32)
+        if factor is not None:
+            gradient.mul_(factor)
+        library.lr, library.weight_decay = group["lr"], group["weight_decay"]
+        library.do_weight_decay, library.clip_grad_value = group["weight_decay"] > 0, self._max_value
+        self._one.data, self._one.grad = weights, gradient
+        try:
+            library.grad_func(None)
+        finally:
+            self._one.data, self._one.grad = torch.zeros(0), None
+
+
+class LomoOptimLomo(_LibraryOptimizer):
+    """lomo_optim's Lomo, used as `tr_optim.Lomo` is.
+
+        optimizer = LomoOptimLomo(model.parameters(), lr=1e-2, clip_grad_norm=1.0)
+        optimizer.backward(model(**batch).loss)  # in place of loss.backward()
+        optimizer.step()
+
+    Each update is computed by lomo_optim 0.1.1. What surrounds it there is not used, for it is wrong or slow: every
+    hook goes through all parameters; a plain `loss.backward()` trains; a clip coefficient is used again in the next
+    step; ranks apply their own gradients; its loss scale begins with an overflow, only ever shrinks, and is not used
+    under autocast; there is one learning rate and weight decay for all groups. In these `tr_optim.Lomo` and this class
+    are the same, and so is what they refuse; beside that, this one refuses tensors for rates, float64, and shards.
+
+    There is no state.
+
+    Args:
+        params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
+        lr: learning rate.
+        weight_decay: share of the weights, times the learning rate, that every step takes away before the update.
+        clip_grad_norm: greatest total 2-norm of all gradients; None for no clipping.
+        clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`, in one pass.
+        accumulate: `refuse` several micro-batches in a step, or `store` their gradients.
+        nonfinite: as of `tr_optim.Lomo`.
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts another.
+        RuntimeError: see `FusedOptimizer.backward`.
+    """
+
+    own = "tr_optim.Lomo"
+    ordinary = "sgd"
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        *,
+        accumulate: str = "refuse",
+        nonfinite: str | None = None,
+    ) -> None:
+        options = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
+        options |= {"accumulate": accumulate, "nonfinite": nonfinite}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, _LIBRARY.Lomo, **options)
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        factor: torch.Tensor | None,
+        leave_out: torch.Tensor | None,
+    ) -> None:
+        """Apply a gradient to its parameter (see `FusedOptimizer.update`)."""
+        group = self._group_of[id(parameter)]
+        if leave_out is None:
+            self._apply_by_library(parameter, gradient, factor, group)
+            return
+        weights = parameter.detach().clone()
+        self._apply_by_library(weights, gradient, factor, group)
+        parameter.copy_(torch.where(leave_out, parameter, weights))
+
+
+class LomoOptimAdaLomo(_LibraryOptimizer):
+    """lomo_optim's AdaLomo, used as `tr_optim.AdaLomo` is, on any device.
+
+    What `LomoOptimLomo` says of the library holds here too. In addition the state is kept, where the library has it in
+    attributes that no checkpoint sees; each parameter has its own count of updates, where the library counts backward
+    passes, so that the moments of a parameter that is used for the first time begin with its gradient; weights of any
+    number of dimensions are updated; and what is infinite or NaN is left out.
+
+    lomo_optim waits for the device at every parameter, to compare its root mean square with `eps[1]`;
+    `tr_optim.AdaLomo` does not. The state is that of `tr_optim.AdaLomo`, which can go on with it: `exp_avg_sq_row` and
+    `exp_avg_sq_col`, or `exp_avg_sq` with less than two dimensions, in float32, and `step`, here on the CPU.
+
+    Args:
+        params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
+        lr: learning rate, relative to each parameter's root mean square.
+        weight_decay: share of the weights, times the rate, that every step takes away.
+        eps: added to squared gradients; and the least root mean square that a parameter is taken to have.
+        clip_threshold: greatest root mean square of an update before the rate.
+        decay_rate: negative; the t-th update takes in `t ** decay_rate` of the newest squares.
+        clip_grad_norm: greatest total 2-norm of all gradients; None for no clipping.
+        clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`.
+        accumulate: as of `LomoOptimLomo`.
+        nonfinite: as of `tr_optim.AdaLomo`.
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts another.
+        RuntimeError: see `FusedOptimizer.backward`.
+    """
+
+    own = "tr_optim.AdaLomo"
+    ordinary = "adafactor"
+    nonfinite_unscaled = "skip_tensor"
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        *,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        accumulate: str = "refuse",
+        nonfinite: str | None = None,
+    ) -> None:
+        check_ranges(eps, clip_threshold, decay_rate, None)
+        defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        defaults |= {"clip_threshold": clip_threshold, "decay_rate": decay_rate}
+        options = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
+        options |= {"accumulate": accumulate, "nonfinite": nonfinite}
+        super().__init__(params, defaults, _LIBRARY.AdaLomo, **options)
+        self._library.loss_scale = None  # the loss is scaled, if at all, and gradients divided, before it sees them
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state as copies: of this class, of `tr_optim.AdaLomo`, or of an Adafactor without beta1."""
+        super().load_state_dict(state_dict)
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if saved is not None:  # torch has rounded it to the parameter's dtype
+                moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
+                self.state[parameter] = {
+                    "step": torch.tensor(float(saved["step"])),
+                    **{name: value.to(parameter.device, torch.float32, copy=True) for name, value in moments.items()},
+                }
+
+    def state_bytes(self, parameter: torch.Tensor) -> int:
+        """Return the bytes of a parameter's state: of its rows, columns and step count."""
+        shape = parameter.shape
+        numbers = parameter.numel() if len(shape) < 2 else shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
+        return 4 * (numbers + 1)
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        factor: torch.Tensor | None,
+        leave_out: torch.Tensor | None,
+    ) -> None:
+        """Apply a gradient to its parameter (see `FusedOptimizer.update`)."""
+        if parameter.numel() == 0 or (leave_out is not None and leave_out.item()):  # sync: as the library's own
+            return
+        library, group, state = self._library, self._group_of[id(parameter)], self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            start(state, parameter.detach().to(torch.float32), with_first_moment=False)
+        state["step"] += 1
+        library.step_num = int(state["step"])  # on the CPU
+        library.eps, library.clip_threshold = group["eps"], group["clip_threshold"]
+        library.decay_rate = group["decay_rate"]
+        for name in ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"):
+            setattr(library, name, {_NAME: state.get(name)})
+        self._apply_by_library(parameter, gradient, factor, group)

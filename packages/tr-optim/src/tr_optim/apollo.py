@@ -1,0 +1,158 @@
+"""APOLLO: scale gradients by what AdamW does to random projections of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
+from tr_optim.engine.projected import ProjectedOptimizer
+from tr_optim.engine.random_bases import PROJECTIONS, RandomBases
+from tr_optim.engine.settings import Engine
+from tr_optim.engine.whole_gradients import check_whole_group, whole_engine
+from tr_optim.moments.adam import check_adam
+from tr_optim.moments.direction import AdamDirection
+from tr_optim.projection.basis import Basis
+
+SCALE_TYPES = ("channel", "tensor")
+COMPAT = (None, "apollo-torch")
+
+
+class APOLLOAdamW(ProjectedOptimizer):
+    r"""Gradient descent whose step sizes, of each channel or matrix, are those that AdamW has in a low-rank space.
+
+    A gradient G of shape `m x n`, m <= n, is projected on r random directions, AdamW's moments are kept of the
+    projection, and the gradient itself is scaled by how much they would change the norm of the projection. With P of
+    shape `m x r`, its numbers drawn from N(0, 1/r) every `update_proj_gap` steps::
+
+        R = P^T G
+        M = b1 M + (1 - b1) R,  V = b2 V + (1 - b2) R^2
+        N = (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
+        s_j = |N_j| / |R_j| for each column j             (scale_type="channel", APOLLO)
+        s   = |N| / |R|                                   (scale_type="tensor", APOLLO-Mini, with rank=1, scale=128)
+        S = G diag(s)                                     limited: |S_t| <= norm_growth |S_(t-1)|
+        W = (1 - lr wd) W - lr sqrt(scale) S
+
+    For m > n, R = G Q, and channels are rows. There is no momentum in the weights' own space. With few directions some
+    channel's projection is small by chance, and its s_j as much too large; the limiter bounds what comes of that.
+
+    `scale` is what apollo-torch and scripts for it call so, and its root is the paper's factor: 1 of APOLLO is
+    `scale=1`, and sqrt(128) of APOLLO-Mini is `scale=128`.
+
+    Source: Zhu et al., "APOLLO: SGD-like memory, AdamW-level performance" (2024), Algorithm 1, with the norm-growth
+    limiter of Chen et al., "Fira" (2024). As there, moments stay as they are when the directions change. Deviations:
+    a channel whose projection is zero is left as it is; what the limiter keeps (see `NormGrowthLimiter`).
+
+    The limiter stands in the place of clipping. Both together are allowed: the size of a gradient cancels in S, so that
+    clipping it changes only how much it counts in the moments.
+
+    State of a projected `m x n` parameter, std, m <= n, in float32 also for weights of lower precision: `exp_avg` and
+    `exp_avg_sq` `r x n`, `scaled_norm` and `step`: `8 r n + 12` bytes against `8 m n` of AdamW; for 4096 x 11008 that
+    is 21.5 MiB with r = 256, and 86 KiB with r = 1, against 344 MiB. The directions are made again from the seed.
+    With `proj="svd"` or `"subspace"` the state has `basis_left` `m x r` too. For m > n, `m x r` and `basis_right`
+    `n x r`. Stacks of matrices have one more dimension in front. Other parameters have AdamW's state.
+
+    The update needs the whole gradient. In `step` it is taken from `.grad`; `immediate` applies it in `backward` and
+    frees it, and with accumulation keeps the sums of all gradients until the last micro-batch. `deferred` keeps
+    projections only, and cannot be.
+
+    Args:
+        params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 256,
+            "update_proj_gap": 200, "scale": 1.0, "proj": "random", "proj_type": "std", "scale_type": "channel"}`, as
+            for apollo-torch.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        rank: directions; None for no projection. More than the shorter side are that side's length.
+        update_proj_gap: steps from one set of directions to the next.
+        scale: the square of a factor of the update.
+        proj: `random` directions, or those in which the gradient is large: by `svd`, or by `subspace` iteration (see
+            `GaLoreAdamW`).
+        proj_type: `std` projects the shorter side, `reverse_std` the longer, `left` and `right` that one.
+        scale_type: whether each `channel` or the whole `tensor` has a step size.
+        norm_growth: greatest growth of the scaled gradient's norm from one step to the next; None for no limit.
+        mode: `step` or `immediate`.
+        rotate_moments: carry moments over to a new basis, where `proj` is not `random`.
+        stagger: let matrices take turns in finding a new basis, where `proj` is not `random`.
+        seed: of the random directions.
+        stochastic_rounding: round weights of low precision up or down at random, so that small updates are not lost.
+        compat: `apollo-torch` gives the results of apollo-torch 1.0, but for the random numbers: eps before the bias
+            correction, the limiter too, weight decay after the update, moments as they are with `proj="svd"`.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter cannot be projected.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        proj: str = "random",
+        proj_type: str = "std",
+        scale_type: str = "channel",
+        norm_growth: float | None = 1.01,
+        mode: str = "step",
+        rotate_moments: bool = True,
+        stagger: bool = True,
+        seed: int = 0,
+        stochastic_rounding: bool = False,
+        compat: str | None = None,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
+        defaults |= {"proj": proj, "scale_type": scale_type, "norm_growth": norm_growth}
+        as_upstream = compat is not None
+        asked = Engine(mode, "svd", rotate_moments, stagger, seed=seed, stochastic_rounding=stochastic_rounding)
+        engine = whole_engine(asked, compat, COMPAT)
+        rule, returning = AdamDirection(as_upstream=as_upstream), ScaledGradient(as_upstream=as_upstream)
+        super().__init__(params, defaults, rule, engine, RandomBases(engine), returning)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuse options that are not known, and parameters that cannot be projected."""
+        super().add_param_group(param_group)
+        choices = {"proj": PROJECTIONS, "scale_type": SCALE_TYPES}
+        check_whole_group(self.param_groups[-1], type(self).__name__, choices)
+
+
+class ScaledGradient:
+    """The gradient, scaled by what the rule does to the norm of its projection: APOLLO's.
+
+    Args:
+        as_upstream: limit norms before the bias correction.
+    """
+
+    needs_whole = True
+
+    def __init__(self, *, as_upstream: bool = False) -> None:
+        self._limit = NormGrowthLimiter(before_correction=as_upstream)
+
+    def subtract(
+        self,
+        weights: torch.Tensor,
+        update: torch.Tensor,
+        basis: Basis,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        *,
+        projected: torch.Tensor | None,
+        whole: torch.Tensor | None,
+    ) -> None:
+        """Subtract without a second matrix of the weights' size, and leave the gradient as it is."""
+        assert projected is not None
+        assert whole is not None
+        by_channel = -2 if basis.left is not None else -1
+        dim = by_channel if group["scale_type"] == "channel" else (-2, -1)
+        ratio = scaling(update, projected, dim)
+        factor = self._limit(scaled_norm(ratio, whole, dim), state, group)[..., None, None]
+        weights.addcmul_(whole, ratio * factor * (group["lr"] * group["scale"] ** 0.5), value=-1)

@@ -1,0 +1,155 @@
+"""Fira: GaLore's update, and what the projection leaves of the gradient, scaled as the projection is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
+from tr_optim.engine.projected import ProjectedOptimizer
+from tr_optim.engine.returning import BackProjection
+from tr_optim.engine.settings import Engine
+from tr_optim.engine.whole_gradients import check_whole_group, whole_engine
+from tr_optim.moments.adam import check_adam
+from tr_optim.moments.direction import AdamDirection
+from tr_optim.projection.basis import Basis
+
+COMPAT = (None, "fira")
+
+
+class FiraAdamW(ProjectedOptimizer):
+    r"""AdamW in a low-rank subspace, and beside it gradient descent at the same pace in all other directions.
+
+    Beside GaLore's update P N (see `GaLoreAdamW`) a step takes what the projection leaves of the gradient, whose
+    columns are scaled as AdamW scales those of the projection. From the left, m <= n, with P of shape `m x r`::
+
+        R = P^T G,  N = AdamW's update of R
+        s_j = |N_j| / |R_j| for each column j
+        S = (G - P R) diag(s)                             limited: |S_t| <= norm_growth |S_(t-1)|
+        W = (1 - lr wd) W - lr (scale P N + S)
+
+    and likewise from the right, by rows.
+
+    Source: Chen et al., "Fira: Can we achieve full-rank training of LLMs under low-rank constraint?" (2024), its
+    norm-based scaling and norm-growth limiter. Deviations: bases and moments as of `GaLoreAdamW`, with its options; a
+    column whose projection is zero gets no S; what the limiter keeps (see `NormGrowthLimiter`). The paper has no
+    `scale`, which is 1.
+
+    The limiter stands in the place of clipping. Both together are allowed: the size of a gradient cancels in S and
+    nearly in N, so that clipping it changes little but how much it counts in the moments.
+
+    State of a projected `m x n` parameter: that of `GaLoreAdamW` and `scaled_norm`, 4 bytes: `4 (m r + 2 r n) + 12`
+    bytes, for 4096 x 11008 and r = 128 that is 12.8 MiB. Stacks of matrices have one more dimension in front.
+
+    The update needs the whole gradient. In `step` it is taken from `.grad`; `immediate` applies it in `backward` and
+    frees it, and with accumulation keeps the sums of all gradients until the last micro-batch. `deferred` keeps
+    projections only, and cannot be. While a matrix is updated there is one more of its size, G - P R.
+
+    Args:
+        params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,
+            "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}`.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        rank: directions; None for no projection. More than the shorter side are that side's length.
+        update_proj_gap: steps from one basis of a matrix to its next.
+        scale: factor of the projected update P N.
+        proj_type: `std` projects the shorter side, `reverse_std` the longer, `left` and `right` that one.
+        norm_growth: greatest growth of the norm of S from one step to the next; None for no limit.
+        mode: `step` or `immediate`.
+        method: `subspace` iteration or `svd`.
+        rotate_moments: carry moments over to a new basis.
+        stagger: let matrices take turns in finding a new basis.
+        seed: of random starts.
+        stochastic_rounding: round weights of low precision up or down at random, so that small updates are not lost.
+        compat: `fira` gives the results of the package of that name: svd, moments as they are, all bases in the same
+            steps, eps and the limiter before the bias correction, weight decay after the update, and P R times `scale`
+            subtracted from G.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter cannot be projected.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        proj_type: str = "std",
+        norm_growth: float | None = 1.01,
+        mode: str = "step",
+        method: str = "subspace",
+        rotate_moments: bool = True,
+        stagger: bool = True,
+        seed: int = 0,
+        stochastic_rounding: bool = False,
+        compat: str | None = None,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
+        defaults |= {"norm_growth": norm_growth}
+        as_upstream = compat is not None
+        asked = Engine(mode, method, rotate_moments, stagger, seed=seed, stochastic_rounding=stochastic_rounding)
+        engine = whole_engine(asked, compat, COMPAT)
+        rule, returning = AdamDirection(as_upstream=as_upstream), WithResidual(as_upstream=as_upstream)
+        super().__init__(params, defaults, rule, engine, returning=returning)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuse parameters that cannot be projected."""
+        super().add_param_group(param_group)
+        check_whole_group(self.param_groups[-1], type(self).__name__, {})
+
+
+class WithResidual:
+    """The update, projected back, and the rest of the gradient, scaled as the rule scales the projection: Fira's.
+
+    Args:
+        as_upstream: limit norms before the bias correction, and take `scale` times the projection from the gradient.
+    """
+
+    needs_whole = True
+
+    def __init__(self, *, as_upstream: bool = False) -> None:
+        self._as_upstream = as_upstream
+        self._limit = NormGrowthLimiter(before_correction=as_upstream)
+        self._back = BackProjection()
+
+    def subtract(
+        self,
+        weights: torch.Tensor,
+        update: torch.Tensor,
+        basis: Basis,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        *,
+        projected: torch.Tensor | None,
+        whole: torch.Tensor | None,
+    ) -> None:
+        """Subtract both, and leave the gradient as it is."""
+        assert projected is not None
+        assert whole is not None
+        dim, rate = -2 if basis.left is not None else -1, group["lr"]
+        ratio = scaling(update, projected, dim)
+        rest = _rest(whole, projected, basis, group["scale"] if self._as_upstream else 1.0)
+        factor = self._limit(scaled_norm(ratio, rest, dim), state, group)[..., None, None]
+        weights.addcmul_(rest, ratio * factor * rate, value=-1)
+        self._back.subtract(weights, update.mul_(rate), basis, group, state, projected=None, whole=None)
+
+
+def _rest(whole: torch.Tensor, projected: torch.Tensor, basis: Basis, share: float) -> torch.Tensor:
+    """Return a gradient without a share of what is in the basis, a new tensor."""
+    subtract = torch.addmm if whole.dim() == 2 else torch.baddbmm
+    if basis.left is not None:
+        return subtract(whole, basis.left, projected, alpha=-share)
+    assert basis.right is not None
+    return subtract(whole, projected, basis.right.mT, alpha=-share)

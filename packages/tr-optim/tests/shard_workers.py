@@ -1,0 +1,321 @@
+"""What the ranks of tests do with parameters that FSDP2 divides over them."""
+
+import torch
+import torch.distributed as dist
+from fused_workers import Ranks
+from shard_models import batch, build, described, local, shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+from tr_optim import Adafactor, AdaLomo, APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW, Lomo
+
+STEPS = 5
+
+
+FUSED = {
+    "adalomo": (AdaLomo, {"lr": 2e-2}),
+    "adalomo decayed and clipped": (AdaLomo, {"lr": 2e-2, "clip_grad_norm": 0.2, "weight_decay": 0.1}),
+    "adalomo clipped by value": (AdaLomo, {"lr": 2e-2, "clip_grad_value": 1e-2}),
+    "adalomo stored": (AdaLomo, {"lr": 2e-2, "accumulate": "store"}),
+    "adalomo stored and clipped": (AdaLomo, {"lr": 2e-2, "accumulate": "store", "clip_grad_norm": 0.2}),
+    "adalomo partly": (AdaLomo, {"lr": 2e-2, "clip_grad_norm": 0.2}),
+    "adalomo skipping": (AdaLomo, {"lr": 2e-2}),
+    "adalomo skipping steps": (AdaLomo, {"lr": 2e-2, "nonfinite": "skip_step"}),
+    "lomo skipping": (Lomo, {"lr": 0.3, "nonfinite": "skip_tensor"}),
+}
+
+
+# An optimizer with ordinary gradients, which fits shards too.
+ORDINARY = {
+    "plain adafactor": {"relative_step": False, "weight_decay": 0.1},
+    "plain adafactor, relative": {"beta1": 0.9, "clip_threshold": 0.5},
+}
+
+
+def run_ordinary(name, ranks, mesh=None):
+    model = build()
+    if ranks is not None:
+        shard(model, mesh=mesh)
+    options = ORDINARY[name]
+    optimizer = Adafactor(model.parameters(), 1e-2 if "relative_step" in options else None, eps=(1e-6, 1e-3), **options)
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    for step in range(STEPS):
+        model(batch(step, rank, world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return described(model, optimizer, ranks, [])
+
+
+def run_fused(name, ranks, mesh=None):
+    """Train with parameters that FSDP2 divides, or, without ranks, with whole ones and all data."""
+    kind, options = FUSED[name]
+    model = build()
+    if ranks is not None:
+        shard(model, mesh=mesh, but="second" if "partly" in name else None)
+    optimizer = kind(model.parameters(), **options)
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    if ranks is not None:
+        optimizer.bind(ranks)
+    norms, parts = [], 2 if "stored" in name else 1
+    for step in range(STEPS):
+        for number in range(parts):
+            is_spoiled = "skipping" in name and step == 2 and rank == world_size - 1
+            loss = model(batch(10 * step + number, rank, world_size), is_spoiled=is_spoiled)
+            optimizer.backward(loss / parts, last=number == parts - 1)
+        norms.append(optimizer.clip_grad_norm(None).item())
+        optimizer.step()
+    return described(model, optimizer, ranks, norms)
+
+
+PROJECTED = {
+    "std": {},
+    "reverse_std": {"proj_type": "reverse_std"},
+    "left": {"proj_type": "left"},
+    "right": {"proj_type": "right"},
+    "full": {"proj_type": "full"},
+    "left in step": {"proj_type": "left", "mode": "step"},
+    "right in step": {"proj_type": "right", "mode": "step"},
+    "full in step, clipped": {"proj_type": "full", "mode": "step"},
+    "left immediate": {"proj_type": "left", "mode": "immediate"},
+    "right immediate": {"proj_type": "right", "mode": "immediate"},
+    "full accumulated immediate": {"proj_type": "full", "mode": "immediate"},
+    "partly immediate": {"proj_type": "left", "mode": "immediate", "reduction": "whole"},
+    "adafactor left": {"proj_type": "left", "adafactor": {}},
+    "adafactor right": {"proj_type": "right", "adafactor": {"beta1": 0.9, "scale_parameter": False}},
+    "adafactor full, clipped": {"proj_type": "full", "adafactor": {"scale_parameter": True}},
+    "adafactor std in step": {"mode": "step", "adafactor": {"clip_threshold": 0.5}},
+    "left clipped": {"proj_type": "left"},
+    "right clipped": {"proj_type": "right"},
+    "left accumulated": {"proj_type": "left"},
+    "right accumulated, from the first": {"proj_type": "right", "refresh_from": "first"},
+    "left accumulated, clipped": {"proj_type": "left"},
+    "right accumulated, clipped": {"proj_type": "right"},
+    "full accumulated, clipped": {"proj_type": "full"},
+    "left scaled": {"proj_type": "left"},
+    "moments kept": {"proj_type": "left", "rotate_moments": False},
+    "together": {"stagger": False},
+    "another rank": {"proj_type": "left"},
+    "partly": {"proj_type": "left"},
+    "partly whole": {"proj_type": "left", "reduction": "whole"},
+    "not finite": {"proj_type": "full"},
+}
+
+
+def projected_groups(model, **projection):
+    projection = {"rank": 3, "update_proj_gap": 2, "scale": 0.5, **projection}
+    matrices = [p for p in model.parameters() if p.dim() in (2, 3)]
+    return [
+        {"params": matrices, **projection},
+        {"params": [p for p in model.parameters() if p.dim() not in (2, 3)], "weight_decay": 0.0},
+    ]
+
+
+def run_projected(name, ranks, mesh=None):
+    """Train by projections of gradients in shards, or, without ranks, of whole ones of all data."""
+    options = dict(PROJECTED[name])
+    model = build()
+    if ranks is not None:
+        shard(model, mesh=mesh, but="second" if "partly" in name else None)
+    projection = {"proj_type": options.pop("proj_type")} if "proj_type" in options else {}
+    # A small eps would let the smallest gradients, which are rounding for the most part, make updates as large as all.
+    kind, own = GaLoreAdamW, {"eps": 1e-3}
+    if "adafactor" in options:
+        kind, own = GaLoreAdafactor, {"eps": (1e-6, 1e-3), "relative_step": False, **options.pop("adafactor")}
+    how = {"mode": "deferred", "weight_decay": 0.1, **own, **options}
+    optimizer = kind(projected_groups(model, **projection), 1e-2, **how)
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    if ranks is not None:
+        optimizer.bind(ranks)
+    norms, parts = [], 2 if "accumulated" in name else 1
+    scale = torch.tensor(64.0) if "scaled" in name else None
+    for step in range(STEPS):
+        if name == "another rank" and step == 3:
+            optimizer.param_groups[0]["rank"] = 4
+        for number in range(parts):
+            is_spoiled = name == "not finite" and step == 3 and rank == world_size - 1
+            loss = model(batch(10 * step + number, rank, world_size), is_spoiled=is_spoiled) / parts
+            optimizer.backward(loss, last=number == parts - 1, scale=scale)
+        norms.append(optimizer.clip_grad_norm(0.05 if "clipped" in name else None).item())
+        if norms[-1] < float("inf"):
+            optimizer.step()
+        optimizer.zero_grad()
+    return {**described(model, optimizer, ranks, norms), "estimated": optimizer.norm_is_estimated}
+
+
+def function_of(name):
+    return run_fused if name in FUSED else run_ordinary if name in ORDINARY else run_projected
+
+
+def train_all(ranks):
+    found = {name: run_fused(name, ranks) for name in FUSED}
+    found |= {name: run_projected(name, ranks) for name in PROJECTED}
+    found |= {name: run_ordinary(name, ranks) for name in ORDINARY}
+    found |= {f"resumed {name}": resume(name) for name in RESUMED}
+    found["exchanges"] = {name: exchanges(name) for name in EXCHANGES}
+    found["kept memory"] = kept_memory(ranks)
+    found["refusals"] = {name: refuse(name) for name in REFUSED}
+    return found
+
+
+def galore(model, *, rank=3, gap=2, proj_type="std", **options):
+    groups = projected_groups(model, proj_type=proj_type, rank=rank, update_proj_gap=gap)
+    return GaLoreAdamW(groups, 1e-2, **{"mode": "deferred", **options})
+
+
+RESUMED = {
+    "plain adafactor": lambda model: Adafactor(model.parameters(), 1e-2, relative_step=False),
+    "adalomo": lambda model: AdaLomo(model.parameters(), 2e-2),
+    "left": lambda model: galore(model, proj_type="left"),
+    "right": lambda model: galore(model, proj_type="right"),
+    "full in step": lambda model: galore(model, proj_type="full", mode="step"),
+}
+
+
+def resume(name):
+    """Return whether an optimizer that got another's state at one step or another goes on with the same bits."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def train(model, optimizer, first, last):
+        if getattr(optimizer, "fused_in_backward", False):
+            optimizer.bind(Ranks())
+        for step in range(first, last):
+            loss = model(batch(step, rank, world_size))
+            loss.backward() if isinstance(optimizer, Adafactor) else optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = []
+    for saved_at in range(1, 4):
+        model = shard(build())
+        optimizer = RESUMED[name](model)
+        train(model, optimizer, 0, saved_at)
+        other = shard(build())
+        other.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+        resumed = RESUMED[name](other)
+        resumed.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, saved_at, 4)
+        train(other, resumed, saved_at, 4)
+        first, second = ([local(p) for p in one.parameters()] for one in (model, other))
+        found.append(all(map(torch.equal, first, second)))
+    return found
+
+
+# What is exchanged in a step beside what FSDP2 does itself, which gathers weights and scatters gradients.
+EXCHANGES = {
+    "adalomo": RESUMED["adalomo"],
+    "adalomo, no flags": lambda model: AdaLomo(model.parameters(), 2e-2, nonfinite="skip_step"),
+    "left": lambda model: galore(model, proj_type="left", gap=100),
+    "right": lambda model: galore(model, proj_type="right", gap=100),
+    "left, each step": lambda model: galore(model, proj_type="left", gap=1),
+    "right, each step": lambda model: galore(model, proj_type="right", gap=1),
+}
+
+
+def exchanges(name):
+    """Return the number of numbers of each exchange of the second step."""
+    model, sizes = shard(build()), []
+    optimizer = EXCHANGES[name](model)
+    optimizer.bind(Ranks())
+    all_reduce = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    for step in range(2):
+        sizes.clear()
+        dist.all_reduce = counted
+        try:
+            optimizer.backward(model(batch(step, dist.get_rank(), 2)))
+            optimizer.step()
+        finally:
+            dist.all_reduce = all_reduce
+    return sizes
+
+
+def by_columns(model):
+    fully_shard(model.first, shard_placement_fn=lambda parameter: Shard(1) if parameter.dim() > 1 else None)
+    return model
+
+
+def on_meta(model):
+    return shard(model.to("meta"))
+
+
+def over_two_meshes(model):
+    fully_shard(model.first, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("rows",)))
+    fully_shard(model.second, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "rows")))
+    return model
+
+
+def with_another_gradient(model):
+    shard(model)
+    optimizer = galore(model, mode="step")
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().redistribute(placements=[Replicate()])
+    optimizer.step()
+
+
+def adalomo_step(model):
+    optimizer = AdaLomo(model.parameters())
+    optimizer.bind(Ranks())
+    optimizer.backward(model(batch(0)))
+
+
+REFUSED = {
+    "partly immediate": lambda model: galore(shard(model, but="second"), mode="immediate").bind(Ranks()),
+    "svd": lambda model: galore(shard(model), method="svd"),
+    "compat": lambda model: galore(shard(model), compat="galore-torch"),
+    "int8 basis": lambda model: galore(shard(model), basis_dtype="int8"),
+    "lazy": lambda model: galore(shard(model), refresh="lazy"),
+    "fira": lambda model: FiraAdamW(projected_groups(shard(model)), 1e-2),
+    "apollo": lambda model: APOLLOAdamW(projected_groups(shard(model)), 1e-2),
+    "by columns": lambda model: galore(by_columns(model)),
+    "on meta": lambda model: galore(on_meta(model)),
+    "over two meshes": lambda model: galore(over_two_meshes(model)),
+    "over two meshes, adalomo": lambda model: adalomo_step(over_two_meshes(model)),
+    "another gradient": with_another_gradient,
+}
+
+
+def kept_memory(ranks):
+    """Return whether a step's gradients leave nothing in `.grad`, and keep no memory but their own, after each pass."""
+    model = shard(build())
+    optimizer = galore(model)
+    optimizer.bind(ranks)
+    found = []
+    for number in range(2):
+        optimizer.backward(model(batch(number, ranks.rank, ranks.world_size)), last=number == 1)
+        window = optimizer._gathering.window
+        kept = [*window.whole.values(), *window.projected.values(), *window.sketches.values()]
+        found.append(all(p.grad is None for p in model.parameters()))
+        found.append(all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in kept))
+    return found
+
+
+def refuse(name):
+    try:
+        REFUSED[name](build())
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+# Of rows that four ranks divide, some have none; and as two replicas of what two ranks divide.
+ON_FOUR = (
+    "adalomo decayed and clipped",
+    "adalomo skipping",
+    "std",
+    "full",
+    "left accumulated, clipped",
+    "right clipped",
+)
+
+
+def train_on_four(ranks):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "rows"))
+    return {
+        f"{name}{how}": function_of(name)(name, ranks, mesh=mesh_of_it)
+        for how, mesh_of_it in (("", None), (" in replicas", mesh))
+        for name in ON_FOUR
+    }

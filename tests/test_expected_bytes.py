@@ -1,0 +1,88 @@
+"""What a preflight reckons that gradients and states will take, for each optimizer by its name, against the run."""
+
+import pytest
+import torch
+from torch import nn
+
+from tr_core import Trainer, TrainingArguments
+from tr_core.preflight.checking import check
+from tr_optim.engine.gathering import Gathering
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.attn = nn.LayerNorm(48), nn.Linear(48, 96)
+        self.mlp = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 24))
+
+    def forward(self, x, labels):
+        return {"loss": (self.mlp(self.attn(self.norm(x))) - labels).square().mean()}
+
+
+def rows(number=16):
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(48, generator=generator), "labels": torch.randn(24, generator=generator)}] * number
+
+
+def trainer(folder, name, **options):
+    if name not in PLAIN:
+        options.setdefault("optim_target_modules", ["attn", "mlp"])
+        options.setdefault("optim_args", {} if "mini" in name else {"rank": 8})
+    options = {"max_steps": 2, "learning_rate": 1e-3, "per_device_train_batch_size": 4, **options}
+    args = TrainingArguments(
+        str(folder), optim=name, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, **options
+    )
+    return Trainer(Network(), args, train_dataset=rows())
+
+
+PLAIN = ["adamw_torch", "adafactor", "adamw_8bit", "lomo", "adalomo"]
+PROJECTED = ["galore_adamw", "galore_adafactor", "galore_adamw_8bit", "apollo_adamw", "apollo_mini", "fira_adamw"]
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *PROJECTED, *(f"{name}_layerwise" for name in PROJECTED)])
+def test_the_state_that_a_preflight_reckons_is_that_of_the_run(tmp_path, name):
+    made = trainer(tmp_path, name)
+    report = check(made)
+    assert report.count("error") == 0, report
+    assert not report.figures["optimizer_is_assumed"]
+    made.train()
+    tensors = [v for state in made.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    assert report.figures["optimizer_bytes"] == sum(tensor.nbytes for tensor in tensors)
+
+
+def gradients(folder, name, **options):
+    return check(trainer(folder, name, **options)).figures["gradient_bytes"]
+
+
+def test_the_gradients_that_a_preflight_reckons_are_those_of_the_mode(tmp_path):
+    model = Network()
+    whole = sum(p.nbytes for p in model.parameters())
+    matrices = [model.attn.weight, model.mlp[0].weight, model.mlp[2].weight]
+    two, others = sum(sorted(m.nbytes for m in matrices)[-2:]), whole - sum(m.nbytes for m in matrices)
+    projections = 4 * 8 * sum(max(m.shape) for m in matrices)
+    assert gradients(tmp_path, "galore_adamw") == whole
+    assert gradients(tmp_path, "galore_adamw_layerwise") == projections + others + two
+    assert gradients(tmp_path, "galore_adamw_layerwise", gradient_accumulation_steps=2) == whole + two
+    first = {"rank": 8, "refresh_from": "first"}
+    layerwise = {"gradient_accumulation_steps": 2, "optim_args": first}
+    assert gradients(tmp_path, "galore_adamw_layerwise", **layerwise) == projections + others + two
+    assert gradients(tmp_path, "lomo") == gradients(tmp_path, "adalomo") == two
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_step_keeps_more_of_the_gradients_than_a_preflight_reckons(tmp_path, monkeypatch, accumulation):
+    made = trainer(tmp_path, "galore_adamw_layerwise", gradient_accumulation_steps=accumulation, max_steps=4)
+    reckoned, kept, finish = check(made).figures["gradient_bytes"], [], Gathering._finish_backward
+
+    def note(gathering):
+        grads = [p.grad for p in made.model.parameters() if p.grad is not None]
+        window = gathering.window
+        kept.append(sum(t.nbytes for t in [*window.projected.values(), *window.whole.values(), *grads]))
+        finish(gathering)
+
+    monkeypatch.setattr(Gathering, "_finish_backward", note)
+    made.train()
+    two = 2 * made.model.attn.weight.nbytes
+    assert len(kept) == 4 * accumulation
+    assert reckoned - 2 * two < max(kept) <= reckoned

@@ -1,0 +1,36 @@
+"""Options drawn at random: each combination trains as the plainest loop does, or is refused with a sentence.
+
+`python tests/optimizer_combination_runs.py --number 500` does more of them.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
+from optimizer_combination_runs import CHOICES, REFUSALS, all_combinations, draw, problems_of, reason_to_refuse
+from optimizer_settings import SETTINGS
+
+NUMBER, SEED = 130, 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def test_the_sample_has_every_optimizer_every_choice_and_every_reason_to_refuse():
+    drawn = draw(NUMBER, SEED)
+    assert len({str(combination) for combination in drawn}) == NUMBER < len(all_combinations()) / 20
+    assert {combination.setting for combination in drawn} == set(SETTINGS)
+    for name, values in CHOICES.items():
+        assert {getattr(combination, name) for combination in drawn} == set(values)
+    assert {reason_to_refuse(combination) for combination in drawn} == {None, *REFUSALS}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_combination_trains_as_the_plainest_loop_or_is_refused_in_words(ranks):
+    problems = problems_of([combination for combination in draw(NUMBER, SEED) if combination.ranks == ranks])
+    assert {str(combination): problem for combination, problem in problems.items()} == {}
