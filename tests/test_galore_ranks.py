@@ -217,7 +217,9 @@ def immediate_on_rank():
 
 
 def test_immediate_updates_of_projections_are_for_one_process():
-    with pytest.raises(ValueError, match="reduction='projected' is for one process, and there are 2.* or reduction='whole'"):
+    with pytest.raises(
+        ValueError, match="reduction='projected' is for one process, and there are 2.* or reduction='whole'"
+    ):
         run_ranks(immediate_on_rank, 2)
 
 

@@ -95,8 +95,10 @@ def kills_before_operations(session: Session, mode: str) -> Iterator[Fault]:
 
             def work(folder: Path, at: int = at, asynchronous: bool = asynchronous, alone: Alone = alone) -> str:
                 run = folder / NEW_RUN
-                first = training(run, Breaker(at, mode), asynchronous=asynchronous)
-                return judge_death(session, run, first, alone.step_at(at), asynchronous=asynchronous)
+                options = {**session.options, "asynchronous": asynchronous}
+                return judge_death(
+                    session, run, training(run, Breaker(at, mode), **options), alone.step_at(at), **options
+                )
 
             when = "before" if mode == "kill" else "in the middle of"
             yield Fault(f"killed {when} operation {at}, {name}, {WAY[asynchronous]}", work)
@@ -125,9 +127,9 @@ def kills_at_places(session: Session) -> Iterator[Fault]:
                 asynchronous: bool = asynchronous,
             ) -> str:  # fmt: skip
                 run = folder / "run"
-                first = killed_at(run, place, times, asynchronous=asynchronous)
+                options = {**session.options, "asynchronous": asynchronous}
                 at_least = 0 if asynchronous else saved  # else it may not be written yet
-                return judge_death(session, run, first, at_least, asynchronous=asynchronous)
+                return judge_death(session, run, killed_at(run, place, times, **options), at_least, **options)
 
             yield Fault(f"killed {place}, the {counted[place]}. time, {WAY[asynchronous]}", work)
 

@@ -193,7 +193,7 @@ def visited(events: list[Event]) -> set[Site]:
 def reduced(session: Session, folder: Path) -> Iterator[tuple[str, list[Fault]]]:
     """Yield the campaigns, each cut down to what a change for the worse is most likely seen by."""
     folder.mkdir()
-    ahead = Session(folder, 1, True, session.alone)
+    ahead = Session(folder, 1, True, alone=session.alone)
 
     def cuts(name: str, recording: Recording) -> list[Fault]:
         told = [number + 1 for number, event in enumerate(recording.events) if event.kind == "promise"]

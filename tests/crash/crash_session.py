@@ -171,12 +171,14 @@ class Session:
         root: an empty folder.
         jobs: processes that faults are shared among.
         quick: whether to do a part only.
+        options: training arguments of the run, beside those of `crash_training.build`.
         alone: the undisturbed run, by whether it saves asynchronously.
     """
 
     root: Path
     jobs: int
     quick: bool
+    options: dict[str, Any] = field(default_factory=dict)
     alone: dict[bool, Alone] = field(default_factory=dict)
 
     @property
@@ -188,7 +190,7 @@ class Session:
         for asynchronous in (False, True):
             # As deep as the faults' runs are: what is synced above it counts as operations too.
             folder = self.root / f"alone-{asynchronous}" / "0" / NEW_RUN
-            self.alone[asynchronous] = as_alone(run_alone(folder, asynchronous=asynchronous))
+            self.alone[asynchronous] = as_alone(run_alone(folder, asynchronous=asynchronous, **self.options))
         one, other = self.alone[False], self.alone[True]
         wrong = []
         if one.end != other.end:

@@ -27,6 +27,7 @@ _watcher: Callable[[str, int], None] | None = None
 
 SAVED = "in on_save"
 COMPLETE = "when a checkpoint is complete"
+NEW_BASIS = "after a step that found a basis"
 
 
 def watch(watcher: Callable[[str, int], None] | None) -> None:
@@ -61,8 +62,12 @@ class Network(nn.Module):
 class Places(TrainerCallback):
     """Tells where the loop is."""
 
+    def __init__(self) -> None:
+        self.bases = ""
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         reach("at the run's beginning")
+        self.bases = bases_of(kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         reach("at the run's end")
@@ -78,6 +83,9 @@ class Places(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         reach("after the optimizer's step")
+        before, self.bases = self.bases, bases_of(kwargs["optimizer"])
+        if self.bases != before:
+            reach(NEW_BASIS)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         reach("at a step's end")
@@ -214,6 +222,13 @@ def _feed(found: Any, value: Any) -> None:
             _feed(found, item)
     else:
         found.update(json.dumps(value, default=repr).encode())
+
+
+def bases_of(optimizer: Any) -> str:
+    """Return a digest of what an optimizer projects on, which changes where it finds it anew; empty if it does not."""
+    states = optimizer.state_dict()["state"].values()
+    bases = [value for state in states for name, value in sorted(state.items()) if name.startswith("basis")]
+    return digest(bases) if bases else ""
 
 
 class Held:

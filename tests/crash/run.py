@@ -33,6 +33,7 @@ from crash_kills import (
     kills_while_replacing,
 )
 from crash_mutations import mutants
+from crash_optimizers import each_optimizer, each_optimizer_on_ranks
 from crash_order import out_of_order
 from crash_power_cut import chunks, recordings, recoveries
 from crash_session import Fault, Session, Tally
@@ -67,6 +68,8 @@ CAMPAIGNS: dict[str, tuple[str, Callable[[Session], Iterable[Fault]], int]] = {
     "power": ("power cut at every operation: possible disks", _power_cuts, 12),
     "recovery": ("power cut in the clearing up after a kill", recoveries, 8),
     "damage": ("every file of the newest checkpoint damaged", damages, 12),
+    "optimizers": ("killed at every place with each optimizer", each_optimizer, 120),
+    "ranks": ("two ranks killed, with in-backward optimizers", each_optimizer_on_ranks, 40),
     "kill -9": ("kill -9 of a program at random times", true_kills, 2),
     "mutations": ("code broken on purpose: must be noticed", mutants, 5),
 }

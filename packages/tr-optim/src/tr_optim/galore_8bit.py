@@ -82,4 +82,4 @@ class GaLoreAdamW8bit(GaLoreAdamW):
             ValueError: it is of other shapes or of another kind of projection.
         """
         super().load_state_dict(state_dict)
-        take_over(self)
+        take_over(self, state_dict["param_groups"])

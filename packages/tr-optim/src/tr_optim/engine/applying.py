@@ -24,7 +24,9 @@ def prepared(parameter: torch.Tensor, gradient: torch.Tensor, inverse_scale: tor
     Of a parameter in shards it is this rank's part.
     """
     check_gradient(parameter, gradient)
-    gradient = local_part(gradient).to(computing_dtype(parameter))
+    gradient, dtype = local_part(gradient), computing_dtype(parameter)
+    if gradient.dtype != dtype:
+        gradient = gradient.to(dtype)
     return gradient if inverse_scale is None else gradient.mul_(inverse_scale)
 
 

@@ -40,7 +40,10 @@ class Bases:
 
     def current(self, parameter: torch.Tensor, state: State, place: Place) -> Basis | None:
         """Return a parameter's basis, or None before the first and where there is no projection."""
-        kept = read_encoded(state, parameter, computing_dtype(parameter))
+        left, right, dtype = state.get("basis_left"), state.get("basis_right"), computing_dtype(parameter)
+        if all(side is None or side.dtype == dtype for side in (left, right)):
+            return None if left is None and right is None else Basis(left, right)
+        kept = read_encoded(state, parameter, dtype)
         return None if kept is None else kept.decoded()
 
     def has_basis(self, state: State) -> bool:
@@ -53,15 +56,16 @@ class Bases:
         Raises:
             ValueError: its state is for the other side.
         """
-        group, kept = place.group, read_encoded(state, parameter, computing_dtype(parameter))
-        if kept is None:
+        group, left, right = place.group, state.get("basis_left"), state.get("basis_right")
+        some = right if left is None else left
+        if some is None:
             return True
-        if kept.sides != sides(parameter.shape, group["proj_type"]):
+        if (left is not None, right is not None) != sides(parameter.shape, group["proj_type"]):
             raise ValueError(
                 f"proj_type={group['proj_type']!r} projects a parameter of shape {tuple(parameter.shape)} from another "
                 "side than its state was made for; go on with the proj_type that it was saved with"
             )
-        if kept.rank != min(group["rank"], *parameter.shape[-2:]):
+        if some.shape[-1] != min(group["rank"], *parameter.shape[-2:]):
             return True
         gap = group["update_proj_gap"]
         if self._lazy is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -42,6 +42,10 @@ class BackwardHooks:
         self._seen: set[int] = set()
         self._is_armed = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def are_on(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the parameters whose gradients are consumed."""
+        return [id(parameter) for parameter in parameters] == [id(parameter) for parameter in self._parameters]
 
     def run(self, loss: torch.Tensor, *, retain_graph: bool = False, only_own: bool = False) -> None:
         """Compute the gradients of a scalar loss, and consume those of the parameters as they come.
@@ -89,16 +93,17 @@ class BackwardHooks:
                 )
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if not self._is_armed or id(parameter) in self._shared_ids:
+        number = id(parameter)
+        if not self._is_armed or number in self._shared_ids:
             return
-        if id(parameter) in self._seen:
+        if number in self._seen:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got its gradient in several parts in one backward "
                 "pass, of which the first is consumed: a weight that is used more than once, under reentrant "
                 "activation checkpointing that the first backward pass did not have. Set use_reentrant=False "
                 "(gradient_checkpointing_kwargs={'use_reentrant': False}), or turn it on from the beginning"
             )
-        self._seen.add(id(parameter))
+        self._seen.add(number)
         self._hand_over(parameter)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:

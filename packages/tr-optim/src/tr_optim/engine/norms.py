@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from tr_optim.engine.chunks import computing_dtype
 from tr_optim.engine.shards import Shards
 from tr_optim.projection.basis import Basis, seeded_normal
 
@@ -81,6 +82,13 @@ def estimated_norm(
         inside = inside @ right.mT
     rest = sketched - _mix_columns(inside, rows, key)
     return torch.hypot(torch.linalg.vector_norm(projected), torch.linalg.vector_norm(rest))
+
+
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's norm, in float32 at least: a float16 holds none above 65504."""
+    dtype = computing_dtype(gradient)
+    # Naming the dtype that a tensor has costs as much as a small norm.
+    return torch.linalg.vector_norm(gradient, **({} if dtype == gradient.dtype else {"dtype": dtype}))
 
 
 def total_norm(norms: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

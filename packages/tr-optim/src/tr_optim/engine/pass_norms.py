@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tr_optim.engine.chunks import computing_dtype
+from tr_optim.engine.norms import norm_of
 from tr_optim.engine.shards import Shards, local_part, norm_of_parts, only_shards
 
 
@@ -20,10 +21,7 @@ class PassNorms:
     def add(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Take the norm of each parameter's gradient."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            dtype = computing_dtype(gradient)
-            # Naming the dtype that a tensor has costs as much as a small norm.
-            name_it = {} if dtype == gradient.dtype else {"dtype": dtype}
-            self._of[id(parameter)] = torch.linalg.vector_norm(gradient, **name_it)
+            self._of[id(parameter)] = norm_of(gradient)
 
     def add_joint(self, gradients: Sequence[torch.Tensor]) -> None:
         """Take the norm of several gradients of one dtype and device as one: a fixed cost for all of them."""

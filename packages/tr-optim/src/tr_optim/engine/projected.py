@@ -13,6 +13,7 @@ from tr_optim.engine.applying import Applying, prepared
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.expected import gradient_bytes, state_bytes
 from tr_optim.engine.gathering import Gathering
+from tr_optim.engine.loading import are_alike, check_moments, completed
 from tr_optim.engine.reduction import Collectives
 from tr_optim.engine.refusals import check_group, is_sharded, refuse_codes, refuse_late_clipping
 from tr_optim.engine.returning import BackProjection, Returning
@@ -244,16 +245,20 @@ class ProjectedOptimizer(Optimizer):
         """Take over a state, as copies.
 
         Raises:
-            ValueError: it is of other shapes or of another kind of projection.
+            ValueError: it is of other shapes, of another kind of projection or optimizer; nothing has changed then.
         """
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for saved_id, (parameter, place) in zip(saved_ids, list(self.numbered()), strict=True):
-            saved = state_dict["state"].get(saved_id)
-            if saved is not None:
-                if "min_8bit_size" not in self.defaults:
-                    refuse_codes(saved, parameter)
-                self._bases.check_saved(saved, parameter, place.group)
+        own = list(self.numbered())
+        groups = completed(state_dict["param_groups"], self.param_groups)
+        saved_ids = list(chain.from_iterable(group["params"] for group in groups))
+        states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
+        if are_alike(groups, self.param_groups):  # what is refused leaves the optimizer as it was
+            options = chain.from_iterable([group] * len(group["params"]) for group in groups)
+            for saved, (parameter, _), group in zip(states, own, options, strict=True):
+                if saved:
+                    self._check_saved(saved, parameter, group)
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        for saved, (parameter, _) in zip(states, own, strict=True):
+            if saved:
                 # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
                 state = {
                     name: value.to("cpu" if name in ("step", "refreshed") else parameter.device, copy=True)
@@ -261,6 +266,12 @@ class ProjectedOptimizer(Optimizer):
                 }
                 self.state[parameter] = out_of_layout(state, parameter, is_divided)
         self._gathering.forget()
+
+    def _check_saved(self, saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        if "min_8bit_size" not in self.defaults:
+            refuse_codes(saved, parameter)
+        self._bases.check_saved(saved, parameter, group)
+        check_moments(saved, parameter, group, self._rule, type(self).__name__)
 
     def numbered(self) -> Iterator[tuple[torch.Tensor, Place]]:
         """Give each parameter with its place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,18 +101,18 @@ def quantized(state: dict[str, Any]) -> dict[str, Any]:
     return rounded
 
 
-def take_over(optimizer: Optimizer) -> None:
+def take_over(optimizer: Optimizer, saved_groups: Sequence[Mapping[str, Any]]) -> None:
     """Settle an optimizer's state after it was loaded: that of one with float32 moments is rounded to codes.
 
     Args:
         optimizer: one whose groups have `min_8bit_size`.
+        saved_groups: what the groups were loaded from; those that lack it have float32 moments.
 
     Raises:
         ValueError: codes are there without their scales, or in another dtype.
     """
-    for group in optimizer.param_groups:
-        is_own = "min_8bit_size" in group
-        group.setdefault("min_8bit_size", optimizer.defaults["min_8bit_size"])
+    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
+        is_own = "min_8bit_size" in saved_group
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
             if not state:
