@@ -360,3 +360,12 @@ def test_divided_parameters_are_refused(tmp_path, name):
     own = "tr_optim.AdaLomo" if name == "adalomo_optim" else "tr_optim.Lomo"
     with pytest.raises(ValueError, match=f"is a DTensor.*lomo_optim knows whole ones only; use {own}, or replicas"):
         run_ranks(train_in_shards, 2, str(tmp_path), {"optim": name}, timeout_s=120)
+
+
+def test_a_state_of_another_optimizer_is_refused_in_words(no_gpu_needed):
+    model = Network()
+    saved = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 16)).square().mean().backward()
+    saved.step()
+    with pytest.raises(ValueError, match="has exp_avg, exp_avg_sq, step, and LomoOptimAdaLomo needs exp_avg_sq_row"):
+        LomoOptimAdaLomo(model.parameters()).load_state_dict(saved.state_dict())

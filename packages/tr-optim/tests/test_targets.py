@@ -141,3 +141,17 @@ def test_names_of_frozen_modules_are_refused():
 def test_a_model_without_matrices_is_refused():
     with pytest.raises(ValueError, match="the model has no nn.Linear, no Conv1D and no stacked weights"):
         find_targets(nn.LayerNorm(3), "all-linear")
+
+
+def test_what_is_broadcast_over_a_batch_is_no_stack():
+    class Vision(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+            self.positions = nn.Parameter(torch.zeros(1, 17, 8))
+            self.experts = nn.Parameter(torch.zeros(2, 8, 8))
+            self.head = nn.Linear(8, 4)
+
+    assert sorted(find_targets(Vision(), "all-linear").parameters) == ["experts", "head"]
+    with pytest.raises(ValueError, match="'positions' stands for no matrix"):
+        find_targets(Vision(), "positions")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tr_optim.engine.loading import check_shapes, checked
 from tr_optim.engine.rounding import Rounding, check_has_low_precision, put_back
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
 from tr_optim.moments.adafactor import AdafactorRule, check_ranges, check_step_size, start
-from tr_optim.moments.adafactor_blocks import is_divided
+from tr_optim.moments.adafactor_blocks import is_divided, state_shapes
 from tr_optim.options import flag, number, number_pair, optional_number, read_options
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -148,12 +149,15 @@ class Adafactor(Optimizer):
         return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of this class or of transformers' Adafactor."""
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        """Take over a state, of this class or of transformers' Adafactor.
+
+        Raises:
+            ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
+        """
+        complete, states = checked(state_dict, self.param_groups, _check_saved)
+        super().load_state_dict(complete)
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
-            saved = state_dict["state"].get(saved_id)
+        for saved, parameter in zip(states, parameters, strict=True):
             if saved is not None:
                 # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
                 dtype = _computing_dtype(parameter)
@@ -164,6 +168,13 @@ class Adafactor(Optimizer):
                 }
                 self.state[parameter] = out_of_layout(self.state[parameter], parameter, is_divided)
                 self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
+
+
+def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    needed = state_shapes(parameter.shape)
+    if group["beta1"] is not None:
+        needed["exp_avg"] = parameter.shape
+    check_shapes(saved, needed, parameter, Adafactor.__name__)
 
 
 def _update(

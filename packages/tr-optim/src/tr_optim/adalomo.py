@@ -11,6 +11,7 @@ import torch
 from tr_optim.engine.arguments import fused_options
 from tr_optim.engine.chunks import computing_dtype
 from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.loading import check_shapes, checked
 from tr_optim.engine.rounding import CountedRounding
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout
 from tr_optim.moments.adafactor_blocks import BlockedUpdate, is_divided, start, state_shapes
@@ -113,12 +114,15 @@ class AdaLomo(FusedOptimizer):
         return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of this class or of an Adafactor without first moment."""
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        """Take over a state, of this class or of an Adafactor without first moment.
+
+        Raises:
+            ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
+        """
+        complete, states = checked(state_dict, self.param_groups, _check_saved)
+        super().load_state_dict(complete)
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
-            saved = state_dict["state"].get(saved_id)
+        for saved, parameter in zip(states, parameters, strict=True):
             if saved is not None:
                 # torch rounds a state to its parameter's dtype and leaves `step` where it was.
                 moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
@@ -176,6 +180,15 @@ class AdaLomo(FusedOptimizer):
             start(state, local_part(parameter))
         whole = parameter.shape if id(parameter) in self._sharded else None
         return BlockedUpdate(local_part(parameter), gradient, factor, self._max_value, whole)
+
+
+def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    check_shapes(saved, state_shapes(parameter.shape), parameter, AdaLomo.__name__)
+    if "exp_avg" in saved:
+        raise ValueError(
+            f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has exp_avg, a first moment, "
+            "and AdaLomo keeps none; resume with the optimizer that saved it, or begin with a new state"
+        )
 
 
 def _check(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from tr_optim.engine.applying import Applying
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.chunks import computing_dtype
-from tr_optim.engine.loading import are_alike, completed
+from tr_optim.engine.loading import check_shapes, checked
 from tr_optim.engine.refusals import check_gradient
 from tr_optim.engine.returning import BackProjection
 from tr_optim.engine.rounding import Rounding
@@ -136,17 +135,11 @@ class AdamW8bit(Optimizer):
         Raises:
             ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
         """
-        groups = completed(state_dict["param_groups"], self.param_groups)
-        saved_ids = list(chain.from_iterable(group["params"] for group in groups))
-        states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
-        if are_alike(groups, self.param_groups):  # what is refused leaves the optimizer as it was
-            for saved, (_, parameter) in zip(states, self._grouped(), strict=True):
-                if saved:
-                    _check_saved(saved, parameter)
+        complete, states = checked(state_dict, self.param_groups, _check_saved)
         # torch would convert codes to their parameter's dtype.
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        super().load_state_dict({**complete, "state": {}})
         for saved, (_, parameter) in zip(states, self._grouped(), strict=True):
-            if saved:
+            if saved is not None:
                 names = [name for name in saved if name.startswith("exp_avg")]
                 moments = {name: saved[name].to(parameter.device, copy=True) for name in names}
                 self.state[parameter] = out_of_layout(moments, parameter, is_divided)
@@ -157,17 +150,5 @@ class AdamW8bit(Optimizer):
         return [(group, parameter) for group in self.param_groups for parameter in group["params"]]
 
 
-def _check_saved(saved: dict[str, Any], parameter: torch.Tensor) -> None:
-    shape = tuple(parameter.shape)
-    if not {"step", "exp_avg", "exp_avg_sq"} <= saved.keys():
-        raise ValueError(
-            f"the saved optimizer state of a parameter of shape {shape} has {', '.join(sorted(saved)) or 'nothing'}, "
-            "and AdamW8bit needs step, exp_avg and exp_avg_sq: another optimizer saved it; resume with that one, or "
-            "begin with a new state"
-        )
-    found = tuple(saved["exp_avg"].shape)
-    if found != shape:
-        raise ValueError(
-            f"the saved optimizer state does not fit the model: exp_avg of a parameter of shape {shape} has the shape "
-            f"{found}; resume with the model that it was saved with"
-        )
+def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    check_shapes(saved, {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}, parameter, AdamW8bit.__name__)

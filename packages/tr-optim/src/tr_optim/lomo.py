@@ -10,6 +10,7 @@ import torch
 from tr_optim.engine.arguments import fused_options
 from tr_optim.engine.chunks import chunks, computing_dtype
 from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.loading import checked
 from tr_optim.engine.rounding import CountedRounding, put_back
 from tr_optim.engine.shards import local_part
 
@@ -104,6 +105,15 @@ class Lomo(FusedOptimizer):
         """
         return cls(params, args.learning_rate, **fused_options(args, "lomo", cls.ordinary, {}))
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the options of groups.
+
+        Raises:
+            ValueError: it is the state of another kind of optimizer; nothing has changed then.
+        """
+        complete, _ = checked(state_dict, self.param_groups, _refuse_state)
+        super().load_state_dict(complete)
+
     def update(
         self,
         parameter: torch.Tensor,
@@ -153,3 +163,10 @@ class Lomo(FusedOptimizer):
         if decay != 0:
             torch._foreach_mul_(parameters, 1 - rate * decay)
         torch._foreach_add_(parameters, gradients, alpha=-float(rate))  # a number already: nothing is read
+
+
+def _refuse_state(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    raise ValueError(
+        f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has {', '.join(sorted(saved))}, "
+        "which Lomo would keep in memory and not use; resume with the optimizer that saved it, or begin anew"
+    )

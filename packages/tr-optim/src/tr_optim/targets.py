@@ -44,8 +44,9 @@ def find_targets(model: nn.Module, names: str | Sequence[str]) -> Targets:
     """Return the trainable matrices that names stand for.
 
     Matrices are the weights of `nn.Linear` and of transformers' `Conv1D`, and every parameter of three dimensions that
-    a module holds itself, such as the stacked weights of experts. Each goes by the path of its module, as in
-    `model.layers.0.self_attn.q_proj`, and by its own, with `.weight`; a stack by its own. A name stands for
+    a module holds itself, such as the stacked weights of experts; but for a stack of one, which is a vector or position
+    that is broadcast over a batch, as the class token of vision transformers. Each goes by the path of its module, as
+    in `model.layers.0.self_attn.q_proj`, and by its own, with `.weight`; a stack by its own. A name stands for
 
     1. the module or parameter that has it for a path, with all that is inside it; else
     2. all whose whole path it matches as a regular expression; else
@@ -94,7 +95,7 @@ def _matrices(model: nn.Module) -> dict[str, torch.Tensor]:
                 continue
             if name == "weight" and parameter.dim() == 2 and _is_linear(module):
                 found[path or name] = parameter
-            elif parameter.dim() == 3 and not isinstance(module, nn.modules.conv._ConvNd):
+            elif parameter.dim() == 3 and len(parameter) > 1 and not isinstance(module, nn.modules.conv._ConvNd):
                 found[f"{path}.{name}" if path else name] = parameter
     return found
 

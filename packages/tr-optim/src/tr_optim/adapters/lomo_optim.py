@@ -11,8 +11,10 @@ from torch import nn
 
 from tr_optim.adapters.required import require
 from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.loading import check_shapes, checked
 from tr_optim.engine.refusals import is_sharded
 from tr_optim.moments.adafactor import check_ranges, start
+from tr_optim.moments.adafactor_blocks import state_shapes
 
 _LIBRARY = require("lomo_optim", "lomo-optim")
 _NAME = "parameter"
@@ -232,12 +234,15 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         self._library.loss_scale = None  # the loss is scaled, if at all, and gradients divided, before it sees them
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state as copies: of this class, of `tr_optim.AdaLomo`, or of an Adafactor without beta1."""
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        """Take over a state as copies: of this class, of `tr_optim.AdaLomo`, or of an Adafactor without beta1.
+
+        Raises:
+            ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
+        """
+        complete, states = checked(state_dict, self.param_groups, _check_saved)
+        super().load_state_dict(complete)
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
-            saved = state_dict["state"].get(saved_id)
+        for saved, parameter in zip(states, parameters, strict=True):
             if saved is not None:  # torch has rounded it to the parameter's dtype
                 moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
                 self.state[parameter] = {
@@ -272,3 +277,7 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         for name in ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"):
             setattr(library, name, {_NAME: state.get(name)})
         self._apply_by_library(parameter, gradient, factor, group)
+
+
+def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    check_shapes(saved, state_shapes(parameter.shape), parameter, LomoOptimAdaLomo.__name__)

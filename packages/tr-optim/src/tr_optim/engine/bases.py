@@ -41,8 +41,11 @@ class Bases:
     def current(self, parameter: torch.Tensor, state: State, place: Place) -> Basis | None:
         """Return a parameter's basis, or None before the first and where there is no projection."""
         left, right, dtype = state.get("basis_left"), state.get("basis_right"), computing_dtype(parameter)
-        if all(side is None or side.dtype == dtype for side in (left, right)):
-            return None if left is None and right is None else Basis(left, right)
+        some = right if left is None else left
+        if some is None:
+            return None
+        if some.dtype == dtype:  # both are kept alike
+            return Basis(left, right)
         kept = read_encoded(state, parameter, dtype)
         return None if kept is None else kept.decoded()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,23 +12,35 @@ from tr_optim.engine.settings import Rule
 from tr_optim.projection.basis import projected_shape
 
 Groups = Sequence[Mapping[str, Any]]
+State = dict[str, Any]
+Check = Callable[[State, torch.Tensor, dict[str, Any]], None]
 
 
-def completed(saved: Groups, own: Groups) -> list[dict[str, Any]]:
-    """Return saved groups with those options that they lack as the optimizer's own groups have them."""
+def checked(state_dict: dict[str, Any], own: Groups, check: Check) -> tuple[dict[str, Any], list[State | None]]:
+    """Look at a whole saved state before anything of it is taken over.
+
+    Args:
+        state_dict: what an optimizer's `state_dict` returned.
+        own: groups of the one that is to go on with it.
+        check: called with the saved state of a parameter, the parameter, and its saved group; raises.
+
+    Returns:
+        The state with those options in its groups that they lack, as the optimizer's own have them; and what is saved
+        of each parameter, in their order, None where nothing is.
+    """
     lacking = [{name: value for name, value in group.items() if name != "params"} for group in own]
-    lacking += [{}] * (len(saved) - len(own))  # torch says what is wrong with their number
-    return [{**options, **group} for options, group in zip(lacking, saved, strict=False)]
+    lacking += [{}] * (len(state_dict["param_groups"]) - len(own))
+    groups = [{**options, **group} for options, group in zip(lacking, state_dict["param_groups"], strict=False)]
+    states = [state_dict["state"].get(number) or None for number in chain(*(group["params"] for group in groups))]
+    if [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]:  # else torch refuses it
+        placed = ((parameter, group) for mine, group in zip(own, groups, strict=True) for parameter in mine["params"])
+        for saved, (parameter, group) in zip(states, placed, strict=True):
+            if saved is not None:
+                check(saved, parameter, group)
+    return {**state_dict, "param_groups": groups}, states
 
 
-def are_alike(saved: Groups, own: Groups) -> bool:
-    """Whether groups are of the same sizes."""
-    return [len(group["params"]) for group in saved] == [len(group["params"]) for group in own]
-
-
-def check_moments(
-    saved: Mapping[str, Any], parameter: torch.Tensor, group: dict[str, Any], rule: Rule, owner: str
-) -> None:
+def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], rule: Rule, owner: str) -> None:
     """Raise where a saved state lacks what a rule remembers.
 
     Args:
@@ -42,13 +55,38 @@ def check_moments(
     """
     shape = parameter.shape
     projected = projected_shape(shape, group["rank"], group["proj_type"]) if group["projects"] else shape
-    needed: dict[str, Any] = {"step": None}
+    needed: State = {"step": None}
     rule.start(needed, torch.empty(projected, device="meta"), group)
     # Scales are no moments: float32 ones become codes.
-    missing = [name for name in needed if name not in saved and not name.endswith("_scale")]
+    check_names(saved, [name for name in needed if not name.endswith("_scale")], parameter, owner)
+
+
+def check_names(saved: State, needed: Sequence[str], parameter: torch.Tensor, owner: str) -> None:
+    """Raise where a saved state lacks something.
+
+    Raises:
+        ValueError: the message says what.
+    """
+    missing = [name for name in needed if name not in saved]
     if missing:
         raise ValueError(
-            f"the saved optimizer state of a parameter of shape {tuple(shape)} has {', '.join(sorted(saved))}, and "
-            f"{owner} needs {', '.join(missing)} too: another optimizer saved it; resume with that one, or begin with "
-            "a new state"
+            f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has "
+            f"{', '.join(sorted(saved))}, and {owner} needs {', '.join(missing)} too: another optimizer saved it; "
+            "resume with that one, or begin with a new state"
         )
+
+
+def check_shapes(saved: State, needed: Mapping[str, torch.Size], parameter: torch.Tensor, owner: str) -> None:
+    """Raise where a saved state lacks something, or has it in another shape.
+
+    Raises:
+        ValueError: the message says what.
+    """
+    check_names(saved, ["step", *needed], parameter, owner)
+    for name, shape in needed.items():
+        if saved[name].shape != shape:
+            raise ValueError(
+                f"the saved optimizer state does not fit the model: {name} of a parameter of shape "
+                f"{tuple(parameter.shape)} has the shape {tuple(saved[name].shape)}, and {tuple(shape)} is needed; "
+                "resume with the model that it was saved with"
+            )

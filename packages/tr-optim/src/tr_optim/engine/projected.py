@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from tr_optim.engine.applying import Applying, prepared
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.expected import gradient_bytes, state_bytes
 from tr_optim.engine.gathering import Gathering
-from tr_optim.engine.loading import are_alike, check_moments, completed
+from tr_optim.engine.loading import check_moments, checked
 from tr_optim.engine.reduction import Collectives
 from tr_optim.engine.refusals import check_group, is_sharded, refuse_codes, refuse_late_clipping
 from tr_optim.engine.returning import BackProjection, Returning
@@ -247,18 +246,10 @@ class ProjectedOptimizer(Optimizer):
         Raises:
             ValueError: it is of other shapes, of another kind of projection or optimizer; nothing has changed then.
         """
-        own = list(self.numbered())
-        groups = completed(state_dict["param_groups"], self.param_groups)
-        saved_ids = list(chain.from_iterable(group["params"] for group in groups))
-        states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
-        if are_alike(groups, self.param_groups):  # what is refused leaves the optimizer as it was
-            options = chain.from_iterable([group] * len(group["params"]) for group in groups)
-            for saved, (parameter, _), group in zip(states, own, options, strict=True):
-                if saved:
-                    self._check_saved(saved, parameter, group)
-        super().load_state_dict({**state_dict, "param_groups": groups})
-        for saved, (parameter, _) in zip(states, own, strict=True):
-            if saved:
+        complete, states = checked(state_dict, self.param_groups, self._check_saved)
+        super().load_state_dict(complete)
+        for saved, (parameter, _) in zip(states, self.numbered(), strict=True):
+            if saved is not None:
                 # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
                 state = {
                     name: value.to("cpu" if name in ("step", "refreshed") else parameter.device, copy=True)

@@ -112,7 +112,7 @@ class Engine:
     basis_dtype: str = "float32"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take twice the time: each step makes one for every parameter
 class Place:
     """Where a parameter is: its group, its number among all, and among those projected, of which there are `count`."""
 
