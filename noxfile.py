@@ -56,6 +56,9 @@ EXAMPLE_DATA = (
     "jupyterlab-language-pack-zh-CN==4.5.post3",
 )
 
+# What the scenarios of a backend need beside the packages.
+BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
+
 # Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) by hand.
 ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
 
@@ -135,18 +138,22 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("name", [nox.param(name, id=name) for name in ("ddp", "fsdp")])
+@nox.parametrize("name", [nox.param(name, id=name) for name in ("ddp", "fsdp", "deepspeed")])
 def backend(session: nox.Session, name: str) -> None:
     """Run the scenarios that every backend passes on all variants of one, in real processes."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
-    session.run("pytest", "tests/backends", "--backend", name, *session.posargs, env=TEST_ENVIRONMENT)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *BACKEND_PACKAGES.get(name, ()), *CONSTRAINTS)
+    # DeepSpeed compiles what it needs while it runs; what these scenarios need of it, it does not.
+    compiled = str(Path(session.virtualenv.location) / "torch_extensions")
+    environment = {**TEST_ENVIRONMENT, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": compiled}
+    session.run("pytest", "tests/backends", "--backend", name, *session.posargs, env=environment)
 
 
 @nox.session
 def parity(session: nox.Session) -> None:
     """Compare with the Trainer of transformers 5.23: data order, losses, logs, events, weights."""
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, "optuna>=4", *CONSTRAINTS)
-    session.install("--no-deps", "galore-torch", "lomo-optim", "fira", *CONSTRAINTS)  # they require what they do not use here
+    # They require what they do not use here.
+    session.install("--no-deps", "galore-torch", "lomo-optim", "fira", *CONSTRAINTS)
     compared = ("tests/parity", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
 

@@ -116,6 +116,9 @@ def assert_close(one, other, tolerance):
 TOLERANCE = 2e-6
 
 
+ALONE = {"strategy": "single", "fsdp": "", "fsdp_config": {}, "deepspeed": None}
+
+
 def assert_same_bits(one, other):
     assert one[0] == other[0]
     assert one[1].keys() == other[1].keys()
@@ -176,7 +179,7 @@ def test_a_run_of_two_ranks_goes_on_with_another_number_at_the_next_sample(tmp_p
     options = {
         **backend, "per_device_train_batch_size": 12, "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1
     }  # fmt: skip
-    alone = train(str(tmp_path / "1"), "Network", 144, {**options, "strategy": "single", "fsdp": "", "fsdp_config": {}})
+    alone = train(str(tmp_path / "1"), "Network", 144, {**options, **ALONE})
     two = {**options, "per_device_train_batch_size": 6}
     first = run_ranks(train, 2, str(tmp_path / "2"), "Network", 144, two, 3, timeout_s=120)
     for world_size in (1, 3, 4):

@@ -1,6 +1,8 @@
 """The backends that the scenarios run on, by name, and the arguments that choose each of their variants."""
 
 _BY_CLASS = {"transformer_layer_cls_to_wrap": ["Sequential"]}
+_DIVIDED = {"stage": 3, "stage3_param_persistence_threshold": 0}  # or all parameters of small models stay whole
+_IN_HOST_MEMORY = {"device": "cpu"}
 
 VARIANTS = {
     "ddp": {"ddp": {"strategy": "ddp"}},
@@ -10,6 +12,23 @@ VARIANTS = {
         "shard_grad_op": {"fsdp": "shard_grad_op", "fsdp_config": {"min_num_params": 60}},
         "no_shard": {"fsdp": "no_shard"},
         "offload": {"fsdp": "full_shard offload", "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}},
+    },
+    "deepspeed": {
+        "zero_0": {"deepspeed": {"zero_optimization": {"stage": 0}}},
+        "zero_1": {"deepspeed": {"zero_optimization": {"stage": 1}}},
+        "zero_2": {"deepspeed": {"zero_optimization": {"stage": 2}}},
+        "zero_2_offload": {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": _IN_HOST_MEMORY}}},
+        "zero_3": {"deepspeed": {"zero_optimization": _DIVIDED}},
+        "zero_3_offload": {
+            "deepspeed": {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": _IN_HOST_MEMORY,
+                    "offload_param": _IN_HOST_MEMORY,
+                    "stage3_gather_16bit_weights_on_model_save": True,
+                }
+            }
+        },
     },
 }
 # What is run with all other tests; `nox -s backend` runs every variant of one backend.

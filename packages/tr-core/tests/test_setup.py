@@ -76,7 +76,7 @@ CASES = {
     ),
     "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
     "option without effect": (
-        {"deepspeed": {"zero_optimization": {"stage": 2}}},
+        {"parallelism_config": {"tp_size": 2}},
         NotImplementedError,
         "options that this version of tr-core does not act on",
     ),

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # Options that this version knows by name and does not act on: set to anything else, they are refused.
 # name -> (value that is allowed, what to do instead)
 NOT_YET: dict[str, tuple[Any, str]] = {
-    "deepspeed": (None, "train with strategy='ddp'"),
     "parallelism_config": (None, "train with strategy='ddp'"),
 }
 

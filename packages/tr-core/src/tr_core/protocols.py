@@ -82,6 +82,10 @@ class Strategy(Collectives, Protocol):
     After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of what each
     rank's losses gave.
 
+    A strategy that divides an optimizer's parameters may have a method `bind_optimizer(model, optimizer)`. It is called
+    with what `prepare` returned and every optimizer that is to train it, before the optimizer's state is restored and
+    before the first `accumulate`. The optimizer's groups may hold other tensors from then on, under the same options.
+
     Attributes:
         forwards_together: whether a forward is an exchange between the ranks, so that all make as many: also those that
             have nothing left to generate.

@@ -94,6 +94,8 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     data = training_batches(loader, args, strategy.world_size)
     plan = make_plan(args, data)
     optimizer, schedule = trainer.renew_optimizer(plan.max_steps)
+    if (bind := getattr(strategy, "bind_optimizer", None)) is not None:
+        bind(trainer.model_wrapped, optimizer)
     trainer.state = _fresh_state(trainer, plan.max_steps, plan.num_epochs)
     trainer.loaders["train_dataloader"] = loader
     loss_sum = torch.zeros((), device=strategy.device)

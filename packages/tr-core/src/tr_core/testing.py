@@ -162,6 +162,7 @@ def _train_alone(model: nn.Module, data: torch.Tensor) -> list[float]:
 
 def _train_shared(strategy: Strategy, model: nn.Module, data: torch.Tensor) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _bind(strategy, model, optimizer)
     norms = []
     model.train()
     for micro_batches in data:
@@ -178,10 +179,17 @@ def _train_shared(strategy: Strategy, model: nn.Module, data: torch.Tensor) -> l
     return norms
 
 
+def _bind(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    bind = getattr(strategy, "bind_optimizer", None)
+    if bind is not None:
+        bind(model, optimizer)
+
+
 def _check_skipping(
     strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
 ) -> None:
     """Make a step, one that is to be skipped, with a gradient that is not finite, and another one."""
+    _bind(strategy, model, optimizer)
     states = []
     for factor, skips in ((1.0, 0.0), (float("nan"), 1.0), (1.0, 0.0)):
         with strategy.accumulate(model, sync=True):
@@ -192,7 +200,8 @@ def _check_skipping(
         strategy.step(optimizer, skip=torch.full((), skips, device=strategy.device))
         optimizer.zero_grad()
         tensors = (value for state in optimizer.state.values() for value in state.values())
-        states.append([t.detach().clone() for t in (*model.parameters(), *tensors) if isinstance(t, torch.Tensor)])
+        weights = strategy.whole_state(model).values()  # parameters may be divided, to nothing
+        states.append([t.detach().clone() for t in (*weights, *tensors) if isinstance(t, torch.Tensor)])
     name = type(optimizer).__name__
     pairs = [zip(states[number], states[number + 1], strict=True) for number in (0, 1)]
     assert all(torch.equal(a, b) for a, b in pairs[0]), f"a step of {name} that was to be skipped changed something"

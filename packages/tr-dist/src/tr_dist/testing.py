@@ -28,6 +28,8 @@ _GRACE_S = 1.0
 # Imported once in the fork server. torch._dynamo is what the first optimizer of a process imports, for seconds.
 # What is not installed is passed over.
 _PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist", "tr_dist.testing", "pytest"]
+if os.environ.get("DS_ACCELERATOR") == "cpu":  # else it would look for a device that the ranks do not see
+    _PRELOAD.append("deepspeed")
 # What gloo and torch say on the ranks that lost a peer.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "connectFullMesh")
 

@@ -1,0 +1,299 @@
+"""Train through DeepSpeed's engine: optimizer state, gradients and parameters divided over the ranks as ZeRO does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tr_dist.deepspeed import configuration as configurations
+from tr_dist.deepspeed.engine_model import EngineModel
+from tr_dist.deepspeed.gradients import clip_gradients, leave_out_step
+from tr_dist.deepspeed.library import forget_process_group, load_deepspeed, read_launch_environment, say_local_rank
+from tr_dist.deepspeed.making import check_optimizer, given_groups, make_engine
+from tr_dist.deepspeed.states import DividedModel, DividedOptimizer, LossScale, WholeModel, whole_state
+from tr_dist.device import rank_device
+from tr_dist.fsdp.placing import broadcast_values
+from tr_dist.ranks import Ranks
+from tr_dist.replica import check_trainable
+
+_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepSpeed(Ranks):
+    """Data parallel training by DeepSpeed: ZeRO stage 0 (nothing divided), 1, 2 or 3, with or without offload.
+
+    Stage 1 divides optimizer state over the ranks, stage 2 gradients too, stage 3 parameters too.
+
+    Building one joins the process group that the launcher's environment describes, as `tr_dist.DDP` does; the calls
+    are the same, and one more: `bind_optimizer` after the optimizer is built and before the first step, for DeepSpeed
+    makes its engine of model and optimizer together. The engine divides the optimizer's parameters, so that its
+    `param_groups` hold other tensors from then on; learning rates and other options are set in them as ever.
+
+    In bf16 and fp16 the module itself is of that type, with float32 parameters in the optimizer. fp16 scales losses as
+    the configuration says. Gradients are exchanged once a step at stages 0 and 1, and after every micro-batch at
+    stages 2 and 3, whose gradients are divided. DeepSpeed reads the gradient norm to the host in every step, and leaves
+    out a step whose norm is not finite. Buffers are those of rank 0 at the start, and each rank's own afterwards.
+
+    Args:
+        configuration: of DeepSpeed, a mapping or the path of a JSON file, nothing in it `auto` but sizes that go by the
+            model's hidden size, and without `gradient_clipping` and `scheduler`, which are the loop's affair.
+        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, in joining and in each collective.
+        use_cpu: compute on the CPU even where there is CUDA.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
+        world_size: number of processes.
+        stage: of ZeRO.
+        forwards_together: whether a forward is an exchange between all ranks, so that each must make as many: it is at
+            stage 3.
+
+    Raises:
+        ValueError: an argument or the environment does not fit this machine, or DeepSpeed is not installed.
+        ConnectionError: the ranks did not find each other.
+        RuntimeError: a process group exists and is not what the environment says.
+    """
+
+    def __init__(
+        self,
+        configuration: Mapping[str, Any] | str | Path,
+        *,
+        backend: str | None = None,
+        timeout_s: float = 1800.0,
+        use_cpu: bool = False,
+    ) -> None:
+        self.configuration = configurations.read_configuration(configuration)
+        configurations.check_configuration(self.configuration)
+        self.stage = int(configurations.stage_of(self.configuration))
+        self.forwards_together = self.stage == 3
+        environment = read_launch_environment()
+        device = rank_device(environment, use_cpu=use_cpu)
+        precision = configurations.low_precision(self.configuration)
+        if precision == "fp16" and device.type == "cpu":
+            raise ValueError("fp16.enabled needs an accelerator; on the CPU use bf16 (--bf16), or neither")
+        self._dtype = _DTYPES[precision]
+        self._deepspeed = load_deepspeed(device)
+        super().__init__(environment, device, precision="no", backend=backend, timeout_s=timeout_s)
+        self._model: EngineModel | None = None
+        self._backwards, self._is_complete = 0, False
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> DeepSpeed:
+        """Build from the fields of training arguments that are about this.
+
+        They are `deepspeed`, which is filled in from and compared with those on batch sizes, accumulation, clipping,
+        optimizer, schedule and precision; and `use_cpu`, `ddp_backend` and `ddp_timeout`.
+
+        Raises:
+            ValueError: configuration and arguments disagree; the message lists where.
+        """
+        if not args.deepspeed:
+            raise ValueError(
+                "strategy='deepspeed' needs a configuration: deepspeed={'zero_optimization': {'stage': 2}}, or the "
+                "path of a JSON file"
+            )
+        given = configurations.read_configuration(args.deepspeed)
+        accumulating = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+        if accumulating.get("sync_each_batch") and configurations.stage_of(given):
+            raise ValueError(
+                "sync_each_batch=True cannot be used with ZeRO, which collects a step's gradients until it is made; "
+                "leave it out of accelerator_config (stages 2 and 3 exchange gradients after each micro-batch anyway)"
+            )
+        configurations.check_optimizer_name(str(args.optim), configurations.stage_of(given))
+        filled = configurations.fill_from_arguments(given, args, read_launch_environment().world_size)
+        return cls(filled, backend=args.ddp_backend, timeout_s=float(args.ddp_timeout), use_cpu=args.use_cpu)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Give every rank the weights of rank 0, and return the module to train; at stages 0 to 2 on the device.
+
+        Collective. Frozen and trainable are taken as they are when the optimizer is bound.
+
+        Raises:
+            ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta device), or
+                does not say the hidden size that the configuration asks for.
+        """
+        check_trainable(model, self.device)
+        self.configuration = configurations.fill_from_model(self.configuration, model)
+        broadcast_values(model, self.device)
+        if self.stage < 3:
+            model.to(self.device)
+        return EngineModel(model, self.device, self._dtype)
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Make the engine of a model and the optimizer that is to train it, in place of an earlier engine. Collective.
+
+        Where the configuration has an `optimizer` of its own, that one updates the parameters, in the groups and with
+        the learning rates of `optimizer`, whose state and groups are its.
+
+        Raises:
+            TypeError: `model` is not what `prepare` returned.
+            ValueError: the optimizer cannot update flattened parameters, or has others than the model's.
+            RuntimeError: the engine is not what was asked for.
+        """
+        inner = self._engine_model(model)
+        check_optimizer(optimizer, inner.module, self.stage)
+        if inner.engine is not None:
+            inner.drop_engine()
+        groups = given_groups(optimizer)
+        say_local_rank(self.local_rank)
+        engine = make_engine(self._deepspeed, inner.module, optimizer, self.configuration, self.device)
+        inner.take_engine(engine, groups)
+        self._model, self._is_complete = inner, False
+        self._check_engine(engine)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`."""
+        inner = getattr(model, "_orig_mod", model)
+        return inner.module if isinstance(inner, EngineModel) else model
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
+        """Surround forward and backward of one micro-batch; `sync` says that it is the last of its step.
+
+        Raises:
+            TypeError: `model` is not what `prepare` returned.
+            RuntimeError: no optimizer was bound; the micro-batch before was the last of its step, which was not made;
+                or, on leaving with `sync`, no backward was made.
+        """
+        engine = self._engine(model)
+        self._engine_model(model).restore_buffers()
+        if self._is_complete and self.stage:
+            raise RuntimeError(
+                f"accumulate(sync=True) a second time without a step between: ZeRO stage {self.stage} would forget the "
+                "first gradients; give sync=True with the last micro-batch of a step only"
+            )
+        engine.set_gradient_accumulation_boundary(sync)
+        before = self._backwards
+        yield
+        self._is_complete = sync
+        if sync and self._backwards == before:
+            raise RuntimeError(
+                "a micro-batch ended without a backward, so no gradient was averaged over the ranks; call "
+                "backward(loss) of this strategy inside accumulate(model, sync=True)"
+            )
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Surround a forward pass and its loss: with nothing, for the engine has the module in its precision."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a scalar loss, and exchange them as the stage has it; fp16 scales it first."""
+        if self._model is None:
+            raise RuntimeError("backward needs an engine: call bind_optimizer(model, optimizer) first")
+        # Losses are divided by the micro-batches of their step already.
+        self._model.engine.backward(loss, scale_wrt_gas=False)
+        self._backwards += 1
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Have the step scale gradients so that their total 2-norm is at most `max_norm`; None measures only.
+
+        Returns:
+            The norm before clipping, of the whole model, on every rank the same; infinity where it is not finite.
+        """
+        return clip_gradients(self._engine(model), self.stage, max_norm).to(self.device)
+
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients. Returns False where DeepSpeed left the step out: the norm was not finite; else True.
+
+        Args:
+            optimizer: the one that was bound.
+            skip: scalar on the device, the same on all ranks, which is read; where it is not 0, parameters and
+                optimizer state stay as they are.
+        """
+        if self._model is None:
+            raise RuntimeError("step needs an engine: call bind_optimizer(model, optimizer) first")
+        engine, self._is_complete = self._model.engine, False
+        if skip is not None and skip.item():  # sync: DeepSpeed itself reads the norm in each step
+            leave_out_step(engine, self.stage)
+            return True
+        engine.step()
+        if self.stage:
+            engine.optimizer.clip_grad = 0.0  # until the next step's is known
+        return bool(engine.was_step_applied())
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name: `model`, `optimizer` if given, `scaler` under fp16.
+
+        What is divided is saved in rows of whole parameters, each rank its own, whatever the stage: it can be resumed
+        at another stage, on another number of ranks, and by other strategies. A configuration with
+        `stage3_gather_16bit_weights_on_model_save` has the model saved whole.
+        """
+        inner = self._engine_model(model)
+        if inner.engine is None:
+            return {"model": inner.module, **({} if optimizer is None else {"optimizer": optimizer})}
+        parts: dict[str, Any] = {"model": self._model_part(inner)}
+        if optimizer is not None:
+            is_divided = self.stage > 0
+            parts["optimizer"] = DividedOptimizer(inner, optimizer, self.stage, self.rank) if is_divided else optimizer
+        if self._dtype is torch.float16:
+            parts["scaler"] = LossScale(inner.engine)
+        return parts
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the unwrapped model with whole tensors; at stage 3 in host memory, on rank 0 alone.
+
+        Collective at stage 3.
+        """
+        module = self.unwrap(model)
+        return whole_state(module, keep=self.rank == 0) if self.stage == 3 else module.state_dict()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the process group if this object joined it; a second call does nothing.
+
+        Args:
+            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
+        """
+        self._model, model = None, self._model
+        if model is not None and not failed:
+            model.drop_engine()
+        super().close(failed=failed)
+        forget_process_group()
+
+    def _engine_model(self, model: nn.Module) -> EngineModel:
+        inner = getattr(model, "_orig_mod", model)
+        if not isinstance(inner, EngineModel):
+            raise TypeError(
+                f"this needs the module that prepare() returned, not {type(model).__name__}: nothing would average its "
+                "gradients over the ranks"
+            )
+        return inner
+
+    def _engine(self, model: nn.Module) -> Any:
+        engine = self._engine_model(model).engine
+        if engine is None:
+            raise RuntimeError(
+                "DeepSpeed makes its engine of model and optimizer together: call bind_optimizer(model, optimizer) "
+                "before the first micro-batch"
+            )
+        return engine
+
+    def _model_part(self, inner: EngineModel) -> Any:
+        if self.stage == 3:
+            path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            return DividedModel(inner, self.rank, whole=bool(configurations.look_up(self.configuration, path)))
+        return WholeModel(inner) if self.stage else inner.module
+
+    def _check_engine(self, engine: Any) -> None:
+        """Make sure that the engine is what was asked for, and not silently something else."""
+        kind = type(engine.optimizer).__name__
+        found = {
+            "stage": int(engine.zero_optimization_stage()),
+            "world size": int(cast("Any", engine).world_size),
+            "rank": int(engine.global_rank),
+            "divided optimizer": kind.startswith("DeepSpeedZeroOptimizer"),
+        }
+        wanted = {"stage": self.stage, "world size": self.world_size, "rank": self.rank}
+        wanted["divided optimizer"] = self.stage > 0
+        if differing := [
+            f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value
+        ]:
+            raise RuntimeError(f"DeepSpeed made an engine ({kind}) with {'; '.join(differing)}")
