@@ -201,6 +201,7 @@ READ_ELSEWHERE = {
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
     "ddp_static_graph",  # tr-dist
     "fsdp_config",  # tr-dist
+    "neftune_length",  # tr-optim
 }  # fmt: skip
 
 
