@@ -132,7 +132,7 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    elsewhere = ("parity", "crash", "kernels", "test_house.py")
+    elsewhere = ("parity", "crash", "kernels", "launching", "test_house.py")
     ignored = [f"--ignore=tests/{name}" for name in elsewhere]
     session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -156,6 +156,13 @@ def parity(session: nox.Session) -> None:
     session.install("--no-deps", "galore-torch", "lomo-optim", "fira", *CONSTRAINTS)
     compared = ("tests/parity", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def launching(session: nox.Session) -> None:
+    """Start real processes by every launcher, end them in every way, and look at exit codes and messages."""
+    session.install(*PYTEST, "pyyaml", *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    session.run("pytest", "tests/launching", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

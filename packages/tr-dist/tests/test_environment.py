@@ -60,6 +60,58 @@ def test_the_clusters_node_number_may_differ_from_the_launchers():
     assert read_environment({**TORCHRUN, "NODE_RANK": "node-a"}).node_rank == 1
 
 
+SRUN = {
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[007-009]-ib,login[1,2]",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "2",
+}
+
+
+def test_processes_of_srun_need_no_other_launcher():
+    found = read_environment(SRUN)
+    assert (found.launcher, found.rank, found.world_size) == ("srun", 4, 8)
+    assert (found.local_rank, found.local_world_size, found.node_rank) == (1, 2, 1)
+    assert (found.master_addr, found.master_port) == ("gpu007-ib", 15000 + (1234 * 31 + 2) % 17000)
+
+
+def test_an_address_that_is_set_goes_before_sruns():
+    found = read_environment({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "7"})
+    assert (found.master_addr, found.master_port) == ("head", 7)
+
+
+def test_torchrun_under_srun_goes_before_it():
+    assert read_environment({**SRUN, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_one_machine_of_srun_meets_at_home():
+    alone = {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_LOCALID": "4"}
+    assert read_environment({**SRUN, **alone}).master_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_LOCALID": "0"},  # spread cyclically: rank 4 would be the first of its machine
+        {"SLURM_STEP_TASKS_PER_NODE": "many"},
+        {"SLURM_STEP_NODELIST": ""},
+        {"SLURM_JOB_ID": ""},
+        {"SLURM_NODEID": "9"},
+    ],
+)
+def test_what_srun_says_is_taken_only_if_it_fits(change):
+    with pytest.raises(ValueError, match="srun started 8 processes"):
+        read_environment({**SRUN, **change})
+
+
+def test_one_task_of_srun_is_alone():
+    assert read_environment({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}).launcher == "none"
+
+
 BROKEN = [
     ({"RANK": "0"}, "WORLD_SIZE not set beside RANK=0; start with a launcher such as torchrun"),
     ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set beside WORLD_SIZE=2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tr_args.launcher_settings import follow_launcher
 from tr_args.strategies import IntervalStrategy, SaveStrategy
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 def fill_in(args: TrainingArguments) -> None:
     """Set what is unset and follows from other values. Filling in twice changes nothing."""
+    follow_launcher(args)
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
     if args.eval_steps is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tr_args.errors import ArgumentsError, Problem
@@ -28,12 +29,17 @@ class Topology:
 def from_environment(local_rank: int = -1) -> Topology:
     """Return the place that `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` give; alone by default.
 
+    Without the first two, what srun says to one of several processes counts (`SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`,
+    `SLURM_LOCALID`).
+
     Args:
         local_rank: what a launcher passed on the command line instead of `LOCAL_RANK`; -1 if nothing.
 
     Raises:
         ArgumentsError: a variable is no number, or they contradict each other.
     """
+    if _is_one_of_several_of_srun(os.environ):
+        return _of_srun()
     world_size = _read("WORLD_SIZE", 1, low=1)
     rank = _read("RANK", 0, high=world_size - 1)
     local_world_size = _read("LOCAL_WORLD_SIZE", world_size, low=1, high=world_size)
@@ -44,6 +50,29 @@ def from_environment(local_rank: int = -1) -> Topology:
         world_size=world_size,
         local_world_size=local_world_size,
     )
+
+
+def _is_one_of_several_of_srun(environ: Mapping[str, str]) -> bool:
+    size = environ.get("SLURM_STEP_NUM_TASKS", "")
+    is_several = size.isdigit() and int(size) > 1 and "SLURM_PROCID" in environ and "SLURM_LOCALID" in environ
+    return is_several and "RANK" not in environ and "WORLD_SIZE" not in environ
+
+
+def _of_srun() -> Topology:
+    world_size = _read("SLURM_STEP_NUM_TASKS", 1, low=1)
+    local_rank = _read("SLURM_LOCALID", 0, high=world_size - 1)
+    # How many are here is told for all machines at once, which only whoever joins the processes has to read.
+    return Topology(
+        rank=_read("SLURM_PROCID", 0, high=world_size - 1),
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=max(local_rank + 1, _tasks_here(world_size)),
+    )
+
+
+def _tasks_here(default: int) -> int:
+    text = os.environ.get("SLURM_TASKS_PER_NODE", "").partition("(")[0]
+    return min(int(text), default) if text.isdigit() else default
 
 
 def _read(variable: str, default: int, *, low: int = 0, high: int | None = None) -> int:

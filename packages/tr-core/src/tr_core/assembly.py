@@ -22,6 +22,7 @@ from tr_core.default_callbacks import default_callbacks
 from tr_core.evaluation.streaming import StreamingMetric
 from tr_core.fast_dev_run import dev_run_arguments
 from tr_core.floating_point import FlopCounter
+from tr_core.launcher_settings import tell_what_launcher_set
 from tr_core.losses.label_smoothing import LabelSmoother
 from tr_core.losses.loss import LossRule, takes_argument
 from tr_core.model_io import base_model, can_return_loss, find_label_names
@@ -76,6 +77,7 @@ class Assembly:
         refuse_unsupported(self.args)
         self.strategy: Strategy = strategy if strategy is not None else choose_strategy(self.args)
         self._bind_process()
+        tell_what_launcher_set(self.args)
         self.processing_class = _same("processing_class", processing_class, "tokenizer", tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tr_dist.slurm import slurm_variables
+
 # A launcher's own idea of (number of processes, rank), for those that start processes without setting RANK.
 _OTHER_LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -19,7 +21,7 @@ class LaunchEnvironment:
     """Which process of how many this is, and where the processes of the job meet.
 
     Attributes:
-        launcher: what seems to have started the process: `torchrun`, `accelerate launch`, `deepspeed`,
+        launcher: what seems to have started the process: `torchrun`, `accelerate launch`, `deepspeed`, `srun`,
             `environment` (the variables are set, by whom is not known) or `none`.
         rank: number of this process among all, from 0.
         world_size: number of processes.
@@ -52,7 +54,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
     Read are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (deepspeed: LOCAL_SIZE), GROUP_RANK (deepspeed:
     CROSS_RANK; also NODE_RANK), MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT,
     TORCHELASTIC_USE_AGENT_STORE, and TR_RENDEZVOUS_FILE, which takes the place of MASTER_ADDR and
-    MASTER_PORT. Without RANK and WORLD_SIZE this process is alone.
+    MASTER_PORT. Without RANK and WORLD_SIZE this process is one of those that srun started, as SLURM_PROCID and
+    the like say, or alone.
 
     Args:
         environ: the variables; None reads those of this process.
@@ -75,12 +78,17 @@ class _Reader:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
+        self._is_slurm = False
         self.problems: list[str] = []
 
     def read(self) -> LaunchEnvironment:
         if "RANK" not in self._environ and "WORLD_SIZE" not in self._environ:
-            self._check_alone()
-            return LaunchEnvironment()
+            slurm = slurm_variables(self._environ)
+            if not slurm:
+                self._check_alone()
+                return LaunchEnvironment()
+            self._environ = {**self._environ, **slurm}
+            self._is_slurm = True
         rank, world_size = self._number("RANK"), self._number("WORLD_SIZE", at_least=1)
         local_rank = self._number("LOCAL_RANK")
         environment = LaunchEnvironment(
@@ -102,6 +110,8 @@ class _Reader:
         return environment
 
     def _launcher(self) -> str:
+        if self._is_slurm:
+            return "srun"
         if "TORCHELASTIC_RUN_ID" in self._environ:
             accelerate = any(name.startswith("ACCELERATE_") for name in self._environ)
             return "accelerate launch" if accelerate else "torchrun"

@@ -19,7 +19,8 @@ def open_store(environment: LaunchEnvironment, *, timeout_s: float) -> dist.Stor
     """Return a store that all ranks of this start of the job share, and no earlier start.
 
     An elastic launcher restarts the processes on the store of the failed ones, where gloo would read the
-    addresses of the dead; so every restart, and every group that a process joins anew, has keys of its own.
+    addresses of the dead; so every restart, and every group that a process joins anew, has keys of its own. A store
+    that rank 0 serves is new with each start, and launchers of machines that came later count fewer restarts.
 
     Raises:
         ConnectionError: the port is taken, or the other ranks did not come within `timeout_s`.
@@ -27,7 +28,8 @@ def open_store(environment: LaunchEnvironment, *, timeout_s: float) -> dist.Stor
     if environment not in _stores:
         _stores[environment] = _connect(environment, timedelta(seconds=timeout_s))
     meeting = next(_meetings)  # the same on all ranks, which join and leave together
-    return dist.PrefixStore(f"attempt_{environment.restart_count}/group_{meeting}", _stores[environment])
+    attempt = environment.restart_count if environment.agent_store or environment.rendezvous_file else 0
+    return dist.PrefixStore(f"attempt_{attempt}/group_{meeting}", _stores[environment])
 
 
 def meeting_place(environment: LaunchEnvironment) -> str:

@@ -1,0 +1,1 @@
+"""Start the processes of a job: `trainer launch`, `trainer config`, and `notebook_launcher`."""

@@ -1,0 +1,264 @@
+"""Run the processes of a job under torch's elastic agent, and end with the exit code that says how they did."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any, Self
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from tr_dist.launching import rank as rank_file
+from tr_dist.launching.launch import Launch, LaunchError
+from tr_dist.launching.report import Ending, describe, exit_code, first_cause, read_ending
+from tr_dist.launching.signals import former_handlers_afterwards, raise_signals, stop
+
+# Seconds that the other ranks get to end once one has failed: what they wait for will not come.
+_AFTER_FAILURE_S = 15
+_RENDEZVOUS_S = 900
+
+
+def run(launch: Launch) -> int:
+    """Start the processes and wait for them. Returns the exit code of the job.
+
+    0 when all ended so; else that of the rank that failed first, 128 + the signal's number if a signal ended it. After
+    a signal that was passed on: what the processes made of it, which is 128 + its number for those that stopped.
+    """
+    os.environ.update(launch.variables)
+    # One store for the agent and for the workers of all attempts would give gloo the addresses of the dead.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if launch.nproc > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if launch.log_dir is not None:
+        os.makedirs(launch.log_dir, exist_ok=True)
+        os.environ[rank_file.LOG_FOLDER] = os.path.abspath(launch.log_dir)
+        say(f"each rank writes to its own file: {os.path.join(launch.log_dir, 'rank_N.log')}")
+    if not any(os.environ.get(name) for name in ("LOGLEVEL", "TORCH_LOGS")):
+        # The agent tells of each signal it sends and of one of the failures; what is said here is more.
+        for part in ("multiprocessing.api", "agent.server.api"):
+            logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
+    with former_handlers_afterwards():
+        spec = _specification(launch)
+        with _ErrorFiles() as notes:
+            return _run(Agent(launch, spec, notes), spec)
+
+
+def say(text: str) -> None:
+    """Write for the person who started the job, beside what the ranks write."""
+    print(f"trainer launch: {text}", file=sys.stderr, flush=True)
+
+
+def _run(agent: Agent, spec: WorkerSpec) -> int:
+    is_leaving = False
+    try:
+        result: Any = agent.run()
+    except SignalException as error:
+        is_leaving = True  # the other machines may go on without this one
+        return agent.code_after(error.sigval)
+    except (RendezvousError, RuntimeError, OSError) as error:
+        say(f"the machines did not meet, or lost the one where they met: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        if not is_leaving:
+            spec.rdzv_handler.shutdown()
+    if result is None or not result.is_failed():
+        return 0
+    endings = agent.endings()
+    say(agent.report(endings))
+    return exit_code(first_cause(endings).code) or 1
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent on one machine, which says why it restarts and lets processes end in their own time.
+
+    Args:
+        launch: what to start.
+        spec: the same in torch's words.
+        notes: where ranks note their exceptions.
+    """
+
+    def __init__(self, launch: Launch, spec: WorkerSpec, notes: _ErrorFiles) -> None:
+        super().__init__(spec, notes, exit_barrier_timeout=300)
+        self._launch, self._notes = launch, notes
+        self._ended: dict[int, int] = {}
+        self._told_to_stop: list[Any] = []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # type: ignore[override]
+        raise_signals()
+        started: Any = super()._start_workers(worker_group)  # type: ignore[call-arg]
+        self._ended = {}
+        context: Any = self._pcontext
+        close = context.close
+
+        def close_others(death_sig: signal.Signals | None = None, timeout: float = _AFTER_FAILURE_S) -> None:
+            # Called as soon as one has failed: which those are is known now, and not when the others are gone too.
+            self._ended = self._ended or {
+                local_rank: code for local_rank, process in self._processes().items() if (code := process.returncode)
+            }
+            close(death_sig, timeout)
+
+        context.close = close_others
+        return started
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
+        if self._ended:
+            say(self.report(self.endings()))
+            attempt = worker_group.spec.max_restarts - self._remaining_restarts
+            say(f"starting all ranks again, restart {attempt} of {worker_group.spec.max_restarts}")
+        else:
+            say("a machine has come: stopping all ranks, to start again with it")
+        super()._restart_workers(worker_group)  # type: ignore[call-arg]
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *arguments: Any, **options: Any) -> None:
+        self._told_to_stop = self._running()
+        reason = stop(self._told_to_stop, death_sig, within_s=self._launch.stop_timeout_s)
+        if reason is not None:
+            say(f"killed what still ran: {reason}")
+        super()._shutdown(death_sig, *arguments, **options)
+
+    def _processes(self) -> dict[int, Any]:
+        context: Any = self._pcontext
+        handlers = {} if context is None else context.subprocess_handlers
+        return {local_rank: handler.proc for local_rank, handler in handlers.items()}
+
+    def _running(self) -> list[Any]:
+        return [process for process in self._processes().values() if process.poll() is None]
+
+    def endings(self) -> list[Ending]:
+        """Return how the processes ended that nobody told to, with the exceptions of all."""
+        group = self._worker_group
+        found = []
+        for worker in group.workers:
+            code = self._ended.get(worker.local_rank)
+            ending = read_ending(worker.global_rank, code, self._notes.path(worker.local_rank))
+            if code is None and ending.message:  # it failed in the moment in which it was told to end
+                ending = Ending(ending.rank, 1, ending.message, ending.traceback, ending.time_s)
+            if ending.code is not None:
+                found.append(ending)
+        return found or [Ending(group.workers[0].global_rank, None)]
+
+    def report(self, endings: list[Ending]) -> str:
+        """Return what to say about a failure."""
+        group, folder = self._worker_group, self._launch.log_dir
+        ranks = [worker.global_rank for worker in group.workers]
+        logs = {} if folder is None else {rank: Path(folder, f"rank_{rank}.log") for rank in ranks}
+        size, nodes = group.workers[0].world_size, group.group_world_size or 1
+        return describe(endings, world_size=size, nodes=nodes, logs=logs)
+
+    def code_after(self, number: signal.Signals) -> int:
+        """Return the exit code of a job that got a signal, and say what its ranks made of it."""
+        codes = [process.poll() for process in self._told_to_stop]
+        if not codes:
+            return 128 + number
+        ends = {exit_code(code) for code in codes}
+        said = ", ".join(str(exit_code(code)) for code in codes)
+        say(f"{number.name} was passed on to {len(codes)} rank(s), which ended with exit code {said}")
+        if ends == {0}:
+            return 0
+        return 128 + number if 128 + number in ends else max(ends)
+
+
+class _ErrorFiles(DefaultLogsSpecs):
+    """Tells each rank where to note its exception; its output stays where the launcher's goes."""
+
+    def __init__(self) -> None:
+        super().__init__(log_dir=os.devnull)
+        self._folder, self._starts = "", 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def path(self, local_rank: int) -> Path:
+        """Return the file of one rank of this machine, in this start."""
+        return Path(self._folder, f"{self._starts}_{local_rank}.json")
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Name the files of one start."""
+        # Not before: a signal that comes while machines meet ends this process without another line of Python.
+        self._folder = self._folder or tempfile.mkdtemp(prefix="tr_launch_")
+        self._starts += 1
+        for local_rank, variables in envs.items():
+            variables[rank_file.ERROR_FILE] = str(self.path(local_rank))
+        none = dict.fromkeys(envs, "")
+        errors = {local_rank: os.path.join(self._folder, f"torch_{local_rank}") for local_rank in envs}
+        return LogsDest(stdouts=none, stderrs=none, tee_stdouts={}, tee_stderrs={}, error_files=errors)
+
+
+def _specification(launch: Launch) -> WorkerSpec:
+    """Return the launch in torch's words.
+
+    Raises:
+        LaunchError: the place to meet cannot be had.
+    """
+    is_static = launch.node_rank is not None and launch.max_nodes > 1
+    host, port = _split(launch.endpoint) if launch.endpoint else ("localhost", 0)
+    if port and (launch.max_nodes == 1 or launch.node_rank == 0):
+        _check_free(host, port)
+    settings: dict[str, Any] = {"timeout": _RENDEZVOUS_S, **launch.rdzv_conf}
+    if is_static:
+        settings["rank"] = launch.node_rank
+    parameters = RendezvousParameters(
+        backend="static" if is_static else "c10d",
+        endpoint=f"{host}:{port}",
+        run_id=launch.rdzv_id or (uuid.uuid4().hex if launch.max_nodes == 1 else "none"),
+        min_nodes=launch.min_nodes,
+        max_nodes=launch.max_nodes,
+        **settings,
+    )
+    try:
+        handler = rendezvous.get_rendezvous_handler(parameters)
+    except (RendezvousError, RuntimeError, OSError) as error:
+        raise LaunchError(f"no rendezvous at {host}:{port}: {_cause(error)}") from error
+    words = [*(["-m"] if launch.is_module else []), *launch.command]
+    return WorkerSpec(
+        role="default",
+        local_world_size=launch.nproc,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-u", rank_file.__file__, *(word.replace("$", "$$") for word in words)),  # torch substitutes macros
+        max_restarts=launch.max_restarts,
+        monitor_interval=0.1,
+        master_addr=host if is_static else None,
+        master_port=port if is_static else None,
+    )
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise LaunchError(f"the place to meet must be HOST:PORT, not {endpoint!r}")
+    return host, int(port)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise where this machine is to serve a port and another program does: torch would wait for an answer of its."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"the processes cannot meet at {host}:{port}: {error.strerror or error}; choose another port, the same on "
+            "all machines, and an address of this one"
+        ) from None
+
+
+def _cause(error: BaseException) -> str:
+    inner = error.__cause__ or error
+    return f"{type(inner).__name__}: {str(inner).splitlines()[0] if str(inner) else error}"

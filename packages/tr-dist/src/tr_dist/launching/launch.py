@@ -1,0 +1,107 @@
+"""Hold what is to be started: how many processes, on which machines and devices, with which variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class LaunchError(ValueError):
+    """A job cannot be started as it was asked for; the text says what to change."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one call of the launcher starts on this machine, and where it meets the launchers of other machines.
+
+    Attributes:
+        command: a script, or a module's name, and its arguments.
+        is_module: the first word of `command` is a module's name.
+        nproc: number of processes on this machine.
+        min_nodes: number of machines without which the job does not run.
+        max_nodes: number of machines that it takes.
+        node_rank: number of this machine, from 0; None where machines are numbered as they come.
+        endpoint: `host:port` where the machines meet; None for one machine alone, and port 0, find a
+            free port.
+        rdzv_id: name of the job at the endpoint, the same on all machines.
+        rdzv_conf: further settings of torch's rendezvous.
+        max_restarts: how often all processes may be started again after one failed.
+        log_dir: folder in which each process writes a file of its own; None leaves the output to the terminal.
+        stop_timeout_s: seconds that processes get to end after a signal was passed on.
+        variables: environment variables of the processes.
+
+    Raises:
+        LaunchError: two of them contradict each other.
+    """
+
+    command: tuple[str, ...]
+    is_module: bool = False
+    nproc: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_rank: int | None = None
+    endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    log_dir: str | None = None
+    stop_timeout_s: float = 300.0
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("nproc", self.nproc, 1),
+            ("nnodes", self.min_nodes, 1),
+            ("max_restarts", self.max_restarts, 0),
+        ):
+            if value < least:
+                raise LaunchError(f"{name}={value} must be at least {least}")
+        if self.max_nodes < self.min_nodes:
+            raise LaunchError(f"nnodes={self.min_nodes}:{self.max_nodes} must be MIN:MAX with MIN <= MAX")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.max_nodes:
+            raise LaunchError(
+                f"node_rank={self.node_rank} does not exist among {self.max_nodes} machines; they count from 0"
+            )
+        if self.max_nodes > 1:
+            self._check_meeting()
+
+    def _check_meeting(self) -> None:
+        if self.endpoint is None:
+            raise LaunchError(
+                f"{self.max_nodes} machines need a place to meet: --node_rank R --master_addr HOST --master_port PORT, "
+                "or --rdzv_endpoint HOST:PORT --rdzv_id NAME, the same on all of them but for the rank"
+            )
+        if self.min_nodes != self.max_nodes and self.node_rank is not None:
+            raise LaunchError(
+                f"with nnodes={self.min_nodes}:{self.max_nodes} machines come and go, so they are numbered as they "
+                "come; leave out --node_rank, --master_addr and --master_port and give --rdzv_endpoint and --rdzv_id"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one process is all there is: nothing to meet, to restart or to write to files."""
+        alone = self.nproc == 1 and self.max_nodes == 1
+        return alone and self.max_restarts == 0 and self.log_dir is None
+
+
+def visible_devices(devices: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES that makes `devices` cuda:0, cuda:1, ... in the order given.
+
+    Args:
+        devices: such as `2,0`; empty for none, which is the CPU.
+        environ: the variables now; None takes those of this process.
+
+    Raises:
+        LaunchError: a device is named twice, or is not among those that CUDA_VISIBLE_DEVICES leaves now.
+    """
+    names = [name.strip() for name in devices.split(",") if name.strip()]
+    if len(set(names)) != len(names):
+        raise LaunchError(f"devices={devices!r} names a device twice; each process needs its own")
+    left = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if left is not None and (missing := [name for name in names if name not in left.replace(" ", "").split(",")]):
+        raise LaunchError(
+            f"devices={devices!r}: CUDA_VISIBLE_DEVICES={left!r} leaves no device {', '.join(missing)}; choose among "
+            "those, by the same names, or unset it"
+        )
+    return ",".join(names)

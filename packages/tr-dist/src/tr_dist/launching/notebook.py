@@ -1,0 +1,230 @@
+"""Start a function of a notebook in several processes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tr_dist.launching.report import describe, read_ending
+from tr_dist.process_group import ProcessGroup
+
+# Seconds that the others get once one has failed: first by themselves, then told to stop.
+_GRACE_S, _STOP_S = 2.0, 15.0
+# After an interrupt they may have a checkpoint to write.
+_SAVE_S = 300.0
+# Groups that the notebook left before: their threads are not in the copies, where destroying them would wait for ever.
+_of_the_notebook: list[Any] = []
+_OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+
+
+class NotebookError(RuntimeError):
+    """A process of `notebook_launcher` failed, or the notebook is in a state from which none can be started."""
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Iterable[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: int | str | None = None,
+) -> None:
+    """Call `function(*args)` in several processes of this machine, and return when all have.
+
+    The processes are copies of this one (fork), so functions and models of a notebook's cells can be used as they are.
+    A model that is built before and passed in `args` is held once, until training writes to it; built in the function
+    it is held once in each process. Each process finds the variables of a launcher (RANK, WORLD_SIZE, ...), and
+    computes on the GPU of its rank, or on the CPU with one torch thread. With one process the function is called here.
+
+    Args:
+        function: what to call.
+        args: its arguments.
+        num_processes: how many; None is one for each GPU, or one.
+        mixed_precision: `no`, `fp16` or `bf16`, for training arguments that say nothing of it.
+        use_port: a TCP port to meet on; None finds a free one.
+
+    Raises:
+        NotebookError: a process failed, with the first cause and its traceback; CUDA was used before in this process;
+            or this process is one of a launched job itself.
+        ValueError: an argument is out of range.
+        KeyboardInterrupt: it was interrupted; the processes were told, and have ended.
+    """
+    if mixed_precision not in ("no", "fp16", "bf16"):
+        raise ValueError(f"mixed_precision={mixed_precision!r} is not known; choose no, fp16 or bf16")
+    count = num_processes if num_processes is not None else max(1, torch.cuda.device_count())
+    if count < 1:
+        raise ValueError(f"num_processes={count} must be at least 1")
+    if count > 1:
+        _check_can_start(count)
+    variables = _variables(mixed_precision, count, use_port)
+    if count == 1:
+        with _set(variables):
+            function(*args)
+        return
+    with tempfile.TemporaryDirectory(prefix="tr_notebook_") as folder:
+        context: Any = multiprocessing.get_context("fork")
+        processes = [
+            context.Process(target=_become_rank, args=(rank, variables, folder, function, tuple(args)))
+            for rank in range(count)
+        ]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for process in processes:
+            process.start()
+        _wait(processes)
+        if any(process.exitcode for process in processes):
+            raise NotebookError(_report(processes, folder))
+
+
+def _check_can_start(count: int) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+        raise NotebookError(
+            f"this is already one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE); call the function itself, or "
+            "start this file without a launcher"
+        )
+    if not hasattr(os, "fork"):
+        raise NotebookError(
+            "notebook_launcher needs fork, which this system has not; write the function to a file and start it with "
+            "`trainer launch`"
+        )
+    if torch.distributed.is_initialized():
+        raise NotebookError(
+            "this process is in a process group, which its copies cannot share; close the strategy that joined it "
+            "(close() or trainer.end()), or call torch.distributed.destroy_process_group()"
+        )
+    if torch.cuda.is_initialized():
+        raise NotebookError(
+            "CUDA was used in this notebook before, and its processes cannot share that; restart the notebook, and "
+            "move nothing to the GPU (no .to('cuda'), no Trainer) outside of the function that is launched"
+        )
+    if torch.cuda.is_available() and count > torch.cuda.device_count():
+        raise ValueError(
+            f"num_processes={count}, but {torch.cuda.device_count()} GPU(s) are visible and each process needs its own"
+        )
+
+
+def _variables(mixed_precision: str, count: int, port: int | str | None) -> dict[str, str]:
+    variables = {} if mixed_precision == "no" else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
+    if count == 1:
+        return variables
+    # Without it accelerate's own Accelerator takes each of several processes on the CPU for a run of its own.
+    on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
+    return {
+        **variables,
+        **on_cpu,
+        "FORK_LAUNCHED": "1",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or _free_port()),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _set(variables: dict[str, str]) -> Any:
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _become_rank(
+    rank: int, variables: dict[str, str], folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Be one rank: runs in the new process, whose end is its exit code."""
+    os.setsid()  # an interrupt of the notebook reaches this process once, from the notebook
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    # Threads are not copied: a parallel operation would wait for ever for those that the notebook had.
+    torch.set_num_threads(1)
+    _of_the_notebook.append(ProcessGroup._left)
+    ProcessGroup._left = []
+    try:
+        function(*args)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        note = {"message": f"{type(error).__name__}: {error}", "traceback": text, "time_s": time.time()}
+        Path(folder, f"{rank}.json").write_text(json.dumps(note), "utf-8")
+        sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _wait(processes: list[BaseProcess]) -> None:
+    """Return when all processes have ended; one that fails ends the others, and so does an interrupt."""
+    try:
+        while running := [process for process in processes if process.is_alive()]:
+            if any(process.exitcode for process in processes):  # also of one that the line above found ended
+                break
+            wait([process.sentinel for process in running])
+        _join(processes, _GRACE_S)
+    except KeyboardInterrupt:
+        _tell(processes, signal.SIGINT)
+        _join(processes, _SAVE_S)
+        raise
+    finally:
+        _tell(processes, signal.SIGTERM)
+        _join(processes, _STOP_S)
+        _tell(processes, signal.SIGKILL)
+        _join(processes, _STOP_S)
+
+
+def _tell(processes: list[BaseProcess], number: signal.Signals) -> None:
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def _join(processes: list[BaseProcess], within_s: float) -> None:
+    end_s = time.monotonic() + within_s
+    for process in processes:
+        process.join(max(0.0, end_s - time.monotonic()))
+
+
+def _report(processes: list[BaseProcess], folder: str) -> str:
+    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+    endings = [read_ending(rank, code, Path(folder, f"{rank}.json")) for rank, code in codes.items()]
+    failed = [ending for ending in endings if ending.code and (ending.message or ending.code != -signal.SIGTERM)]
+    text = describe(failed or endings, world_size=len(processes), nodes=1, logs={})
+    if any(ending.code and -ending.code in _OUT_OF_MEMORY for ending in failed):
+        text += (
+            "\nin a notebook this is most often memory that ran out, because each process builds a model of its own; "
+            f"build it once, in a cell, and pass it: notebook_launcher(training_function, (model,), "
+            f"num_processes={len(processes)})"
+        )
+    return text

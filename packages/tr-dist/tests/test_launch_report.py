@@ -1,0 +1,76 @@
+"""What is said about a job that failed, and with which exit code it ends."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tr_dist.launching.report import Ending, describe, exit_code, first_cause, read_ending
+
+LOST = "RuntimeError: [../pair.cc:534] Connection closed by peer [127.0.0.1]"
+
+
+def raised(rank, message, time_s):
+    return Ending(rank, 1, message, f"Traceback\n{message}\n", time_s)
+
+
+def test_a_lost_connection_is_not_the_cause_even_if_it_came_first():
+    own, lost = raised(1, "ValueError: bad", 2.0), raised(0, LOST, 1.0)
+    assert first_cause([lost, own]) is own
+
+
+def test_the_earliest_of_two_exceptions_is_the_cause():
+    assert first_cause([raised(0, "ValueError: b", 2.0), raised(1, "ValueError: a", 1.5)]).rank == 1
+
+
+def test_a_killed_rank_is_the_cause_of_lost_connections():
+    assert first_cause([raised(0, LOST, 1.0), Ending(1, -9)]) == Ending(1, -9)
+
+
+def test_only_lost_connections_leave_the_earliest():
+    endings = [raised(0, LOST, 2.0), raised(1, LOST, 1.0)]
+    assert first_cause(endings).rank == 1
+    text = describe(endings, world_size=4, nodes=2, logs={})
+    assert "it lost its connection to a rank on another machine; that machine's output says why" in text
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0, 0), (7, 7), (-9, 137), (-15, 143), (None, 1)])
+def test_a_signal_becomes_the_exit_code_that_a_shell_has(code, shown):
+    assert exit_code(code) == shown
+
+
+def test_the_report_begins_with_the_cause_and_its_traceback():
+    text = describe([raised(0, LOST, 2.0), raised(1, "ValueError: bad", 1.0)], world_size=2, nodes=1, logs={})
+    assert text.splitlines() == [
+        "rank 1 of 2 failed first: it ended with exit code 1",
+        "Traceback",
+        "ValueError: bad",
+        f"then rank 0 ended with exit code 1: {LOST}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(signal.SIGKILL, "out of memory"), (signal.SIGSEGV, "PYTHONFAULTHANDLER=1"), (signal.SIGHUP, "a request to stop")],
+)
+def test_a_signal_is_explained(number, advice):
+    text = describe([Ending(0, -number)], world_size=2, nodes=1, logs={})
+    assert f"was ended by {number.name}" in text
+    assert advice in text
+
+
+def test_without_a_traceback_the_end_of_the_log_is_shown(tmp_path):
+    log = tmp_path / "rank_0.log"
+    log.write_text("\n".join(f"line {number}" for number in range(50)))
+    text = describe([Ending(0, 3)], world_size=2, nodes=1, logs={0: log})
+    assert "line 49" in text
+    assert "line 19" not in text
+
+
+def test_a_note_that_was_cut_short_is_no_note(tmp_path):
+    path = Path(tmp_path, "0.json")
+    path.write_text(json.dumps({"message": "E: x", "traceback": "T", "time_s": 1.0}))
+    assert read_ending(0, 1, path) == Ending(0, 1, "E: x", "T", 1.0)
+    path.write_text('{"message": "E')
+    assert read_ending(0, 1, path) == Ending(0, 1)
