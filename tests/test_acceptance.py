@@ -14,6 +14,7 @@ FOLDERS = {
     "ckpt": "packages/tr-ckpt/tests",
     "optim": "packages/tr-optim/tests",
     "tests": "tests",
+    "backends": "tests/backends",
     "parity": "tests/parity",
 }
 LIST = tomllib.loads((ROOT / "tests/acceptance.toml").read_text("utf-8"))
