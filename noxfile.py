@@ -37,7 +37,9 @@ TEST_ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
     "PYTHONDONTWRITEBYTECODE": "",  # tests start many processes: without bytecode each takes seconds to import torch
 }
-PYTEST = ("pytest", "numpy")
+PYTEST = ("pytest", "pytest-xdist", "numpy")
+# Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
+PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 
 # What the tests and examples with real models and data need beside the packages themselves.
 TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
@@ -124,7 +126,7 @@ def alone(session: nox.Session, package: str) -> None:
     """Test one package in an environment that holds nothing but what it declares."""
     local = [argument for p in with_siblings(package) for argument in ("-e", f"./packages/{p.name}")]
     session.install(*PYTEST, *ALONE_EXTRAS.get(package, ()), *local, *CONSTRAINTS)
-    session.run("pytest", f"packages/{package}/tests", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", f"packages/{package}/tests", *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -134,7 +136,7 @@ def integration(session: nox.Session) -> None:
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
     elsewhere = ("parity", "crash", "kernels", "launching", "test_house.py")
     ignored = [f"--ignore=tests/{name}" for name in elsewhere]
-    session.run("pytest", "tests", *ignored, *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
