@@ -3,6 +3,7 @@
 import gc
 import random
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,11 @@ NAMES = [*PICKED, *DRAWN]
 def one_thread():
     torch.set_num_threads(1)
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def no_other_process_writes_here(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
 
 
 @pytest.fixture(scope="module")

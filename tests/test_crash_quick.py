@@ -19,7 +19,7 @@ CAMPAIGNS = ("operations", "torn", "replacing", "steps", "twice", "disk", "power
 
 def crash_session(*arguments):
     command = [sys.executable, str(RUN), "--quick", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
 def faults_without_mismatch(names):
@@ -44,7 +44,7 @@ def broken_session(change, name):
         f"sys.argv = ['run.py', '--quick', '--only', {name!r}]\n"
         f"runpy.run_path({str(RUN)!r}, run_name='__main__')\n"
     )
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_a_run_that_is_broken_anywhere_ends_as_one_that_was_left_alone():
