@@ -60,6 +60,21 @@ EXAMPLE_DATA = (
 
 # What the scenarios of a backend need beside the packages.
 BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
+# The tests of backends whose hardware a test machine seldom has.
+HARDWARE = {
+    "mps": (
+        "tests/backends/test_mps.py",
+        "packages/tr-dist/tests/test_mps.py",
+        "packages/tr-core/tests/test_mac.py",
+        "packages/tr-ckpt/tests/test_rng_state_mps.py",
+    ),
+    "cuda": (
+        "packages/tr-dist/tests/test_gpu_numbers.py",
+        "packages/tr-dist/tests/test_device.py",
+        "packages/tr-core/tests/test_idle_devices.py",
+    ),
+}
+NOTHING_COLLECTED = 5  # pytest's exit code
 
 # Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) by hand.
 ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
@@ -134,20 +149,69 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    elsewhere = ("parity", "crash", "kernels", "launching", "test_house.py")
+    elsewhere = ("parity", "crash", "kernels", "launching", "robustness", "test_house.py")
     ignored = [f"--ignore=tests/{name}" for name in elsewhere]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
-@nox.parametrize("name", [nox.param(name, id=name) for name in ("ddp", "fsdp", "deepspeed")])
+@nox.parametrize("name", [nox.param(name, id=name) for name in ("ddp", "fsdp", "deepspeed", "xla", "mps", "cuda")])
 def backend(session: nox.Session, name: str) -> None:
     """Run the scenarios that every backend passes on all variants of one, in real processes."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *BACKEND_PACKAGES.get(name, ()), *CONSTRAINTS)
-    # DeepSpeed compiles what it needs while it runs; what these scenarios need of it, it does not.
-    compiled = str(Path(session.virtualenv.location) / "torch_extensions")
-    environment = {**TEST_ENVIRONMENT, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": compiled}
-    session.run("pytest", "tests/backends", "--backend", name, *session.posargs, env=environment)
+    if name == "xla":
+        _xla(session)
+        return
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *BACKEND_PACKAGES.get(name, ()), *CONSTRAINTS)
+    # The plugin ends with what ran, and what did not and why.
+    counted = ("pytest", "-p", "not_run_here")
+    environment = {**TEST_ENVIRONMENT, **_compiled_in(session), "PYTHONPATH": "tests/backends"}
+    if name in HARDWARE:
+        session.run(*counted, *HARDWARE[name], *session.posargs, env=environment)
+    if name == "cuda":  # and all that are marked, in every package, one by one: their conftest files differ
+        for package in NAMES:
+            marked = (f"packages/{package}/tests", "-m", "cuda")
+            session.run(*counted, *marked, env=environment, success_codes=[0, NOTHING_COLLECTED])
+    if name not in HARDWARE:
+        session.run(*counted, "tests/backends", "--backend", name, *session.posargs, env=environment)
+
+
+def _xla(session: nox.Session) -> None:
+    """Test on PJRT's CPU; torch_xla needs the torch of its own version, older than the constraints'."""
+    session.install("torch==2.9.0", "torch_xla==2.9.0", "setuptools", *PYTEST, *TRANSFORMERS, *EVERYTHING)
+    environment = {key: value for key, value in TEST_ENVIRONMENT.items() if key != "USE_TORCH_XLA"}
+    environment["PYTHONPATH"] = "tests/backends"
+    session.run("pytest", "-p", "not_run_here", "tests/backends/test_xla.py", *session.posargs, env=environment)
+
+
+def _compiled_in(session: nox.Session) -> dict[str, str]:
+    """Keep what DeepSpeed compiles while it runs with the session; what these tests need of it, it does not compile."""
+    folder = Path(session.virtualenv.location) / "torch_extensions"
+    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+
+
+@nox.session
+def equality(session: nox.Session) -> None:
+    """Measure how far every backend is from one process, and write the tables."""
+    session.install(*EVERYTHING, *TRANSFORMERS, *BACKEND_PACKAGES["deepspeed"], *CONSTRAINTS)
+    written = session.posargs or ("--write", "packages/tr-dist/docs/equality.md")
+    environment = {**TEST_ENVIRONMENT, **_compiled_in(session)}
+    session.run("python", "tests/backends/equality.py", *written, env=environment)
+
+
+@nox.session
+def robustness(session: nox.Session) -> None:
+    """End, fail, kill, restart and resize jobs of several processes and machines, and count what went wrong."""
+    session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
+    session.run("pytest", "tests/robustness", env=TEST_ENVIRONMENT)
+    for script, *options in (
+        ("clean_exits", "--runs", "200", "--programs", "20", "--control", "16"),
+        ("failures",),
+        ("failures", "--by", "launch"),
+        ("kills",),
+        ("restarts", "--runs", "20"),
+        ("elastic",),
+    ):
+        session.run("python", f"tests/robustness/{script}.py", *options, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -163,8 +227,10 @@ def parity(session: nox.Session) -> None:
 @nox.session
 def launching(session: nox.Session) -> None:
     """Start real processes by every launcher, end them in every way, and look at exit codes and messages."""
-    session.install(*PYTEST, "pyyaml", *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
-    session.run("pytest", "tests/launching", *session.posargs, env=TEST_ENVIRONMENT)
+    deepspeed = BACKEND_PACKAGES["deepspeed"]
+    session.install(*PYTEST, "pyyaml", *deepspeed, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    environment = {**TEST_ENVIRONMENT, **_compiled_in(session)}
+    session.run("pytest", "tests/launching", *session.posargs, env=environment)
 
 
 @nox.session

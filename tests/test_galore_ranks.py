@@ -138,7 +138,7 @@ def test_clipping_by_an_estimate_leaves_ranks_with_the_same_bits():
     assert torch.equal(results[0][0], results[1][0])
 
 
-def wide_on_rank():
+def wide_on_rank(clips):
     with DDP(use_cpu=True) as strategy:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Tanh(), nn.Linear(256, 128, bias=False))
@@ -151,15 +151,17 @@ def wide_on_rank():
             collectives.elements.clear()
             x = torch.randn(4, 128, generator=torch.Generator().manual_seed(2 * step + strategy.rank))
             optimizer.backward(model(x).square().mean())
+            if clips:
+                optimizer.clip_grad_norm(1.0)
             optimizer.step()
             carried.append(sum(collectives.elements) / sum(p.numel() for p in model.parameters()))
         return carried
 
 
-def test_a_rank_of_a_quarter_exchanges_a_quarter_and_a_sketch():
-    for carried in run_ranks(wide_on_rank, 2):
-        # A quarter of each matrix, and 8 x 8 numbers that its norm is estimated by.
-        assert carried[1:] == pytest.approx([0.25 + 64 / (128 * 256)] * 3)
+@pytest.mark.parametrize(("clips", "besides"), [(False, 0), (True, 8 * 8)])
+def test_a_rank_of_a_quarter_exchanges_a_quarter_and_for_the_norm_one_sketch_of_the_model(clips, besides):
+    for carried in run_ranks(wide_on_rank, 2, clips):
+        assert carried[1:] == [0.25 + besides / (2 * 128 * 256)] * 3
 
 
 def dynamic_on_rank():

@@ -12,6 +12,7 @@ from test_numbers import Network, Rows, Stop, StopAt
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import check_strategy
 from tr_dist.testing import run_ranks
+from tr_optim import GaLoreAdamW, Lomo
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
@@ -166,6 +167,9 @@ WRONG = {
     "unbound": lambda s, model, p: begin(s, model),
     "unwrapped": lambda s, model, p: s.bind_optimizer(s.unwrap(model), torch.optim.SGD(p)),
     "adagrad": lambda s, model, p: s.bind_optimizer(model, torch.optim.Adagrad(p)),
+    "adafactor": lambda s, model, p: s.bind_optimizer(model, torch.optim.Adafactor(p)),
+    "matrices": lambda s, model, p: s.bind_optimizer(model, GaLoreAdamW(p)),
+    "in backward": lambda s, model, p: s.bind_optimizer(model, Lomo(p)),
     "foreign": lambda s, model, p: s.bind_optimizer(model, torch.optim.SGD(Network().parameters())),
     "frozen": freeze_and_bind,
     "empty": lambda s, model, p: s.bind_optimizer(model, torch.optim.SGD([{"params": []}, {"params": p}])),
@@ -189,6 +193,9 @@ def test_what_would_not_train_as_elsewhere_is_refused():
         "unbound": "call bind_optimizer(model, optimizer)",
         "unwrapped": "the module that prepare() returned, not Network",
         "adagrad": "replaces torch's Adagrad",
+        "adafactor": "Adafactor works on whole matrices, where DeepSpeed (ZeRO stage 2) has flat buffers",
+        "matrices": "GaLoreAdamW works on whole matrices",
+        "in backward": "Lomo consumes gradients in the backward pass, which DeepSpeed averages after it",
         "foreign": "4 of 4 parameters of SGD are not the model's",
         "frozen": "1 of 4 parameters of SGD are frozen",
         "empty": "a parameter group before another one is empty",

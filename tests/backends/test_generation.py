@@ -27,24 +27,26 @@ def collate(batch):
     }
 
 
-def generate(folder, options):
+def trainer_of(folder, options, layers=2):
     torch.manual_seed(2)
-    sizes = {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    sizes = {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": layers, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=PADDING, initializer_factor=3.0))
     model.generation_config.sequence_bias = [[[END], 16.0]]  # rows end at different times
     args = Seq2SeqTrainingArguments(
         output_dir=folder,
         predict_with_generate=True,
-        generation_max_length=24,
         per_device_eval_batch_size=2,
-        max_steps=2,
         save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
         log_level="error",
-        **options,
+        **{"generation_max_length": 24, "max_steps": 2, **options},
     )
-    trainer = Seq2SeqTrainer(model, args, train_dataset=rows(12), eval_dataset=rows(10), data_collator=collate)
+    return Seq2SeqTrainer(model, args, train_dataset=rows(12), eval_dataset=rows(10), data_collator=collate)
+
+
+def generate(folder, options):
+    trainer = trainer_of(folder, options)
     before = trainer.predict(rows(10)).predictions
     trainer.train()
     after = trainer.predict(rows(10)).predictions

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "launched_run.py"
-LIMIT_S = 200  # of a job: on a busy machine even importing torch takes its time
+LIMIT_S = 300  # of a job: on a busy machine even importing torch takes its time
 TRAINER = str(Path(sys.executable).parent / "trainer")
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
 
@@ -31,9 +31,10 @@ def environment(**variables):
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-def start(command, **variables):
+def start(command, cwd=None, **variables):
     return subprocess.Popen(
         [str(word) for word in command],
+        cwd=cwd,
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -56,8 +57,8 @@ def end_of(process):
     return process.returncode, output, errors
 
 
-def run(command, **variables):
-    return end_of(start(command, **variables))
+def run(command, cwd=None, **variables):
+    return end_of(start(command, cwd, **variables))
 
 
 def said(output):

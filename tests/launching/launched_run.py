@@ -69,7 +69,8 @@ def train(script, args):
     trainer.train()
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        say(world_size=trainer.strategy.world_size, strategy=type(trainer.strategy).__name__, losses=losses)
+        facts = {"world_size": trainer.strategy.world_size, "strategy": type(trainer.strategy).__name__}
+        say(**facts, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), losses=losses)
     trainer.end()
 
 

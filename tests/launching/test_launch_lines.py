@@ -1,5 +1,7 @@
 """Every launch line of the documentation starts real processes, which train as one process does."""
 
+import importlib.util
+import json
 import sys
 
 import pytest
@@ -106,6 +108,23 @@ def test_the_deepspeed_plugin_file_of_the_documentation_reaches_the_arguments(tm
         assert rank["deepspeed"]["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         assert rank["max_grad_norm"] == 0.7
         assert rank["bf16"] is True
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("launcher", [(TRAINER, "launch"), ACCELERATE], ids=["trainer", "accelerate"])
+@pytest.mark.parametrize("name", ["deepspeed_file", "deepspeed_plugin"])
+def test_the_deepspeed_files_of_the_documentation_train(launcher, name, tmp_path, losses_alone):
+    places, tolerance = {}, 0.06  # bfloat16, and norms that are cut at 0.7
+    if name == "deepspeed_file":
+        places, tolerance = {"deepspeed_config_file": tmp_path / "ds_zero3_config.json"}, 1e-5
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # or all parameters of this model stay whole
+        places["deepspeed_config_file"].write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    file = seed_file(tmp_path, name, num_processes=2, **places)
+    port = [] if TRAINER in launcher else ["--main_process_port", free_port()]
+    command = [*launcher, "--config_file", file, *port, SCRIPT, *training(tmp_path, 2)]
+    code, output, errors = run(command, DS_ACCELERATOR="cpu")
+    assert code == 0, errors
+    check_is_as_alone(output, errors, losses_alone, strategy="DeepSpeed", tolerance=tolerance)
 
 
 def test_processes_of_srun_train_as_one(tmp_path, losses_alone):

@@ -369,3 +369,34 @@ def test_a_state_of_another_optimizer_is_refused_in_words(no_gpu_needed):
     saved.step()
     with pytest.raises(ValueError, match="has exp_avg, exp_avg_sq, step, and LomoOptimAdaLomo needs exp_avg_sq_row"):
         LomoOptimAdaLomo(model.parameters()).load_state_dict(saved.state_dict())
+
+
+def test_a_state_that_it_would_only_keep_is_refused():
+    model = Network()
+    saved = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 16)).backward()
+    saved.step()
+    optimizer = LomoOptimLomo(model.parameters())
+    with pytest.raises(ValueError, match="has exp_avg, exp_avg_sq, step, which LomoOptimLomo would keep in memory and"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state
+    optimizer.load_state_dict(LomoOptimLomo(model.parameters(), lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("adapter", [LomoOptimLomo, LomoOptimAdaLomo])
+def test_a_copy_goes_on_as_the_original(adapter):
+    model = Network()
+    optimizer = adapter(model.parameters(), lr=0.1, weight_decay=0.1, clip_grad_norm=0.05)
+    train_here(optimizer, model)
+    other, its_optimizer = copy.deepcopy((model, optimizer))
+    train_here(optimizer, model)
+    train_here(its_optimizer, other)
+    assert torch.equal(flat(model), flat(other))
+
+
+def test_a_group_that_is_refused_is_not_there():
+    optimizer = LomoOptimLomo(Network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="is of torch.float64, and lomo_optim computes in float32"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
+    assert len(optimizer.param_groups) == 1

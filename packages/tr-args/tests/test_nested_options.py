@@ -92,6 +92,39 @@ def test_sharding_options_of_the_wrong_kind_are_refused(config, message):
         TrainingArguments(fsdp="full_shard", fsdp_config=config)
 
 
+class Sizes:
+    """As Accelerate's `ParallelismConfig` has them."""
+
+    dp_replicate_size, dp_shard_size, tp_size, cp_size, sp_size, cp_backend = 2, 4, 1, 1, None, "torch"
+
+
+def test_sizes_of_parallel_groups_come_in_several_forms():
+    prefixed = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+    plain = {"dp_replicate_size": 2, "dp_shard_size": 4}
+    for given in (plain, prefixed, {**plain, "tp_size": 1, "cp_handler": None}, json.dumps(plain), Sizes()):
+        args = TrainingArguments(fsdp="full_shard", parallelism_config=given)
+        assert args.parallelism_config == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallelism_config": {"tp_size": 2}}, "at tp_size=2: matrices are not divided over processes; leave it out"),
+        ({"parallelism_config": {"cp_size": 4}}, "at cp_size=4: sequences are not divided over processes"),
+        ({"parallelism_config": {"dp_shards": 2}}, "has the unknown key dp_shards; did you mean dp_shard_size"),
+        ({"parallelism_config": {"dp_shard_size": 0}}, "at dp_shard_size=0: needs a number of processes, from 1"),
+        ({"parallelism_config": {"dp_shard_size": 2}}, "divides a model by dp_shard_size; set fsdp='full_shard"),
+        (
+            {"parallelism_config": {"dp_replicate_size": 2}, "deepspeed": {"zero_optimization": {"stage": 2}}},
+            "is not read with ZeRO",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_had_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments(**options)
+
+
 @pytest.mark.parametrize("ending", ["json", "yaml", "toml"])
 def test_how_data_is_shared_can_come_from_a_file(tmp_path, ending):
     texts = {"json": '{"split_batches": true}', "yaml": "split_batches: true", "toml": "split_batches = true"}

@@ -402,7 +402,14 @@ def test_weights_that_are_not_whole_tensors_are_refused():
 
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Sharded))
-    with pytest.raises(ValueError, match="ema_decay averages whole tensors, but weight is a Sharded"):
+    with pytest.raises(ValueError, match="ema_decay averages plain tensors, or shards, but weight is a Sharded"):
+        WeightAverage(model, 0.9)
+
+
+def test_weights_that_another_library_has_taken_away_are_refused():
+    model = nn.Linear(2, 2)
+    model.bias.data = torch.empty(0)  # as of a model that DeepSpeed divides
+    with pytest.raises(ValueError, match="of which bias has none in this process; leave ema_decay out, or divide"):
         WeightAverage(model, 0.9)
 
 

@@ -100,6 +100,7 @@ def test_looking_at_a_count_is_not_using_it_and_dividing_by_it_is():
     for use, expected in [
         (lambda count: count.to("cpu").dim(), False),
         (lambda count: (count.device, count.dtype, count.shape), False),
+        (lambda count: torch.is_floating_point(count), False),  # as what casts a forward's arguments asks
         (lambda count: torch.ones(()) / count, True),
         (lambda count: torch.ones(()) * (1 / count.to(torch.float64)), True),
         (lambda count: count.item(), True),

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 import tr_core
 from tr_core import SingleDevice, Trainer, TrainingArguments, get_scheduler, plugins
-from tr_core.checks import NOT_YET, REFUSED
+from tr_core.checks import REFUSED
 
 
 class Endless(IterableDataset):
@@ -75,10 +75,10 @@ CASES = {
         "no callback named 'tensorbord'; installed:",
     ),
     "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
-    "option without effect": (
-        {"parallelism_config": {"tp_size": 2}},
-        NotImplementedError,
-        "options that this version of tr-core does not act on",
+    "other processes than were started": (
+        {"parallelism_config": {"dp_replicate_size": 2}},
+        ValueError,
+        "spreads samples over dp_replicate_size=2 processes, and 1 were started",
     ),
     "option that cannot be": (
         {"dataloader_in_order": False},
@@ -208,7 +208,7 @@ READ_ELSEWHERE = {
 def test_every_option_acts_or_is_refused_or_belongs_to_another_package():
     source = "\n".join(path.read_text() for path in Path(tr_core.__file__).parent.rglob("*.py"))
     read = set(re.findall(r"\b_?args\.(\w+)", source))
-    refused = {name for name in NOT_YET | REFUSED if f'"{name}"' in source}
+    refused = {name for name in REFUSED if f'"{name}"' in source}
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert names - read - refused - READ_ELSEWHERE == set()
 

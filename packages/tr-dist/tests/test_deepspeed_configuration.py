@@ -91,6 +91,18 @@ def test_every_auto_is_filled_from_arguments_and_model():
     assert AUTO["train_batch_size"] == "auto"  # what was given stays as it is
 
 
+def test_coefficients_of_another_optimizer_are_filled_and_compared_too():
+    lamb = {"optimizer": {"type": "Lamb", "params": {"betas": "auto", "eps": "auto"}}}
+    params = fill_from_arguments(lamb, arguments(), world_size=1)["optimizer"]["params"]
+    assert params == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0.01}
+    lamb["optimizer"]["params"]["betas"] = [0.9, 0.9]
+    with pytest.raises(ValueError, match=r"optimizer\.params\.betas=\[0\.9, 0\.9\], and adam_beta1, adam_beta2 gives"):
+        fill_from_arguments(lamb, arguments(), world_size=1)
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
+    filled = fill_from_arguments(sgd, arguments(), world_size=1)
+    assert filled["optimizer"]["params"] == {"lr": 3e-4, "weight_decay": 0.01}
+
+
 @pytest.mark.parametrize("config", [{"hidden_sizes": [4, 10]}, {"text_config": SimpleNamespace(hidden_size=10)}])
 def test_the_hidden_size_is_found_where_models_of_several_parts_have_it(config):
     filled = fill_from_model({"zero_optimization": {"reduce_bucket_size": "auto"}}, model(**config))
@@ -177,11 +189,18 @@ def test_settings_that_cannot_be_had_are_listed():
         check_configuration({"zero_optimization": {"stage": 4}})
 
 
-@pytest.mark.parametrize("name", ["galore_adamw", "lomo", "adalomo", "apollo_mini"])
-def test_optimizers_that_need_matrices_are_refused_by_name(name):
-    with pytest.raises(ValueError, match="strategy='fsdp'"):
+@pytest.mark.parametrize("name", ["galore_adamw", "lomo", "adalomo", "apollo_mini", "adafactor"])
+def test_optimizers_that_need_matrices_are_refused_by_name_where_there_are_none(name):
+    with pytest.raises(ValueError, match="flat buffers; use strategy='fsdp'"):
         check_optimizer_name(name, 2)
-    check_optimizer_name("adamw_torch", 2)
+    for other, stage in (("adamw_torch", 2), ("adafactor", 0), ("galore_adamw", 0)):
+        check_optimizer_name(other, stage)
+
+
+@pytest.mark.parametrize("name", ["galore_adamw_layerwise", "lomo", "adalomo"])
+def test_optimizers_that_consume_gradients_are_refused_at_stage_0_too(name):
+    with pytest.raises(ValueError, match="consumes gradients in the backward pass.*use strategy='fsdp'"):
+        check_optimizer_name(name, 0)
 
 
 def test_a_file_is_read_and_what_is_no_configuration_is_named(tmp_path):

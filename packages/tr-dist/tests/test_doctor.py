@@ -43,3 +43,32 @@ def test_doctor_explains_itself(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--help"])
     assert "communication backends" in capsys.readouterr().out
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "_computes", lambda device, problems: "computes")
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, "not set"), ("1", "1")])
+def test_doctor_shows_a_macs_device_and_whether_missing_operations_go_to_the_cpu(
+    capsys, monkeypatch, mac, value, shown
+):
+    if value is None:
+        monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
+    else:
+        monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", value)
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "mps: computes" in printed
+    assert f"PYTORCH_ENABLE_MPS_FALLBACK: {shown} (1 computes on the CPU what MPS has not" in printed
+    assert "this process would compute on mps" in printed
+
+
+def test_doctor_finds_that_several_processes_cannot_train_on_a_mac(capsys, monkeypatch, mac):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TR_RENDEZVOUS_FILE": "x"}.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.main([]) == 1
+    assert "rank 1 of 2 cannot compute on this machine's mps device: neither gloo nor nccl" in capsys.readouterr().out

@@ -52,6 +52,7 @@ def names(model, units):
         ),
         (["full_shard"], {"forward_prefetch": True, "backward_prefetch": "no_prefetch"}, {"forward_prefetch": True}),
         (["full_shard"], {"cpu_ram_efficient_loading": True}, {"rank0_loads": True}),
+        (["no_shard"], {"version": 1, "limit_all_gathers": False}, {"strategy": "no_shard"}),
     ],
 )
 def test_words_and_keys_say_how_a_model_is_divided(options, config, expected):
@@ -62,7 +63,8 @@ def test_words_and_keys_say_how_a_model_is_divided(options, config, expected):
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        (["full_shard"], {"version": 1}, "version=1 cannot be had: FSDP1 flattens parameters"),
+        (["full_shard"], {"version": 1, "use_orig_params": False}, "use_orig_params=False cannot be had"),
+        (["full_shard"], {"version": 1, "reshard_after_forward": True}, "is of version 2, not of version=1"),
         (["full_shard"], {"use_orig_params": False}, "use_orig_params=False cannot be had: parameters always keep"),
         (["full_shard"], {"limit_all_gathers": False}, "limit_all_gathers=False cannot be had"),
         (["full_shard"], {"xla": True}, "fsdp_config has xla, which is for TPUs; set strategy='xla'"),
@@ -80,6 +82,31 @@ def test_words_and_keys_say_how_a_model_is_divided(options, config, expected):
 def test_what_cannot_be_had_is_refused(options, config, message):
     with pytest.raises(ValueError, match=message):
         Sharding.from_config(options, config)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "expected"),
+    [
+        ("full_shard", {"dp_shard_size": 8}, ("full_shard", None, (1, 8))),
+        ("full_shard", {"dp_replicate_size": 2, "dp_shard_size": 4}, ("hybrid_shard", 2, (2, 4))),
+        ("shard_grad_op", {"dp_replicate_size": 4, "dp_shard_size": 2}, ("hybrid_shard_zero2", 4, (4, 2))),
+        ("hybrid_shard", {"dp_shard_size": 8}, ("hybrid_shard", 1, (1, 8))),
+        ("hybrid_shard", {}, ("hybrid_shard", None, (2, 4))),
+        ("no_shard", {"dp_replicate_size": 8}, ("no_shard", None, (8, 1))),
+    ],
+)
+def test_sizes_say_over_how_many_replicas_shards_are_repeated(strategy, sizes, expected):
+    sharding = Sharding.from_config([strategy], {}, sizes)
+    assert (sharding.strategy, sharding.replicas, sharding.mesh_shape(8, 4)) == expected
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="'no_shard' divides nothing, and parallelism_config's dp_shard_size=2"):
+        Sharding.from_config(["no_shard"], {}, {"dp_shard_size": 2})
+    with pytest.raises(ValueError, match="replicas=2 repeats the shards, and 'full_shard' does not"):
+        Sharding(replicas=2)
+    with pytest.raises(ValueError, match="8 processes are not a multiple of the 3 replicas"):
+        Sharding(strategy="hybrid_shard", replicas=3).mesh_shape(8, 4)
 
 
 @pytest.mark.parametrize("changes", [{"strategy": "zero3"}, {"wrap": "ALL"}, {"backward_prefetch": "later"}])

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tr_dist.fsdp import FSDP, Sharding
@@ -205,6 +206,7 @@ def test_a_parameter_without_a_gradient_is_an_error_that_names_it():
         run_ranks(train_a_part, 2, False)
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="needs a newer torch")
 def test_a_parameter_without_a_gradient_may_be_allowed():
     assert not run_ranks(train_a_part, 2, True)[0].any()
 
@@ -233,9 +235,26 @@ def test_misuse_is_named(function, kind, message):
         run_ranks(function, 1)
 
 
-def test_float16_is_refused():
-    with pytest.raises(ValueError, match="fp16' needs loss scaling over shards"):
-        FSDP(precision="fp16")
+def evaluate_other_weights(form):
+    with FSDP(Sharding(**form), use_cpu=True) as strategy:
+        model = strategy.prepare(Network())
+        with torch.no_grad():
+            model(batch(0)[:, 0])
+            for parameter in model.parameters():
+                parameter.to_local().mul_(2)
+            without_gradients = model(batch(0)[:, 0])
+        return without_gradients, model(batch(0)[:, 0]).detach()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_weights_changed_between_two_evaluations_are_those_that_the_second_sees(form):
+    model = Network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        expected = model(batch(0)[:, 0])
+    for found in run_ranks(evaluate_other_weights, 2, form)[0]:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def machines_that_differ():

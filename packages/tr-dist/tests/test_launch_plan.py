@@ -13,6 +13,11 @@ from tr_dist.launching.launch import Launch, LaunchError, visible_devices
 SCRIPT = __file__
 
 
+@pytest.fixture(autouse=True)
+def _gpus_are_hidden(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")  # or several processes are told, where there is none
+
+
 def planned(*words):
     options = command._parser().parse_args([*map(str, words), SCRIPT, "--lr", "1"])
     return command.plan(options)

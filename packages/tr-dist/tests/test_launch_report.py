@@ -50,6 +50,18 @@ def test_the_report_begins_with_the_cause_and_its_traceback():
     ]
 
 
+def test_what_all_ranks_raise_alike_is_said_once_from_the_first():
+    wrong = [raised(rank, "ValueError: bad", 3.0 - rank) for rank in range(3)]
+    text = describe([*wrong, raised(3, LOST, 5.0)], world_size=4, nodes=1, logs={})
+    assert text.splitlines() == [
+        "rank 0 of 4 failed first: it ended with exit code 1",
+        "Traceback",
+        "ValueError: bad",
+        "the same on rank 1, 2",
+        f"then rank 3 ended with exit code 1: {LOST}",
+    ]
+
+
 @pytest.mark.parametrize(
     ("number", "advice"),
     [(signal.SIGKILL, "out of memory"), (signal.SIGSEGV, "PYTHONFAULTHANDLER=1"), (signal.SIGHUP, "a request to stop")],

@@ -94,11 +94,20 @@ def test_a_missing_rank_is_named():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = LaunchEnvironment(world_size=2, master_addr="127.0.0.1", master_port=port)
-    with pytest.raises(ConnectionError, match=rf"rank 0 of 2 waited 1 s at 127.0.0.1:{port} .*1/2 clients joined"):
+    with pytest.raises(ConnectionError, match=rf"rank 0 of 2 waited 1 s at 127.0.0.1:{port}, and rank 1 did not"):
+        ProcessGroup(environment, CPU, timeout_s=1)
+
+
+def test_a_rank_0_that_does_not_come_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = LaunchEnvironment(rank=1, local_rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
+    with pytest.raises(ConnectionError, match=rf"rank 1 of 2 waited 1 s at 127.0.0.1:{port}, and rank 0 did not come"):
         ProcessGroup(environment, CPU, timeout_s=1)
 
 
 def test_a_rank_that_does_not_come_to_a_meeting_by_file_is_named(tmp_path):
     environment = LaunchEnvironment(world_size=2, rendezvous_file=str(tmp_path / "meet"))
-    with pytest.raises(ConnectionError, match=r"rank 0 of 2 met at file .*meet, but could not connect to the others"):
+    with pytest.raises(ConnectionError, match=r"rank 0 of 2 waited 1 s at file .*meet, and rank 1 did not come"):
         ProcessGroup(environment, CPU, timeout_s=1)

@@ -29,7 +29,7 @@ def terminal():
 @pytest.fixture(autouse=True)
 def logging_as_it_was(monkeypatch):
     """Undo what a test does to the loggers, and keep this machine's variables out of it."""
-    for variable in ("TR_VERBOSITY", "RANK", "WORLD_SIZE", "CI", "TENSORBOARD_LOGGING_DIR"):
+    for variable in ("TR_VERBOSITY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "CI", "TENSORBOARD_LOGGING_DIR"):
         monkeypatch.delenv(variable, raising=False)
     rank_handler.cache_clear()
     yield

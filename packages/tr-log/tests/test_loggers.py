@@ -137,6 +137,15 @@ def test_without_a_level_the_first_rank_informs_and_the_others_warn(rank, level)
     assert get_verbosity() == level
 
 
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "level"), [(2, 0, logging.INFO), (3, 1, logging.WARNING), (0, 0, logging.INFO)]
+)
+def test_without_a_level_the_first_rank_of_every_machine_informs(monkeypatch, rank, local_rank, level):
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    configure(rank=rank, world_size=4)
+    assert get_verbosity() == level
+
+
 def test_without_a_level_the_environment_decides(monkeypatch):
     monkeypatch.setenv("TR_VERBOSITY", "debug")
     configure("passive", rank=3, world_size=4)

@@ -1,9 +1,9 @@
 """Count the bytes that ranks give to all-reduce in each step: two processes, real exchanges, each of them counted.
 
-DDP reduces the whole gradients, in buckets. GaLore in the mode `deferred` reduces projections, and with each a sketch
-of 64 x 64 numbers, by which the norm of the mean gradient is estimated, which is never formed. A matrix that gets a new
-basis exchanges what that takes as well; matrices take turns. Only matrices are in the model, so that the figures are
-those of projected parameters; others are reduced whole.
+DDP reduces the whole gradients, in buckets. GaLore in the mode `deferred` reduces projections. The mean gradient is
+never formed; where its norm is asked for, to clip by or to log, it is estimated, for which a sketch of 64 x 64 numbers
+is reduced, 16 KiB whatever the model. A matrix that gets a new basis exchanges what that takes as well; matrices take
+turns. Only matrices are in the model, so that the figures are those of projected parameters; others are reduced whole.
 
 Run: python traffic.py [--small]
 """
@@ -29,7 +29,8 @@ GOAL, USUAL_GAP = 0.25, 200
 WORLD_SIZE = 2
 SIZES = {"usual": (1024, 4096), "small": (128, 512)}
 GALORE = "galore_adamw_layerwise"
-CONTESTANTS = ("adamw under DDP", GALORE, f"{GALORE}:sketch_rows=8", f"{GALORE}:reduction=whole", "lomo", "adalomo")
+WITHOUT_NORM = " without a norm"
+CONTESTANTS = ("adamw under DDP", GALORE + WITHOUT_NORM, GALORE, f"{GALORE}:reduction=whole", "lomo", "adalomo")
 
 
 class Counted:
@@ -144,15 +145,16 @@ def main() -> None:
     )
     print(f"  {'':40}{'first step':>12}{'a step':>10}{'with a new basis':>18}{'mean':>9}")
     for name in options.optimizers:
-        found = on_two_ranks((name, size, 1 + options.gap, options.gap, 0.0 if "lomo" in name else 1.0))
+        clip = 0.0 if "lomo" in name or WITHOUT_NORM in name else 1.0
+        found = on_two_ranks((name.removesuffix(WITHOUT_NORM), size, 1 + options.gap, options.gap, clip))
         first, *cycle = (given / (elements * 4) for given in found)
         # In one cycle every matrix gets one new basis.
         mean = min(cycle) + (sum(cycle) / len(cycle) - min(cycle)) * options.gap / USUAL_GAP
         renewed = f"{max(cycle):.4f}" if max(cycle) > min(cycle) else ""
-        print(f"  {name:40}{first:12.4f}{min(cycle):10.4f}{renewed:>18}{mean:9.4f}", flush=True)
-    sketches = 8 * 64 * 64 / elements
+        print(f"  {name:40}{first:12.5f}{min(cycle):10.5f}{renewed:>18}{mean:9.4f}", flush=True)
     print(
-        f"\nThe goal is {GOAL} in a step; the sketches for the norm are {sketches:.5f} of what is counted for GaLore."
+        f"\nThe goal is {GOAL} in a step. The sketch for the norm, 16 KiB in any model, is "
+        f"{64 * 64 / elements:.5f} here, and {64 * 64 / 6.7e9:.0e} with 6.7 billion parameters."
     )
 
 

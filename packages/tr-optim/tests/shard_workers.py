@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from fused_workers import Ranks
 from shard_models import batch, build, described, local, shard
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -99,7 +100,19 @@ PROJECTED = {
     "partly": {"proj_type": "left"},
     "partly whole": {"proj_type": "left", "reduction": "whole"},
     "not finite": {"proj_type": "full"},
+    "svd std": {"method": "svd"},
+    "svd left accumulated, clipped": {"proj_type": "left", "method": "svd"},
+    "svd full": {"proj_type": "full", "method": "svd"},
+    "svd in step": {"proj_type": "reverse_std", "method": "svd", "mode": "step"},
+    "svd, not finite": {"proj_type": "full", "method": "svd"},
 }
+# As these, but not to the same tolerance.
+IN_BFLOAT16 = {
+    "bfloat16 left": {"proj_type": "left", "basis_dtype": "bfloat16"},
+    "bfloat16 right, clipped": {"proj_type": "right", "basis_dtype": "bfloat16"},
+    "bfloat16 svd": {"proj_type": "full", "basis_dtype": "bfloat16", "method": "svd"},
+}
+LIKE_PROJECTED = {**PROJECTED, **IN_BFLOAT16, "compat": {"compat": "galore-torch"}}
 
 
 def projected_groups(model, **projection):
@@ -113,7 +126,7 @@ def projected_groups(model, **projection):
 
 def run_projected(name, ranks, mesh=None):
     """Train by projections of gradients in shards, or, without ranks, of whole ones of all data."""
-    options = dict(PROJECTED[name])
+    options = dict(LIKE_PROJECTED[name])
     model = build()
     if ranks is not None:
         shard(model, mesh=mesh, but="second" if "partly" in name else None)
@@ -133,7 +146,7 @@ def run_projected(name, ranks, mesh=None):
         if name == "another rank" and step == 3:
             optimizer.param_groups[0]["rank"] = 4
         for number in range(parts):
-            is_spoiled = name == "not finite" and step == 3 and rank == world_size - 1
+            is_spoiled = "not finite" in name and step == 3 and rank == world_size - 1
             loss = model(batch(10 * step + number, rank, world_size), is_spoiled=is_spoiled) / parts
             optimizer.backward(loss, last=number == parts - 1, scale=scale)
         norms.append(optimizer.clip_grad_norm(0.05 if "clipped" in name else None).item())
@@ -149,7 +162,8 @@ def function_of(name):
 
 def train_all(ranks):
     found = {name: run_fused(name, ranks) for name in FUSED}
-    found |= {name: run_projected(name, ranks) for name in PROJECTED}
+    found |= {name: run_projected(name, ranks) for name in LIKE_PROJECTED}
+    found["rounded"] = rounded(ranks)
     found |= {name: run_ordinary(name, ranks) for name in ORDINARY}
     found |= {f"resumed {name}": resume(name) for name in RESUMED}
     found["exchanges"] = {name: exchanges(name) for name in EXCHANGES}
@@ -169,6 +183,9 @@ RESUMED = {
     "left": lambda model: galore(model, proj_type="left"),
     "right": lambda model: galore(model, proj_type="right"),
     "full in step": lambda model: galore(model, proj_type="full", mode="step"),
+    "svd": lambda model: galore(model, proj_type="left", method="svd"),
+    "compat": lambda model: galore(model, compat="galore-torch"),
+    "bfloat16": lambda model: galore(model, proj_type="full", basis_dtype="bfloat16"),
 }
 
 
@@ -199,6 +216,35 @@ def resume(name):
         first, second = ([local(p) for p in one.parameters()] for one in (model, other))
         found.append(all(map(torch.equal, first, second)))
     return found
+
+
+def rounded(ranks):
+    """Return how far weights in bfloat16 went, as a share of the way that they should go."""
+
+    def train(**options):
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 64, bias=False, dtype=torch.bfloat16)  # rows of a rank: 32
+        layer.weight.data.fill_(1.0)
+        fully_shard(layer)
+        groups = [{"params": list(layer.parameters()), "rank": 1, "scale": 4.0, "update_proj_gap": 10**6}]
+        optimizer = GaLoreAdamW(groups, 1e-4, mode="deferred", **options)
+        optimizer.bind(ranks)
+        for _ in range(50):  # each is to take away 1e-4: of one direction in 16, with the scale, as much as AdamW's
+            optimizer.backward(layer(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum())
+            optimizer.step()
+        return layer.weight
+
+    def way(weights):
+        return (1 - weights.float().mean()).item() / (50 * 1e-4)
+
+    weights, again = train(stochastic_rounding=True), train(stochastic_rounding=True)
+    whole = weights.full_tensor().detach()
+    return {
+        "to nearest": way(train().full_tensor().detach()),
+        "stochastically": way(whole),
+        "replicas are equal": torch.equal(local(weights), local(again)),
+        "rows of ranks are alike": torch.equal(whole[:32], whole[32:]),
+    }
 
 
 # What is exchanged in a step beside what FSDP2 does itself, which gathers weights and scatters gradients.
@@ -265,8 +311,6 @@ def adalomo_step(model):
 
 REFUSED = {
     "partly immediate": lambda model: galore(shard(model, but="second"), mode="immediate").bind(Ranks()),
-    "svd": lambda model: galore(shard(model), method="svd"),
-    "compat": lambda model: galore(shard(model), compat="galore-torch"),
     "int8 basis": lambda model: galore(shard(model), basis_dtype="int8"),
     "lazy": lambda model: galore(shard(model), refresh="lazy"),
     "fira": lambda model: FiraAdamW(projected_groups(shard(model)), 1e-2),
@@ -288,7 +332,11 @@ def kept_memory(ranks):
     for number in range(2):
         optimizer.backward(model(batch(number, ranks.rank, ranks.world_size)), last=number == 1)
         window = optimizer._gathering.window
-        kept = [*window.whole.values(), *window.projected.values(), *window.sketches.values()]
+        kept = [
+            *window.whole.values(),
+            *window.projected.values(),
+            *(window.sketch.sums.values() if window.sketch else ()),
+        ]
         found.append(all(p.grad is None for p in model.parameters()))
         found.append(all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in kept))
     return found

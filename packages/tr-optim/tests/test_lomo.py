@@ -282,7 +282,7 @@ def test_small_gradients_that_are_used_together_give_the_same_weights(monkeypatc
         return weights_of(model), norms
 
     together, norms = trained()
-    monkeypatch.setattr("tr_optim.engine.fused._JOINED", -1)
+    monkeypatch.setattr("tr_optim.engine.fused_passes._JOINED", -1)
     one_by_one, expected = trained()
     assert_same_bits(together, one_by_one)
     assert norms == pytest.approx(expected, rel=1e-6)

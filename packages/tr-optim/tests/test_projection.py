@@ -75,14 +75,24 @@ def test_a_basis_from_nothing_holds_most_of_what_the_best_holds():
 
 
 @pytest.mark.parametrize(("m", "n", "side"), [(96, 256, "left"), (256, 96, "right")])
-def test_one_iteration_from_the_last_basis_holds_99_percent_of_what_the_best_holds(m, n, side):
+def test_one_iteration_from_the_last_basis_holds_98_percent_of_what_the_best_holds(m, n, side):
     first, second = drifting(m, n)
     best = torch.linalg.svd(first, full_matrices=False)
     old = Basis(best.U[:, :24], None) if side == "left" else Basis(None, best.Vh[:24].mT)
     basis = find_basis(second, 24, "std", old)
     columns, matrix = (basis.left, second) if side == "left" else (basis.right, second.mT)
     assert is_orthonormal(columns)
-    assert energy(matrix, columns) > 0.99
+    assert energy(matrix, columns) > 0.98
+
+
+@pytest.mark.parametrize("proj_type", ["left", "right"])
+def test_a_basis_finds_directions_of_which_the_old_one_has_nothing(proj_type):
+    old = Basis(torch.eye(12)[:, :3], None) if proj_type == "left" else Basis(None, torch.eye(12)[:, :3])
+    matrix = torch.zeros(12, 12)
+    matrix[4:, 4:] = gradient(8, 8)[:, :2] @ gradient(2, 8, seed=1)
+    basis = find_basis(matrix, 3, proj_type, old)
+    columns, seen = (basis.left, matrix) if proj_type == "left" else (basis.right, matrix.mT)
+    assert energy(seen, columns) > 0.99
 
 
 def test_a_basis_follows_a_gradient_without_a_jump():

@@ -97,6 +97,11 @@ def _sharding(args: TrainingArguments) -> Iterator[Rule]:
         yield ("fsdp_config", "fsdp"), "has no effect alone; set fsdp, such as fsdp='full_shard auto_wrap'"
     if args.fsdp_config.get("min_num_params") and args.fsdp_config.get("transformer_layer_cls_to_wrap"):
         yield ("fsdp_config",), "needs either min_num_params or transformer_layer_cls_to_wrap, not both"
+    sizes = args.parallelism_config or {}
+    if sizes and args.deepspeed:
+        yield ("parallelism_config", "deepspeed"), "is not read with ZeRO, whose configuration says how it divides"
+    if sizes.get("dp_shard_size", 1) > 1 and not args.fsdp and args.strategy in ("auto", "single", "ddp"):
+        yield ("parallelism_config", "fsdp"), "divides a model by dp_shard_size; set fsdp='full_shard auto_wrap' too"
 
 
 _RULES: tuple[Callable[[TrainingArguments], Iterator[Rule]], ...] = (

@@ -17,12 +17,6 @@ from tr_core.evaluation.evaluation_checks import check_evaluation
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
 
-# Options that this version knows by name and does not act on: set to anything else, they are refused.
-# name -> (value that is allowed, what to do instead)
-NOT_YET: dict[str, tuple[Any, str]] = {
-    "parallelism_config": (None, "train with strategy='ddp'"),
-}
-
 # Options that are refused for good. name -> (value that is allowed, why nothing else can be)
 REFUSED: dict[str, tuple[Any, str]] = {
     "dataloader_in_order": (
@@ -34,16 +28,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def refuse_unsupported(args: Any) -> None:
-    """Raise for options that would have no effect, or whose effect cannot be had.
+    """Raise for options whose effect cannot be had.
 
     Raises:
-        NotImplementedError: one or more are set; the message names each with what to do instead.
-        ValueError: likewise, with the reason why it is refused.
+        ValueError: one or more are set; the message names each with the reason why it is refused.
     """
-    if problems := _set_otherwise(args, NOT_YET):
-        raise NotImplementedError(
-            "options that this version of tr-core does not act on, and what to do instead:\n" + "\n".join(problems)
-        )
     if problems := _set_otherwise(args, REFUSED):
         raise ValueError("options that cannot be used, and why:\n" + "\n".join(problems))
 

@@ -41,7 +41,8 @@ _BROUGHT_BY = {
     | dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"), "tr-optim[bitsandbytes]")
     | dict.fromkeys(("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"), "tr-optim[bitsandbytes]")
     | dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "tr-optim[torchao]"),
-    "tr.strategies": {"ddp": "tr-dist", "fsdp": "tr-dist", "deepspeed": "tr-dist[deepspeed]"},
+    "tr.strategies": dict.fromkeys(("ddp", "fsdp", "mps"), "tr-dist")
+    | {"deepspeed": "tr-dist[deepspeed]", "xla": "tr-dist[xla]"},
     "tr.callbacks": {
         "hub": "tr-ckpt[hub]",
         "tensorboard": "tr-log[tensorboard]",

@@ -15,17 +15,20 @@ import torch
 _MASK_64 = (1 << 64) - 1
 
 
-def set_seed(seed: int, deterministic: bool = False) -> None:
+def set_seed(seed: int, deterministic: bool = False, device: torch.device | None = None) -> None:
     """Seed Python's, NumPy's and torch's generators, those of every device included.
 
     Args:
         seed: any non-negative integer.
         deterministic: also ask torch for deterministic kernels (`enable_full_determinism`).
+        device: where training is to be; it matters for XLA's alone, which torch does not seed with the others.
     """
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    if device is not None and device.type == "xla":
+        torch.get_device_module(device).manual_seed(seed)
     if deterministic:
         _use_deterministic_kernels()
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
     """Run training from its beginning or from a checkpoint to its end; the closing event fires in any case."""
     # Ranks differ, so that dropout does; weights do not depend on it: a strategy makes them the same.
-    set_seed(trainer.args.seed + trainer.strategy.rank, deterministic=trainer.args.full_determinism)
+    seed = trainer.args.seed + trainer.strategy.rank
+    set_seed(seed, deterministic=trainer.args.full_determinism, device=trainer.strategy.device)
     trainer.renew_model()
     with while_training(trainer), trainer.memory.stage("train") as read_memory:
         run = _begin(trainer, resume, ignore_keys)

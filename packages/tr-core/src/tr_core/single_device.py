@@ -11,6 +11,9 @@ from torch import nn
 
 from tr_core.optimization.skipping import step_unless
 from tr_core.protocols import Stateful
+from tr_log import get_logger, warning_once
+
+logger = get_logger(__name__)
 
 
 def choose_device(use_cpu: bool = False) -> torch.device:
@@ -23,6 +26,18 @@ def choose_device(use_cpu: bool = False) -> torch.device:
     if accelerator.type == "mps":
         return torch.device("mps")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def tell_of_idle_devices(device: torch.device) -> None:
+    """Say once that one process uses one device, where there are more of its kind."""
+    count = torch.accelerator.device_count() if device.type != "cpu" else 1
+    if count > 1:
+        warning_once(
+            logger,
+            "%d %s devices are visible, and one process uses one, %s; to use all, start a process for each: trainer "
+            "launch --nproc %d SCRIPT, or torchrun --nproc-per-node %d SCRIPT (CUDA_VISIBLE_DEVICES chooses one)",
+            count, device.type, device, count, count,
+        )  # fmt: skip
 
 
 class SingleDevice:
@@ -53,6 +68,13 @@ class SingleDevice:
             raise ValueError(
                 "fp16=True cannot train on a CPU: its kernels have no float16 accumulation; use bf16=True or float32"
             )
+        if precision == "fp16" and self.device.type == "mps":
+            raise ValueError(
+                "fp16=True on the mps device needs the strategy that is made for it: pip install tr-dist, which "
+                "strategy='auto' then takes; or use bf16=True or float32"
+            )
+        if precision == "bf16" and self.device.type == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):
+            raise ValueError("bf16=True on the mps device needs macOS 14; use float32, or update macOS")
         if precision == "bf16" and self.device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ValueError(
                 f"bf16=True needs a device with bfloat16, which {torch.cuda.get_device_name(self.device)} has not; "
@@ -67,7 +89,9 @@ class SingleDevice:
     def from_arguments(cls, args: Any) -> SingleDevice:
         """Build from training arguments: `use_cpu`, `bf16`, `fp16`."""
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-        return cls(precision=precision, use_cpu=args.use_cpu)
+        device = choose_device(args.use_cpu)
+        tell_of_idle_devices(device)
+        return cls(device, precision=precision)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device."""

@@ -58,7 +58,6 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
 
     Raises:
         ValueError: arguments ask for what is not there.
-        NotImplementedError: arguments ask for what this version does not do.
     """
 
     is_in_evaluation = False

@@ -4,6 +4,15 @@ from tr_dist.ddp import DDP
 from tr_dist.device import rank_device
 from tr_dist.environment import LaunchEnvironment, read_environment
 from tr_dist.launching.notebook import notebook_launcher
+from tr_dist.own_loops import Loop
 from tr_dist.process_group import ProcessGroup
 
-__all__ = ["DDP", "LaunchEnvironment", "ProcessGroup", "notebook_launcher", "rank_device", "read_environment"]
+__all__ = [
+    "DDP",
+    "LaunchEnvironment",
+    "Loop",
+    "ProcessGroup",
+    "notebook_launcher",
+    "rank_device",
+    "read_environment",
+]

@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from tr_dist.device import rank_device
+from tr_dist.device import lone_device, rank_device
 from tr_dist.environment import LaunchEnvironment, read_environment
+from tr_dist.gpu_report import describe_gpus
 from tr_dist.rendezvous import meeting_place
 
 _GIB = 2**30
@@ -58,9 +59,7 @@ def _machine() -> Iterator[str]:
 
 
 def _devices(problems: list[str]) -> Iterator[str]:
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
-        if name in os.environ:
-            yield f"{name}={os.environ[name]!r}"
+    yield from describe_gpus(os.environ, problems)
     built = f"torch is built with CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
     if not torch.cuda.is_available():
         yield f"cuda: none usable ({built})"
@@ -72,6 +71,8 @@ def _devices(problems: list[str]) -> Iterator[str]:
         )
     if torch.backends.mps.is_available():
         yield f"mps: {_computes(torch.device('mps'), problems)}"
+        given = os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK", "not set")
+        yield f"PYTORCH_ENABLE_MPS_FALLBACK: {given} (1 computes on the CPU what MPS has not, else that is an error)"
     yield f"cpu: {_computes(torch.device('cpu'), problems)}"
 
 
@@ -114,7 +115,8 @@ def _launch(problems: list[str]) -> Iterator[str]:
         return
     yield _who(environment)
     try:
-        yield f"this process would compute on {rank_device(environment)}"
+        device = lone_device() if environment.launcher == "none" else rank_device(environment)
+        yield f"this process would compute on {device}"
     except ValueError as error:
         problems.append(str(error))
         yield "no device for this process: see the problems below"

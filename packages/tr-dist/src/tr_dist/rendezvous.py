@@ -23,13 +23,16 @@ def open_store(environment: LaunchEnvironment, *, timeout_s: float) -> dist.Stor
     that rank 0 serves is new with each start, and launchers of machines that came later count fewer restarts.
 
     Raises:
-        ConnectionError: the port is taken, or the other ranks did not come within `timeout_s`.
+        ConnectionError: the port is taken, other ranks did not come within `timeout_s`, two came under one number, or
+            they were not started in the same number.
     """
     if environment not in _stores:
-        _stores[environment] = _connect(environment, timedelta(seconds=timeout_s))
+        store = _connect(environment, timedelta(seconds=timeout_s))
+        if environment.world_size > 1:
+            _wait_for_all(dist.PrefixStore(f"{_attempt(environment)}/here", store), environment, timeout_s)
+        _stores[environment] = store
     meeting = next(_meetings)  # the same on all ranks, which join and leave together
-    attempt = environment.restart_count if environment.agent_store or environment.rendezvous_file else 0
-    return dist.PrefixStore(f"attempt_{attempt}/group_{meeting}", _stores[environment])
+    return dist.PrefixStore(f"{_attempt(environment)}/group_{meeting}", _stores[environment])
 
 
 def meeting_place(environment: LaunchEnvironment) -> str:
@@ -39,6 +42,47 @@ def meeting_place(environment: LaunchEnvironment) -> str:
     if environment.world_size == 1:
         return "this process"
     return f"{environment.master_addr}:{environment.master_port}"
+
+
+def _attempt(environment: LaunchEnvironment) -> str:
+    is_kept = environment.agent_store or environment.rendezvous_file
+    return f"attempt_{environment.restart_count if is_kept else 0}"
+
+
+def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: float) -> None:
+    """Come to the meeting, and wait until every rank has: torch's own wait does not say who is missing."""
+    rank, size, place = environment.rank, environment.world_size, meeting_place(environment)
+    me = f"rank {rank} of {size}"
+    # A launcher that serves the store gives out the numbers itself, perhaps anew after machines came or went.
+    if not environment.agent_store and store.add(f"times_{rank}", 1) > 1:
+        raise ConnectionError(
+            f"{me} came to {place}, where another process with RANK={rank} is already; start every process with a RANK "
+            "of its own, and a new job at a new port or file"
+        )
+    names = [str(number) for number in range(size)]
+    try:
+        store.set(str(rank), str(size))
+        store.wait(names, timedelta(seconds=timeout_s))
+        sizes = [int(value) for value in store.multi_get(names)]
+    except RuntimeError:  # each kind of store has its own
+        raise ConnectionError(f"{me} {_why_not_all(store, names, place, timeout_s)}") from None
+    for number, other in enumerate(sizes):
+        if other != size:
+            raise ConnectionError(
+                f"{me} and rank {number} of {other} met at {place}: they were not started as one job; give all the "
+                "same WORLD_SIZE"
+            )
+
+
+def _why_not_all(store: dist.Store, names: list[str], place: str, timeout_s: float) -> str:
+    try:
+        missing = ", ".join(name for name in names if not store.check([name]))
+    except RuntimeError as error:
+        return f"lost its connection to rank 0 at {place}, whose output says why: {error}"
+    return (
+        f"waited {timeout_s:g} s at {place}, and rank {missing} did not come; every rank must be running, with the "
+        "same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and able to reach that address"
+    )
 
 
 def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
@@ -56,21 +100,22 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
             environment.world_size,
             is_master=serves,
             timeout=timeout,
+            wait_for_workers=False,
             multi_tenant=True,
         )
     except dist.DistError as error:
-        raise ConnectionError(_explain(error, environment, timeout, serves)) from error
+        raise ConnectionError(_explain(error, environment, timeout, serves)) from None
 
 
 def _explain(error: Exception, environment: LaunchEnvironment, timeout: timedelta, serves: bool) -> str:
     place, rank = meeting_place(environment), f"rank {environment.rank} of {environment.world_size}"
     if serves and "EADDRINUSE" in str(error):
         return (
-            f"{rank} cannot serve {place}: the port is taken, perhaps by another job; "
+            f"{rank} cannot serve {place}: the port is taken, perhaps by another job or a second process with RANK=0; "
             "choose another MASTER_PORT, the same for all ranks"
         )
+    said = str(error).splitlines()[0].rstrip(".")
     return (
-        f"{rank} waited {timeout.total_seconds():g} s at {place} and the others did not come ({error}); "
-        "every rank must be running, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and able to "
-        "reach that address"
+        f"{rank} waited {timeout.total_seconds():g} s at {place}, and rank 0 did not come ({said}); every rank must be "
+        "running, with the same MASTER_ADDR and MASTER_PORT, and able to reach that address"
     )

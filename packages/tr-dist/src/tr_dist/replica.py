@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tr_dist.alike import alike_on_all_ranks
 from tr_dist.gradient_parts import GradientParts
 from tr_dist.process_group import ProcessGroup
 
@@ -23,7 +24,10 @@ _NO_BACKWARD = (
 # Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", figure 16.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-_DIGEST_BLOCK = 2**22  # elements at a time, of 8 bytes each
+# Elements at a time, of 8 bytes each. On the CPU few: what larger ones take stays with the process, whose allocator
+# gives blocks of up to 32 MiB back late or never.
+_DIGEST_BLOCKS = {"cpu": 2**17}
+_DIGEST_BLOCK = 2**22
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -196,6 +200,7 @@ class Replica(DistributedDataParallel):
         )
 
 
+@alike_on_all_ranks()
 def check_trainable(model: nn.Module, device: torch.device) -> None:
     """Check that a module can become a replica on `device`.
 
@@ -260,9 +265,10 @@ def _digest(parameter: torch.Tensor) -> torch.Tensor:
         values = torch.view_as_real(values)
     bits = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _DIGEST_BLOCK):
-        mixed = bits[start : start + _DIGEST_BLOCK].to(torch.int64)
-        mixed += torch.arange(start, start + mixed.numel(), device=bits.device) * _GOLDEN
+    size = _DIGEST_BLOCKS.get(bits.device.type, _DIGEST_BLOCK)
+    for start in range(0, bits.numel(), size):
+        mixed = bits[start : start + size].to(torch.int64)
+        mixed += torch.arange(start, start + mixed.numel(), device=bits.device).mul_(_GOLDEN)
         for shift, factor in _MIXING:
             mixed ^= mixed >> shift
             mixed *= factor

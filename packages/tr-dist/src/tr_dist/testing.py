@@ -31,7 +31,10 @@ _PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist", "tr_dist.t
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # else it would look for a device that the ranks do not see
     _PRELOAD.append("deepspeed")
 # What gloo and torch say on the ranks that lost a peer.
-_CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "connectFullMesh")
+_CONSEQUENCES = (
+    *("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting"),
+    *("connectFullMesh", "lost its connection"),
+)
 
 
 class RankError(RuntimeError):

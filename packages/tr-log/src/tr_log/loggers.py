@@ -26,8 +26,8 @@ def configure(
 
     Args:
         level: a level as `parse_level` takes it. None or `passive` leaves a level that was set before;
-            without one it is that of the environment variable TR_VERBOSITY, else INFO on rank 0 and WARNING
-            on the others.
+            without one it is that of the environment variable TR_VERBOSITY, else INFO on the first process
+            of each machine (LOCAL_RANK 0; without that variable, rank 0) and WARNING on the others.
         rank: number of this process, from 0; None keeps it (at first: the environment's RANK, else 0).
         world_size: number of processes; None keeps it (at first: the environment's WORLD_SIZE, else 1). From
             2 on each line starts with `[rank 1/4]`.
@@ -91,4 +91,6 @@ def _passive_level() -> int:
     asked = os.environ.get(VARIABLE)
     if asked:
         return parse_level(asked, source=f"environment variable {VARIABLE}")
-    return logging.INFO if rank_handler().rank == 0 else logging.WARNING
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    place = int(local_rank) if local_rank.isdecimal() else rank_handler().rank
+    return logging.INFO if place == 0 else logging.WARNING

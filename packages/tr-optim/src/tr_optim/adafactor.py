@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tr_optim.engine.added_groups import whole_or_not
+from tr_optim.engine.expected import optimizer_bytes
 from tr_optim.engine.loading import check_shapes, checked
 from tr_optim.engine.rounding import Rounding, check_has_low_precision, put_back
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
@@ -119,6 +121,7 @@ class Adafactor(Optimizer):
             options["seed"] = args.seed
         return cls(params, args.learning_rate, **options, relative_step=False)
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that ranks divide in another way than by rows."""
         super().add_param_group(param_group)
@@ -143,6 +146,10 @@ class Adafactor(Optimizer):
                     _update(parameter, group, self.state[parameter], self._rounding, number_of)
                 number_of += 1
         return result
+
+    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
+        """Return the bytes of all gradients, and those of the state after a step; of shards this rank's."""
+        return optimizer_bytes(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""

@@ -12,7 +12,6 @@ from tr_optim.engine.arguments import fused_options
 from tr_optim.engine.chunks import computing_dtype
 from tr_optim.engine.fused import FusedOptimizer
 from tr_optim.engine.loading import check_shapes, checked
-from tr_optim.engine.rounding import CountedRounding
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout
 from tr_optim.moments.adafactor_blocks import BlockedUpdate, is_divided, start, state_shapes
 from tr_optim.options import number, number_pair
@@ -94,8 +93,8 @@ class AdaLomo(FusedOptimizer):
             clip_grad_value=clip_grad_value,
             accumulate=accumulate,
             nonfinite=nonfinite,
+            rounding_seed=seed if stochastic_rounding else None,
         )
-        self._rounding = CountedRounding(self, seed if stochastic_rounding else None)
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> AdaLomo:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.engine.applying import Applying
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.chunks import computing_dtype
+from tr_optim.engine.expected import optimizer_bytes
 from tr_optim.engine.loading import check_shapes, checked
 from tr_optim.engine.refusals import check_gradient
 from tr_optim.engine.returning import BackProjection
@@ -93,6 +95,7 @@ class AdamW8bit(Optimizer):
         betas = (args.adam_beta1, args.adam_beta2)
         return cls(params, args.learning_rate, betas, args.adam_epsilon, **options)
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be updated."""
         super().add_param_group(param_group)
@@ -124,6 +127,10 @@ class AdamW8bit(Optimizer):
                 gradient = gradient.to(computing_dtype(parameter))  # where a new state's dtype comes from
             apply(parameter, state, Place({"projects": False, **group}, index, 0, 0), gradient)
         return result
+
+    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
+        """Return the bytes of all gradients, and those of the state after a step; of shards this rank's."""
+        return optimizer_bytes(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
 from tr_optim.engine.random_bases import PROJECTIONS, RandomBases
@@ -118,6 +119,7 @@ class APOLLOAdamW(ProjectedOptimizer):
         rule, returning = AdamDirection(as_upstream=as_upstream), ScaledGradient(as_upstream=as_upstream)
         super().__init__(params, defaults, rule, engine, RandomBases(engine), returning)
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse options that are not known, and parameters that cannot be projected."""
         super().add_param_group(param_group)

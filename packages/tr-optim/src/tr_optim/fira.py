@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
 from tr_optim.engine.returning import BackProjection
@@ -104,6 +105,7 @@ class FiraAdamW(ProjectedOptimizer):
         rule, returning = AdamDirection(as_upstream=as_upstream), WithResidual(as_upstream=as_upstream)
         super().__init__(params, defaults, rule, engine, returning=returning)
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be projected."""
         super().add_param_group(param_group)

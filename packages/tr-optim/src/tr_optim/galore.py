@@ -55,10 +55,11 @@ class GaLoreAdamW(ProjectedOptimizer):
     of a matrix, and with accumulation the whole of those that get a new basis in this step;
     `immediate` nothing, with accumulation as `deferred`.
 
-    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, no gradient is gathered. From the right each rank
-    projects its rows, and keeps their moments and the whole `basis_right`; only bases take exchanges, of `n x r`. From
-    the left each keeps its rows of `basis_left`, and all the same moments, `2 r n`; projections are added up once a
-    step. Of stacks each rank has whole matrices. `state_dict` has DTensors.
+    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, no gradient is gathered; only `method="svd"` does
+    that, with one matrix at a time, which gets a new basis. From the right each rank projects its rows, and keeps their
+    moments and the whole `basis_right`; only bases take exchanges, of `n x r`. From the left each keeps its rows of
+    `basis_left`, and all the same moments, `2 r n`; projections are added up once a step. Of stacks each rank has whole
+    matrices. `state_dict` has DTensors.
 
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,
@@ -77,14 +78,15 @@ class GaLoreAdamW(ProjectedOptimizer):
         rotate_moments: carry moments over to a new basis.
         stagger: let matrices take turns in finding a new basis.
         seed: of random starts and sketches.
-        reduction: what ranks exchange: `projected` gradients, `r / m` of the bytes, the norm then being estimated, with
-            `deferred`; or `whole` ones, with `deferred` and `immediate`.
+        reduction: what ranks exchange: `projected` gradients, `r / m` of the bytes, the norm then being estimated if
+            it is asked for, with `deferred`; or `whole` ones, with `deferred` and `immediate`.
         refresh_from: with micro-batches, what a new basis is found from: the sum of `all`, so that they equal one big
             batch, for which the whole gradients of the matrices that get one are kept until the last, in the first step
             those of all matrices; the `first`, which keeps none; or `all_but_first`, which takes the first micro-batch
             for the first basis of each matrix, and the sum of all from then on: they equal one big batch but for the
             subspaces of the first `update_proj_gap` steps.
-        sketch_rows: rows that the norm is estimated by, where the whole gradient is never there at once.
+        sketch_rows: the norm is estimated by so many rows and columns of random mixtures of all gradients that are
+            never there at once. Where it is asked for, ranks exchange their squared number for the whole model.
         refresh: `fixed` finds a matrix's basis every `update_proj_gap` steps; `lazy` doubles that gap with each refresh
             while bases hardly change, as Q-GaLore does (see `tr_optim.projection.lazy.LazyRefresh`).
         refresh_cosine: with `lazy`, mean cosine of successive bases from which the gap doubles; 1 is no change.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.galore import GaLoreAdamW
 from tr_optim.moments.adam_8bit import Adam8bitRule, check_least_size, take_over
 
@@ -70,6 +71,7 @@ class GaLoreAdamW8bit(GaLoreAdamW):
         super().__init__(groups, lr, betas, eps, weight_decay, **options)
         self.defaults["min_8bit_size"] = min_8bit_size
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be projected."""
         super().add_param_group(param_group)

@@ -10,8 +10,8 @@ import torch
 from tr_optim.engine.arguments import fused_options
 from tr_optim.engine.chunks import chunks, computing_dtype
 from tr_optim.engine.fused import FusedOptimizer
-from tr_optim.engine.loading import checked
-from tr_optim.engine.rounding import CountedRounding, put_back
+from tr_optim.engine.loading import checked, refuse_any_state
+from tr_optim.engine.rounding import put_back
 from tr_optim.engine.shards import local_part
 
 
@@ -90,8 +90,8 @@ class Lomo(FusedOptimizer):
             clip_grad_value=clip_grad_value,
             accumulate=accumulate,
             nonfinite=nonfinite,
+            rounding_seed=seed if stochastic_rounding else None,
         )
-        self._rounding = CountedRounding(self, seed if stochastic_rounding else None)
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> Lomo:
@@ -111,7 +111,7 @@ class Lomo(FusedOptimizer):
         Raises:
             ValueError: it is the state of another kind of optimizer; nothing has changed then.
         """
-        complete, _ = checked(state_dict, self.param_groups, _refuse_state)
+        complete, _ = checked(state_dict, self.param_groups, refuse_any_state("Lomo"))
         super().load_state_dict(complete)
 
     def update(
@@ -163,10 +163,3 @@ class Lomo(FusedOptimizer):
         if decay != 0:
             torch._foreach_mul_(parameters, 1 - rate * decay)
         torch._foreach_add_(parameters, gradients, alpha=-float(rate))  # a number already: nothing is read
-
-
-def _refuse_state(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    raise ValueError(
-        f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has {', '.join(sorted(saved))}, "
-        "which Lomo would keep in memory and not use; resume with the optimizer that saved it, or begin anew"
-    )

@@ -8,6 +8,7 @@ from typing import Annotated
 from tr_args.accelerator_config import AcceleratorConfig
 from tr_args.config_file import ConfigFile
 from tr_args.hints import OptionalSeed, Options, Seed
+from tr_args.parallelism import ParallelSizes
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -34,8 +35,8 @@ class HardwareFields:
     accelerator_config: Annotated[AcceleratorConfig, ConfigFile()] = field(default_factory=AcceleratorConfig)
     """How data is shared among processes, as a mapping or a file, such as {"even_batches": false}."""
 
-    parallelism_config: Options = None
-    """Sizes of the parallel dimensions, for strategies that have several."""
+    parallelism_config: Annotated[Options, ParallelSizes()] = None
+    """Over how many processes samples and shards are spread, such as {"dp_replicate_size": 2, "dp_shard_size": 4}."""
 
     skip_memory_metrics: bool = True
     """Do not add memory use to the metrics."""

@@ -19,7 +19,8 @@ class WeightAverage:
 
     Averaged are the parameters that are trainable when this is built, each once however many names it has, and the
     floating-point buffers that are saved with the module (running statistics of norms). Other buffers, and frozen
-    parameters, are the module's own at any time. Float64 stays float64.
+    parameters, are the module's own at any time. Float64 stays float64. Of a weight that is divided over the ranks (a
+    DTensor) each rank averages its part, and exchanges nothing.
 
     Nothing here reads a value from the device.
 
@@ -32,7 +33,7 @@ class WeightAverage:
         restored: whether a state was loaded and not yet begun from.
 
     Raises:
-        ValueError: a weight is sharded or packed, so that this process does not hold its numbers.
+        ValueError: a weight is packed, or its numbers are not where this process could find them.
 
     Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as exponential average
     in Tarvainen and Valpola 2017, "Mean teachers are better role models", equation 2.
@@ -45,23 +46,29 @@ class WeightAverage:
         # By place: a module may put a new tensor where a buffer was.
         self._buffers = _buffer_places(model)
         for name, tensor in zip(self._names(), self._live(), strict=True):
-            if type(tensor.data) is not torch.Tensor:
+            if type(_local(tensor.data)) is not torch.Tensor:
                 raise ValueError(
-                    f"ema_decay averages whole tensors, but {name} is a {type(tensor.data).__name__}; leave ema_decay "
-                    "out with a strategy that shards or packs the weights"
+                    f"ema_decay averages plain tensors, or shards, but {name} is a "
+                    f"{type(tensor.data).__name__}; leave ema_decay out with a strategy that packs the weights"
                 )
-        self._average = [_widened(tensor) for tensor in self._live()]
+            if tensor.numel() == 0:
+                raise ValueError(
+                    f"ema_decay averages weights, of which {name} has none in this process; leave ema_decay out, or "
+                    "divide the model by strategy='fsdp', which knows whose part is where"
+                )
+        self._named = {name: _widened(live) for name, live in zip(self._names(), self._live(), strict=True)}
+        self._average = [_local(average) for average in self._named.values()]
         self._is_mixed = any(a.dtype != t.dtype for a, t in zip(self._average, self._live(), strict=True))
         self._is_swapped = False
 
     def reset(self) -> None:
         """Begin anew from the weights as they are."""
         with torch.no_grad():
-            torch._foreach_copy_(self._average, self._live())
+            torch._foreach_copy_(self._average, self._numbers())
 
     def update(self) -> None:
         """Move the average towards the weights: average ← decay · average + (1 - decay) · weights."""
-        live = self._live()
+        live = self._numbers()
         with torch.no_grad():
             if self._is_mixed:
                 live = [tensor.to(average.dtype) for tensor, average in zip(live, self._average, strict=True)]
@@ -80,7 +87,7 @@ class WeightAverage:
             yield
             return
         self._check_complete()
-        own = [tensor.detach().clone() for tensor in self._live()]
+        own = [tensor.clone() for tensor in self._numbers()]
         self._is_swapped = True
         try:
             self._put_in(self._average)
@@ -96,7 +103,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the average by the names that the tensors have in the module's own state."""
-        return dict(zip(self._names(), self._average, strict=True))
+        return dict(self._named)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], /) -> None:
         """Take over an average.
@@ -116,7 +123,7 @@ class WeightAverage:
                     f"the average of {name} has the shape {tuple(state_dict[name].shape)}, the weight "
                     f"{tuple(average.shape)}"
                 )
-            average.copy_(state_dict[name])
+            _local(average).copy_(_part_like(average, state_dict[name]))
         self.restored = True
 
     def _names(self) -> list[str]:
@@ -125,9 +132,13 @@ class WeightAverage:
     def _live(self) -> list[torch.Tensor]:
         return [*self._parameters.values(), *(module._buffers[name] for module, name in self._buffers.values())]  # pyright: ignore[reportReturnType]
 
+    def _numbers(self) -> list[torch.Tensor]:
+        """Return what this rank holds of the weights that train, sharing their memory."""
+        return [_local(tensor.detach()) for tensor in self._live()]
+
     def _put_in(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(self._live(), tensors)
+            torch._foreach_copy_(self._numbers(), tensors)
 
     def _check_complete(self) -> None:
         late = [n for n, p in self.model.named_parameters() if _is_averaged(p) and n not in self._parameters]
@@ -211,6 +222,25 @@ def _is_averaged(parameter: nn.Parameter) -> bool:
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds: of a DTensor its shard, else the tensor."""
+    to_local: Any = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _part_like(average: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    """Return the part of a saved tensor, whole or in shards, that this rank holds of the average."""
+    if _local(average) is average:
+        return saved
+    if _local(saved) is saved:  # whole, on every rank
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = average.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        whole = DTensor.from_local(saved.to(average.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        saved = whole.redistribute(placements=average.placements)  # pyright: ignore[reportAttributeAccessIssue]
+    return _local(saved)
 
 
 def _buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -111,6 +111,8 @@ def _device_gauge(device: torch.device) -> ReadMemory | None:
     if device.type == "mps":  # tells no peak
         begin = module.current_allocated_memory()
         return lambda: {"gpu_alloc_delta": module.current_allocated_memory() - begin}
+    if not hasattr(module, "reset_peak_memory_stats"):  # XLA's: the compiler has planned what is used
+        return None
     module.reset_peak_memory_stats(device)
     begin = module.memory_allocated(device)
 

@@ -60,6 +60,11 @@ class ItemCount(torch.Tensor):
 
 _LOOKS = frozenset(
     {
+        torch.is_floating_point,  # asked by what casts the arguments of a forward, such as fully_shard's hooks
+        torch.is_complex,
+        torch.Tensor.is_complex,
+        torch.Tensor.get_device,
+        torch.Tensor.record_stream,
         torch.Tensor.to,
         torch.Tensor.cuda,
         torch.Tensor.cpu,

@@ -90,7 +90,7 @@ def optimizer_factory(
     name = str(args.optim)
     if name in _TORCH:
         _refuse_targets(args)
-        return _TORCH[name](args)
+        return _where_it_is(model, *_TORCH[name](args))
     factory = plugins.load("tr.optimizers", name, built_in=_TORCH)
     if not getattr(factory, "takes_target_modules", False):
         _refuse_targets(args)
@@ -155,6 +155,16 @@ def _refuse_targets(args: Any) -> None:
 
 
 Factory = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
+
+
+def _where_it_is(
+    model: nn.Module | None, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
+) -> Factory:
+    """Leave out what the model's device does not know: XLA has none of torch's fused kernels, for it fuses any."""
+    place = None if model is None else next(model.parameters(), None)
+    if place is not None and place.device.type == "xla":
+        options = {name: value for name, value in options.items() if name != "fused"}
+    return kind, options
 
 
 def _adamw(args: Any, **variant: Any) -> Factory:

@@ -17,10 +17,12 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer leaves out an update by a flag on the device: torch's fused ones, by `found_inf`.
 
     Not with momentum in SGD: of the first update, even one it leaves out, it keeps uninitialised memory for the buffer.
+    Not on the mps device, where versions of torch apply what is to be left out.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_scaler(type(optimizer)):
         return False
-    return not any(group.get("momentum") for group in optimizer.param_groups)
+    groups = optimizer.param_groups
+    return not any(group.get("momentum") or any(p.is_mps for p in group["params"][:1]) for group in groups)
 
 
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -19,5 +19,5 @@ def check_options(subject: Subject) -> Iterator[Problem]:
         yield from of_arguments(error, subject.origin, type(subject.args))
     try:
         refuse_unsupported(subject.args)
-    except (NotImplementedError, ValueError) as error:
+    except ValueError as error:
         yield from of_unsupported(error, subject.origin)

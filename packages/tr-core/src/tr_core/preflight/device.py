@@ -20,7 +20,7 @@ def check_device(subject: Subject) -> Iterator[Problem]:
     """
     args = subject.args
     try:
-        if args.strategy == "single" or (args.strategy == "auto" and args.world_size == 1):
+        if args.strategy in ("single", "mps") or (args.strategy == "auto" and args.world_size == 1):
             choose_strategy(args)
         else:
             SingleDevice.from_arguments(args)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,22 +16,32 @@ from tr_core.adapters import is_adapter
 _CHUNK_BYTES = 1 << 26
 
 
-def fingerprint(model: nn.Module) -> dict[str, Any] | None:
+def fingerprint(
+    model: nn.Module, gathered: Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]] = nullcontext
+) -> dict[str, Any] | None:
     """Return what tells the frozen weights of a model with an adapter from others; None for any other model.
 
     Every byte counts. Weights are summed where they lie, so this takes one pass over them and one read.
+
+    Args:
+        model: with or without an adapter.
+        gathered: gives one parameter whole, for as long as its block lasts; collective where ranks have shards.
     """
     if not is_adapter(model):
         return None
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     digest = hashlib.sha256()
-    sums = [_sum(parameter.detach()) for parameter in frozen.values()]
-    for (name, parameter), value in zip(frozen.items(), sums, strict=True):
+    shapes, sums = [], []
+    for parameter in frozen.values():
+        with gathered(parameter) as whole:
+            shapes.append(whole.shape)
+            sums.append(_sum(whole.detach()))
+    for (name, parameter), shape, value in zip(frozen.items(), shapes, sums, strict=True):
         # Where an adapter sits, the module is one level down: which adapter it is, is told elsewhere.
         name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         # sync: once a run, and not in a step
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {value.tolist()}\n".encode())
-    count = sum(parameter.numel() for parameter in frozen.values())
+        digest.update(f"{name} {parameter.dtype} {tuple(shape)} {value.tolist()}\n".encode())
+    count = sum(shape.numel() for shape in shapes)
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in frozen.values()})
     return {"digest": digest.hexdigest(), "weights": count, "dtypes": kinds}
 

@@ -92,7 +92,7 @@ class Settings:
         """Return it. The first call reads the frozen weights of a model with an adapter."""
         trainer, run = self._trainer, self._run
         if self._frozen is None:
-            self._frozen = fingerprint(trainer.model)
+            self._frozen = _frozen_weights(trainer)
         return {
             "format": FORMAT,
             "arguments": shaping_arguments(trainer.args),
@@ -120,7 +120,7 @@ class Settings:
                 f"(optim={str(args.optim)!r}): what the one remembers means nothing to the other. Resume with the "
                 "optimizer of then, or begin a new run from the weights in the checkpoint"
             )
-        self._frozen = fingerprint(self._trainer.model)
+        self._frozen = _frozen_weights(self._trainer)
         check_frozen(state_dict["frozen"], self._frozen)
         self.saved = state_dict
 
@@ -153,3 +153,9 @@ def figures(trainer: Trainer) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) and value else repr(value)
+
+
+def _frozen_weights(trainer: Trainer) -> dict[str, Any] | None:
+    """Return what tells the weights under an adapter from others. Collective where they are divided."""
+    gathered = getattr(trainer.strategy, "gathered", None)
+    return fingerprint(trainer.model) if gathered is None else fingerprint(trainer.model, gathered)

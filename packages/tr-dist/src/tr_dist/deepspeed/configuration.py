@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from tr_dist.alike import alike_on_all_ranks
+
 AUTO = "auto"
 _TOLERANCE = 1e-12  # a number that went through JSON
 
@@ -49,26 +51,33 @@ class Setting:
     absent: Any = None
 
 
-def read_configuration(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+@alike_on_all_ranks()
+def read_configuration(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """Return a configuration as a dict of its own: a copy of a mapping, or what a JSON file holds.
 
     Raises:
-        ValueError: there is no such file, or it is not a JSON object.
+        ValueError: there is none, or no such file, or it is not a JSON object.
     """
+    if not source:
+        raise ValueError(
+            "strategy='deepspeed' needs a configuration: deepspeed={'zero_optimization': {'stage': 2}}, or the path of "
+            "a JSON file"
+        )
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     path = Path(source).expanduser()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"the DeepSpeed configuration {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"the DeepSpeed configuration {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"the DeepSpeed configuration {path} is not JSON: {error}") from error
+        raise ValueError(f"the DeepSpeed configuration {path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"the DeepSpeed configuration {path} holds a {type(found).__name__}; it must be an object")
     return found
 
 
+@alike_on_all_ranks()
 def fill_from_arguments(configuration: dict[str, Any], args: Any, world_size: int) -> dict[str, Any]:
     """Return a configuration with the values of training arguments where it says `auto`.
 
@@ -92,6 +101,7 @@ def fill_from_arguments(configuration: dict[str, Any], args: Any, world_size: in
     return filled
 
 
+@alike_on_all_ranks()
 def fill_from_model(configuration: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return a configuration with sizes that go by the model's hidden size where it says `auto`.
 
@@ -122,6 +132,7 @@ def fill_from_model(configuration: dict[str, Any], model: nn.Module) -> dict[str
     return filled
 
 
+@alike_on_all_ranks()
 def check_configuration(configuration: Mapping[str, Any]) -> None:
     """Refuse settings that cannot be had.
 
@@ -135,7 +146,10 @@ def check_configuration(configuration: Mapping[str, Any]) -> None:
     for name in ("offload_optimizer", "offload_param"):
         place = look_up(configuration, f"zero_optimization.{name}.device")
         if place not in (None, "none", "cpu"):
-            problems.append(f"zero_optimization.{name}.device={place!r}: it is 'cpu' or 'none'; NVMe is not supported")
+            problems.append(
+                f"zero_optimization.{name}.device={place!r}: it is 'cpu' or 'none'; NVMe is not supported, for a "
+                "checkpoint could not read what DeepSpeed has written there"
+            )
         if place == "cpu" and stage == 0:
             problems.append(f"zero_optimization.{name}: nothing is divided at stage 0; use stage 1, 2 or 3")
     if look_up(configuration, "zero_optimization.offload_param.device") == "cpu" and stage != 3:
@@ -149,17 +163,22 @@ def check_configuration(configuration: Mapping[str, Any]) -> None:
         raise ValueError("the DeepSpeed configuration cannot be used:\n" + "\n".join(f"  {p}" for p in problems))
 
 
+@alike_on_all_ranks()
 def check_optimizer_name(name: str, stage: int) -> None:
-    """Refuse, by its name, an optimizer that needs whole matrices.
+    """Refuse, by its name, an optimizer that would not train as it does elsewhere.
 
     Raises:
-        ValueError: it does; the message says where it can be used.
+        ValueError: it needs matrices where a stage has flat buffers, or consumes gradients that DeepSpeed averages.
     """
-    if name.startswith(_NEEDS_MATRICES):
+    elsewhere = "use strategy='fsdp' (fsdp='full_shard auto_wrap') or strategy='ddp', or another optimizer"
+    if stage and name.startswith((*_NEEDS_MATRICES, "adafactor")):
         raise ValueError(
-            f"optim={name!r} needs each parameter as a matrix, and consumes its gradient in the backward pass, where "
-            f"DeepSpeed (here ZeRO stage {stage}) has flat buffers; use strategy='fsdp' (fsdp='full_shard auto_wrap') "
-            "or strategy='ddp', or another optimizer"
+            f"optim={name!r} needs each parameter as a matrix, where DeepSpeed (here ZeRO stage {stage}) has flat "
+            f"buffers; {elsewhere}"
+        )
+    if name.startswith(_NEEDS_MATRICES) and name.endswith(("layerwise", "lomo")):
+        raise ValueError(
+            f"optim={name!r} consumes gradients in the backward pass, which DeepSpeed averages after it; {elsewhere}"
         )
 
 
@@ -193,9 +212,14 @@ def _settings(filled: dict[str, Any], args: Any, world_size: int) -> Iterator[Se
     if "optimizer" in filled:
         yield Setting("optimizer.params.lr", args.learning_rate, "learning_rate")
         yield Setting("optimizer.params.weight_decay", args.weight_decay, "weight_decay")
-        if "adam" in str(look_up(filled, "optimizer.type")).lower():
-            yield Setting("optimizer.params.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2")
-            yield Setting("optimizer.params.eps", args.adam_epsilon, "adam_epsilon")
+        is_adam = "adam" in str(look_up(filled, "optimizer.type")).lower()
+        params = look_up(filled, "optimizer.params") or {}
+        for name, value, meaning in (
+            ("betas", [args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2"),
+            ("eps", args.adam_epsilon, "adam_epsilon"),
+        ):
+            if is_adam or name in params:  # Lamb and others have them too
+                yield Setting(f"optimizer.params.{name}", value, meaning)
     if "scheduler" in filled:
         yield Setting("scheduler.params.warmup_min_lr", 0.0, "a warm-up from 0", absent=0.0)
         yield Setting("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate", absent=args.learning_rate)

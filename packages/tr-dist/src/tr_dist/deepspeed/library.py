@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tr_dist.alike import alike_on_all_ranks
 from tr_dist.environment import LaunchEnvironment, read_environment
 
 _LOCAL_RANK = "LOCAL_RANK"
@@ -16,6 +17,7 @@ _said: set[str] = set()  # what is in the environment because of `say_local_rank
 _GROUPS = ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")
 
 
+@alike_on_all_ranks()
 def load_deepspeed(device: torch.device) -> Any:
     """Return the module `deepspeed`, for the accelerator that `device` is.
 

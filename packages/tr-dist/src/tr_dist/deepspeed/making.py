@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_dist.alike import alike_on_all_ranks
+
 # What a group of the configuration's own optimizer takes over from the one that was built.
 _KEPT = ("params", "lr", "initial_lr", "weight_decay")
 _NEVER = 2**62
+# Of torch, tr-optim or other libraries: of a flat buffer these make something else, and do not say so.
+_OF_MATRICES = ("Adafactor", "Muon", "SOAP", "Shampoo")
 
 
+@alike_on_all_ranks()
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: int) -> None:
     """Refuse an optimizer that would not train the module as it does elsewhere.
 
@@ -20,10 +25,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: 
         ValueError: the message says why, and what to do.
     """
     name = type(optimizer).__name__
-    if hasattr(optimizer, "fused_in_backward"):
+    if getattr(optimizer, "fused_in_backward", False):
         raise ValueError(
-            f"{name} works on whole matrices and in the backward pass, where DeepSpeed (ZeRO stage {stage}) has flat "
-            "buffers; use strategy='fsdp' or 'ddp', or another optimizer"
+            f"{name} consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp' "
+            "or 'ddp', or another optimizer"
+        )
+    if stage and (hasattr(optimizer, "fused_in_backward") or name in _OF_MATRICES):
+        raise ValueError(
+            f"{name} works on whole matrices, where DeepSpeed (ZeRO stage {stage}) has flat buffers; use "
+            "strategy='fsdp' or 'ddp', or another optimizer"
         )
     if stage and isinstance(optimizer, torch.optim.Adagrad):
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import nn
 
 from tr_dist.deepspeed.engine_model import EngineModel
 from tr_dist.deepspeed.pieces import Piece, pieces_of
-from tr_dist.deepspeed.rows import Rows
+from tr_dist.rows import Rows
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

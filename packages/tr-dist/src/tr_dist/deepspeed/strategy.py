@@ -15,7 +15,7 @@ from tr_dist.deepspeed.engine_model import EngineModel
 from tr_dist.deepspeed.gradients import clip_gradients, leave_out_step
 from tr_dist.deepspeed.library import forget_process_group, load_deepspeed, read_launch_environment, say_local_rank
 from tr_dist.deepspeed.making import check_optimizer, given_groups, make_engine
-from tr_dist.deepspeed.states import DividedModel, DividedOptimizer, LossScale, WholeModel, whole_state
+from tr_dist.deepspeed.states import DividedModel, DividedOptimizer, LossScale, WholeModel, gathered, whole_state
 from tr_dist.device import rank_device
 from tr_dist.fsdp.placing import broadcast_values
 from tr_dist.ranks import Ranks
@@ -94,11 +94,6 @@ class DeepSpeed(Ranks):
         Raises:
             ValueError: configuration and arguments disagree; the message lists where.
         """
-        if not args.deepspeed:
-            raise ValueError(
-                "strategy='deepspeed' needs a configuration: deepspeed={'zero_optimization': {'stage': 2}}, or the "
-                "path of a JSON file"
-            )
         given = configurations.read_configuration(args.deepspeed)
         accumulating = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
         if accumulating.get("sync_each_batch") and configurations.stage_of(given):
@@ -109,6 +104,19 @@ class DeepSpeed(Ranks):
         configurations.check_optimizer_name(str(args.optim), configurations.stage_of(given))
         filled = configurations.fill_from_arguments(given, args, read_launch_environment().world_size)
         return cls(filled, backend=args.ddp_backend, timeout_s=float(args.ddp_timeout), use_cpu=args.use_cpu)
+
+    def check_accumulation(self, number: int) -> None:
+        """Refuse a loop with another number of micro-batches in a step than the configuration has, which goes by it.
+
+        Raises:
+            ValueError: the numbers differ.
+        """
+        own = self.configuration.get("gradient_accumulation_steps", 1)
+        if own != number:
+            raise ValueError(
+                f"gradient_accumulation_steps={own!r} in the DeepSpeed configuration, and {number} in the loop; write "
+                "the same number in both"
+            )
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Give every rank the weights of rank 0, and return the module to train; at stages 0 to 2 on the device.
@@ -237,6 +245,12 @@ class DeepSpeed(Ranks):
         if self._dtype is torch.float16:
             parts["scaler"] = LossScale(inner.engine)
         return parts
+
+    @contextmanager
+    def gathered(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Surround what is done with one parameter whole, on every rank, to be read. Collective at stage 3."""
+        with gathered(parameter):
+            yield parameter.data
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of the unwrapped model with whole tensors; at stage 3 in host memory, on rank 0 alone.

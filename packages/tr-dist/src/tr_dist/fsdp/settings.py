@@ -6,16 +6,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tr_dist.alike import alike_on_all_ranks
+
 SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("backward_pre", "backward_post", "no_prefetch")
 _STATES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 
-# What `fully_shard` does anyway. key -> (value it stands for, why the other cannot be had)
+# What is done anyway. key -> (value it stands for, why the other cannot be had)
 _AS_IT_IS: dict[str, tuple[Any, str]] = {
-    "use_orig_params": (True, "parameters always keep their names and shapes"),
-    "limit_all_gathers": (True, "at most two layers' parameters are ever gathered at once"),
-    "version": (2, "FSDP1 flattens parameters, which optimizers that need matrices cannot use"),
+    "use_orig_params": (
+        True,
+        "parameters always keep their names, by which they are grouped, saved and resumed with other strategies",
+    ),
+    "limit_all_gathers": (
+        True,
+        "at most two layers' parameters are ever gathered at once; version=1 (FSDP1) gathers without a limit",
+    ),
 }
 _XLA = ("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2")
 
@@ -39,6 +46,7 @@ class Sharding:
         forward_prefetch: the forward pass gathers the next unit before it computes.
         sync_module_states: give every rank the weights of rank 0.
         rank0_loads: only rank 0 has the weights; other ranks' may be on the meta device.
+        replicas: over how many groups of ranks `hybrid_shard` repeats the shards; None is one for each machine.
 
     Raises:
         ValueError: a value is not known, or two contradict each other.
@@ -53,6 +61,7 @@ class Sharding:
     forward_prefetch: bool = False
     sync_module_states: bool = True
     rank0_loads: bool = False
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         choices = (("strategy", self.strategy, SHARDINGS), ("wrap", self.wrap, POLICIES))
@@ -61,11 +70,44 @@ class Sharding:
                 raise ValueError(f"fsdp: {name}={value!r} is not known; it is one of {', '.join(known)}")
         if self.wrap == "SIZE_BASED_WRAP" and self.min_num_params < 1:
             raise ValueError("fsdp: wrap by size needs min_num_params, the parameters that make a unit, from 1")
+        if self.replicas is not None and not self.strategy.startswith("hybrid"):
+            raise ValueError(
+                f"fsdp: replicas={self.replicas} repeats the shards, and {self.strategy!r} does not; use 'hybrid_shard'"
+            )
         if self.rank0_loads and not self.sync_module_states:
             raise ValueError(
                 "fsdp: cpu_ram_efficient_loading has rank 0 alone hold the weights, and sync_module_states=False would "
                 "leave the others without; leave one of them out"
             )
+
+    def mesh_shape(self, world_size: int, local_world_size: int | None) -> tuple[int, int]:
+        """Return over how many replicas, and over how many shards of each, the ranks are spread.
+
+        Args:
+            world_size: number of processes.
+            local_world_size: number of them on this machine; None takes them all to be here.
+
+        Raises:
+            ValueError: machines are to hold equal shards, and have not as many processes each.
+        """
+        if self.strategy == "no_shard":
+            return world_size, 1
+        if not self.strategy.startswith("hybrid"):
+            return 1, world_size
+        if self.replicas is not None:
+            if world_size % self.replicas:
+                raise ValueError(
+                    f"fsdp: {world_size} processes are not a multiple of the {self.replicas} replicas "
+                    "(dp_replicate_size); start as many as replicas times shards"
+                )
+            return self.replicas, world_size // self.replicas
+        local = local_world_size or world_size
+        if world_size % local:
+            raise ValueError(
+                f"fsdp={self.strategy!r} needs as many processes on every machine, and {world_size} in all are not a "
+                f"multiple of the {local} here"
+            )
+        return world_size // local, local
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -73,8 +115,11 @@ class Sharding:
         return self.strategy in ("full_shard", "hybrid_shard")
 
     @classmethod
-    def from_config(cls, options: Collection[str], config: Mapping[str, Any]) -> Sharding:
-        """Build from the words of `fsdp` and the keys of `fsdp_config`, without prefix.
+    @alike_on_all_ranks()
+    def from_config(
+        cls, options: Collection[str], config: Mapping[str, Any], sizes: Mapping[str, int] | None = None
+    ) -> Sharding:
+        """Build from the words of `fsdp`, the keys of `fsdp_config`, without prefix, and those of `parallelism_config`.
 
         Raises:
             ValueError: they contradict each other, or ask for what is not to be had; the message says what instead.
@@ -86,8 +131,10 @@ class Sharding:
             raise ValueError(
                 f"fsdp={chosen[0]!r} and fsdp_config's sharding_strategy={strategy!r} differ; give one of them"
             )
+        strategy, replicas = _repeated(_resharding(strategy, config), sizes or {})
         return cls(
-            strategy=_resharding(strategy, config),
+            strategy=strategy,
+            replicas=replicas,
             wrap=_wrap(options, config),
             layer_classes=tuple(config.get("transformer_layer_cls_to_wrap", ())),
             min_num_params=config.get("min_num_params", 0),
@@ -100,16 +147,22 @@ class Sharding:
 
 
 def refuse(config: Mapping[str, Any]) -> None:
-    """Raise for keys that ask for what FSDP2 does not have.
+    """Raise for keys that ask for what is not to be had, by FSDP2 or, with `version=1`, by FSDP1.
 
     Raises:
         ValueError: the message names the key and what to do.
     """
     if xla := [key for key in _XLA if config.get(key)]:
         raise ValueError(f"fsdp_config has {xla[0]}, which is for TPUs; set strategy='xla', or leave it out")
+    is_older = config.get("version") == 1
     for key, (value, reason) in _AS_IT_IS.items():
-        if config.get(key, value) != value:
+        if config.get(key, value) != value and not (is_older and key == "limit_all_gathers"):
             raise ValueError(f"fsdp_config: {key}={config[key]!r} cannot be had: {reason}; leave it out")
+    if is_older and config.get("reshard_after_forward") is not None:
+        raise ValueError(
+            "fsdp_config: reshard_after_forward is of version 2, not of version=1; use fsdp='full_shard' for True, "
+            "'shard_grad_op' for False"
+        )
     state = config.get("state_dict_type")
     if state is not None and state not in _STATES:
         raise ValueError(f"fsdp_config: state_dict_type={state!r} is not known; it is one of {', '.join(_STATES)}")
@@ -127,6 +180,22 @@ def _resharding(strategy: str, config: Mapping[str, Any]) -> str:
             "lets them go; give one of them"
         )
     return strategy if reshards else pairs.get(strategy, strategy)
+
+
+def _repeated(strategy: str, sizes: Mapping[str, int]) -> tuple[str, int | None]:
+    """Return the strategy that the sizes of `parallelism_config` make of one, and its number of replicas."""
+    replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
+    if strategy == "no_shard" and shards > 1:
+        raise ValueError(
+            f"fsdp='no_shard' divides nothing, and parallelism_config's dp_shard_size={shards} divides the model; use "
+            "fsdp='full_shard', or leave dp_shard_size out"
+        )
+    if strategy == "no_shard" or not sizes:
+        return strategy, None
+    repeated = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
+    if replicas == 1:
+        return strategy, (1 if strategy.startswith("hybrid") else None)
+    return repeated.get(strategy, strategy), replicas
 
 
 def _wrap(options: Collection[str], config: Mapping[str, Any]) -> str:

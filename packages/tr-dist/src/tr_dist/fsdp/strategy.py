@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from tr_dist.fsdp.whole import WholeModel, whole_state
 from tr_dist.ranks import Ranks
 from tr_dist.replica import check_trainable
 
+if TYPE_CHECKING:
+    from tr_dist.fsdp1 import FSDP1
+
 _NAMES_SHOWN = 5
 
 
@@ -44,15 +47,16 @@ class FSDP(Ranks):
     are the same, and so are the numbers, up to rounding. Optimizers are built after `prepare`, which replaces the
     parameters. Every rank makes as many forwards as the others, in evaluation too.
 
-    In `bf16` units are gathered and computed in bfloat16, under autocast; gradients are averaged in float32, and
-    weights and optimizer state are float32.
+    In `bf16` and `fp16` units are gathered and computed in that type, under autocast; gradients are averaged in
+    float32, and weights and optimizer state are float32. In `fp16` losses are scaled: an overflow that one rank finds
+    in its shards leaves the update out on all, and lowers the scale of all.
 
     Between the micro-batches of a step gradients stay whole, without `sync`, so that they are exchanged once a step;
     with `sync` in each they are exchanged each time, and never whole.
 
     Args:
         sharding: how the model is divided.
-        precision: `no` or `bf16`.
+        precision: `no`, `bf16`, or `fp16` with loss scaling, which needs an accelerator.
         find_unused_parameters: let parameters take no part in a rank's loss: they get a gradient of zeros. Without it
             such a parameter is an error.
         backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
@@ -86,11 +90,6 @@ class FSDP(Ranks):
         timeout_s: float = 1800.0,
         use_cpu: bool = False,
     ) -> None:
-        if precision == "fp16":
-            raise ValueError(
-                "precision='fp16' needs loss scaling over shards, which is not built; use precision='bf16' (--bf16), "
-                "or strategy='ddp'"
-            )
         self.sharding = sharding or Sharding()
         self._finds_unused, self._whole = find_unused_parameters, whole_checkpoints
         if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -105,14 +104,19 @@ class FSDP(Ranks):
         self._syncs: bool | None = None
 
     @classmethod
-    def from_arguments(cls, args: Any) -> FSDP:
+    def from_arguments(cls, args: Any) -> FSDP | FSDP1:
         """Build from the fields of training arguments that are about this.
 
-        They are `fsdp`, `fsdp_config`, `bf16`, `fp16`, `use_cpu`, `ddp_backend`, `ddp_timeout` and
-        `ddp_find_unused_parameters`. `state_dict_type='FULL_STATE_DICT'` has checkpoints hold whole weights.
+        They are `fsdp`, `fsdp_config`, `parallelism_config`, `bf16`, `fp16`, `use_cpu`, `ddp_backend`, `ddp_timeout`
+        and `ddp_find_unused_parameters`. `state_dict_type='FULL_STATE_DICT'` has checkpoints hold whole weights.
+        `version=1` gives the older `FSDP1`.
         """
+        if args.fsdp_config.get("version") == 1:
+            from tr_dist.fsdp1 import FSDP1
+
+            return FSDP1.from_arguments(args)
         return cls(
-            Sharding.from_config(args.fsdp, args.fsdp_config),
+            Sharding.from_config(args.fsdp, args.fsdp_config, args.parallelism_config),
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
             whole_checkpoints=args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT",
@@ -148,6 +152,8 @@ class FSDP(Ranks):
         }
         for module in (*units, model):
             fully_shard(module, **options)
+            if not sharding.reshards_after_forward:
+                module.register_forward_hook(_let_go)
         if sharding.rank0_loads:
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
@@ -210,6 +216,7 @@ class FSDP(Ranks):
         Returns:
             The norm before clipping, of the whole model, on every rank the same; a scalar tensor on the device.
         """
+        self._precision.unscale(optimizer)  # over shards too: torch has the ranks agree on what is not finite
         gradients = [p.grad for p in self.unwrap(model).parameters() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         divided = [part for part, g in zip(local, gradients, strict=True) if isinstance(g, DTensor)]
@@ -223,35 +230,33 @@ class FSDP(Ranks):
         return norm
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name: `model`, and `optimizer` if given; each rank has its shards of both.
+        """Return what a checkpoint holds, by name: `model`, `optimizer` if given, `scaler` under float16.
 
-        With `whole_checkpoints` the state of `model` is whole, and gathered for it.
+        Each rank has its shards of the first two. With `whole_checkpoints` the state of `model` is whole, and gathered
+        for it.
         """
         inner = self.unwrap(model)
         parts: dict[str, Any] = {"model": WholeModel(inner, keep=self.rank == 0) if self._whole else inner}
         if optimizer is not None:
             parts["optimizer"] = optimizer
+        if self._precision.scaler is not None:
+            parts["scaler"] = self._precision.scaler
         return parts
+
+    @contextmanager
+    def gathered(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Surround what is done with one parameter whole, on every rank, to be read. Collective."""
+        yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's state dict with whole tensors in host memory; empty but on rank 0. Collective."""
         return whole_state(self.unwrap(model), keep=self.rank == 0)
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
-        strategy, world = self.sharding.strategy, self.world_size
-        if strategy == "no_shard":
-            shape = (world, 1)
-        elif strategy.startswith("hybrid"):
-            local = environment.local_world_size or world
-            if world % local:
-                raise ValueError(
-                    f"fsdp={strategy!r} needs as many processes on every machine, and {world} in all are not a "
-                    f"multiple of the {local} here"
-                )
-            shape = (world // local, local)
-        else:
-            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        replicas, shards = self.sharding.mesh_shape(self.world_size, environment.local_world_size)
+        if self.sharding.strategy in ("full_shard", "shard_grad_op"):
+            return init_device_mesh(self.device.type, (shards,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
     def _shards(self) -> dist.ProcessGroup:
         return self.mesh.get_group("shard")
@@ -289,6 +294,16 @@ class FSDP(Ranks):
                 "backward(loss) inside accumulate(model, sync=True), use them in the loss, freeze them with "
                 "requires_grad_(False), or set find_unused_parameters (ddp_find_unused_parameters)"
             )
+
+
+def _let_go(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Have a unit give up its whole parameters after a forward that no backward follows.
+
+    Kept, they would stand for the model's parameters, and be computed with in the next forward, whatever has become of
+    the shards: an average of the weights, put in their place to be evaluated, would go unnoticed.
+    """
+    if not torch.is_grad_enabled():
+        cast("FSDPModule", module).reshard()
 
 
 def _norm(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -122,7 +122,8 @@ def interpret(content: Mapping[str, Any], name: str) -> FileSettings:
     for read in (_kind, _processes, _meeting, _precision, _devices, _rest):
         _collecting(problems, read, content, settings)
     if problems:
-        raise LaunchError(f"{name} cannot be used:\n" + "\n".join(f"  {problem}" for problem in problems))
+        listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
+        raise LaunchError(f"{name} cannot be used:\n{listed}")
     return settings
 
 
@@ -155,6 +156,7 @@ def _type_of(content: Mapping[str, Any]) -> str:
     # YAML reads a bare NO as false.
     kind = "NO" if given in (False, None) else str(given).upper()
     kind = "XLA" if kind in ("TPU", "XLA_TPU", "XLA_GPU") else kind
+    kind = "NO" if kind == "MPS" else kind  # one process, which finds the Mac's GPU
     if kind not in TYPES:
         raise LaunchError(f"distributed_type: {given} cannot be started here; it is one of {', '.join(TYPES)}")
     return kind

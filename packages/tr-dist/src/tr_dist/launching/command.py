@@ -42,6 +42,9 @@ def main(argv: list[str]) -> int:
         launch, notes = plan(options)
         for note in notes:
             print(f"trainer launch: {options.config_file}: {note}", file=sys.stderr)
+        if options.dry_run:
+            print(launch.described())
+            return 0
         if launch.is_plain:
             _become(launch)
         from tr_dist.launching.agent import run  # the elastic agent is large, and one process needs none
@@ -69,10 +72,16 @@ def plan(options: argparse.Namespace) -> tuple[Launch, list[str]]:
     variables = dict(settings.variables)
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices(devices)
+        if not {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} & set(os.environ):
+            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbers are nvidia-smi's, where GPUs differ too
+    nproc = _nproc(options, settings, variables)
+    if nproc > 1 and "ACCELERATE_USE_CPU" not in os.environ and not _has_accelerator(variables):
+        # A script for accelerate.Accelerator would otherwise train alone in each process, and not say so.
+        variables.setdefault("ACCELERATE_USE_CPU", "true")
     launch = Launch(
         command=(options.script, *options.arguments),
         is_module=options.module,
-        nproc=_nproc(options, settings, variables),
+        nproc=nproc,
         max_restarts=options.max_restarts,
         log_dir=options.log_dir,
         stop_timeout_s=options.stop_timeout,
@@ -107,6 +116,12 @@ def _num_devices(variables: dict[str, str]) -> int:
         listed = len([name for name in variables["CUDA_VISIBLE_DEVICES"].split(",") if name])
         return listed if torch.cuda.is_available() else 0
     return torch.cuda.device_count()
+
+
+def _has_accelerator(variables: dict[str, str]) -> bool:
+    import torch  # only now: a mistyped command is refused at once
+
+    return _num_devices(variables) > 0 or (torch.accelerator.is_available() and not torch.cuda.is_available())
 
 
 def _nodes(options: argparse.Namespace, settings: FileSettings) -> dict[str, Any]:
@@ -173,8 +188,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     def add(*names: str, **settings: Any) -> None:
-        spellings = [spelling for name in names for spelling in (name, "--" + name[2:].replace("_", "-"))]
-        parser.add_argument(*dict.fromkeys(spellings), **settings)
+        shown = parser.add_argument(names[0], **settings)
+        # Other spellings are taken, and would make the help longer by half.
+        dashed = ["--" + name[2:].replace("_", "-") for name in names]
+        others = [name for name in dict.fromkeys([*names[1:], *dashed]) if name != names[0]]
+        if others:
+            hidden = {"dest": shown.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(*others, **{**settings, **hidden})
 
     add("--config_file", metavar="FILE", help="YAML or JSON file of accelerate config or trainer config")
     add("--nproc", "--nproc_per_node", metavar="N", help="processes on this machine; without: one for each visible GPU")
@@ -190,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--log_dir", metavar="FOLDER", help="write the output of rank N to FOLDER/rank_N.log")
     text = "time to save and end after a signal, before ranks are killed (default 300)"
     add("--stop_timeout", metavar="SECONDS", type=float, default=300.0, help=text)
+    add("--dry_run", action="store_true", help="print what would be started, and start nothing")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="what to run")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="its arguments")

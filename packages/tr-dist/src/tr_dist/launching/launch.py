@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -77,6 +78,21 @@ class Launch:
                 f"with nnodes={self.min_nodes}:{self.max_nodes} machines come and go, so they are numbered as they "
                 "come; leave out --node_rank, --master_addr and --master_port and give --rdzv_endpoint and --rdzv_id"
             )
+
+    def described(self) -> str:
+        """Return what is started here, in lines: processes, where they meet, their variables, their command."""
+        machines = str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes} to {self.max_nodes}"
+        number = "" if self.node_rank is None else f", of which this is {self.node_rank}"
+        lines = [f"processes here  {self.nproc}", f"machines        {machines}{number}"]
+        if self.max_nodes > 1:
+            lines.append(f"meeting at      {self.endpoint}")
+        lines += [f"variable        {name}={value}" for name, value in sorted(self.variables.items())]
+        if self.max_restarts:
+            lines.append(f"restarts        {self.max_restarts}")
+        if self.log_dir is not None:
+            lines.append(f"output          {self.log_dir}/rank_N.log")
+        words = [*(["-m"] if self.is_module else []), *self.command]
+        return "\n".join([*lines, f"command         python {shlex.join(words)}"])
 
     @property
     def is_plain(self) -> bool:

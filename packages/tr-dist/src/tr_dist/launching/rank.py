@@ -11,12 +11,14 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
 
 ERROR_FILE = "TR_LAUNCH_ERROR_FILE"
 LOG_FOLDER = "TR_LAUNCH_LOG_FOLDER"
+_PATIENCE_S = 5.0  # that a rank may take to end after its last exception
 
 
 def main() -> None:
@@ -58,6 +60,16 @@ def _note_and_show(kind: type[BaseException], error: BaseException, trace: Trace
         with open(path + ".new", "w", encoding="utf-8") as file:
             json.dump(note, file)
         os.replace(path + ".new", path)
+        if not os.environ.get(LOG_FOLDER):
+            # The launcher says it, once for all ranks; this one does where it does not end, or nobody is there.
+            patience = threading.Timer(_PATIENCE_S, _show, [text])
+            patience.daemon = True
+            patience.start()
+            return
+    _show(text)
+
+
+def _show(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
 

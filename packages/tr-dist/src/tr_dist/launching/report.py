@@ -16,6 +16,7 @@ _CONSEQUENCES = (
     "Timed out waiting",
     "connectFullMesh",
     "remote process exited",
+    "lost its connection to rank 0",
     "could not connect to the others",
 )
 _LAST_LINES = 30
@@ -61,12 +62,15 @@ def read_ending(rank: int, code: int | None, error_file: Path) -> Ending:
 def first_cause(endings: list[Ending]) -> Ending:
     """Return the ending that the others follow from: an exception of its own, a signal, an exit code, in this order.
 
+    Of ranks that raised the same, as they do where the arguments are wrong, it is the first by number.
+
     Args:
         endings: of the processes that ended by themselves, at least one.
     """
     own = [ending for ending in endings if ending.message and not ending.is_consequence]
     if own:
-        return min(own, key=lambda ending: ending.time_s)
+        earliest = min(own, key=lambda ending: ending.time_s)
+        return min((ending for ending in own if ending.message == earliest.message), key=lambda ending: ending.rank)
     silent = [ending for ending in endings if not ending.message]
     if silent:
         return min(silent, key=lambda ending: ((ending.code or 0) >= 0, ending.rank))
@@ -99,7 +103,10 @@ def describe(endings: list[Ending], *, world_size: int, nodes: int, logs: Mappin
         lines.append(_about_signal(-cause.code))
     if cause.is_consequence and nodes > 1:
         lines.append("it lost its connection to a rank on another machine; that machine's output says why")
-    others = [ending for ending in endings if ending.rank != cause.rank]
+    alike = [ending for ending in endings if cause.message and ending.message == cause.message]
+    if len(alike) > 1:
+        lines.append("the same on rank " + ", ".join(str(rank) for rank in sorted(e.rank for e in alike)[1:]))
+    others = [ending for ending in endings if ending not in alike and ending.rank != cause.rank]
     lines += [f"then {ending}" for ending in sorted(others, key=lambda ending: ending.time_s)]
     return "\n".join(lines)
 

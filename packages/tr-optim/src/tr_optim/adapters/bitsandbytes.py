@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.engine.refusals import is_sharded
 
 _LIBRARY = require("bitsandbytes.optim", "bitsandbytes")
@@ -43,6 +44,7 @@ class _Blockwise(Optimizer):
             for name in ("alpha", "t_alpha", "t_beta3"):
                 group.pop(name, None)
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its `optim_bits` may be its own.
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from tr_optim.adapters.required import require
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.engine.fused import FusedOptimizer
-from tr_optim.engine.loading import check_shapes, checked
+from tr_optim.engine.loading import check_shapes, checked, refuse_any_state
 from tr_optim.engine.refusals import is_sharded
 from tr_optim.moments.adafactor import check_ranges, start
 from tr_optim.moments.adafactor_blocks import state_shapes
@@ -61,8 +62,8 @@ class _LibraryOptimizer(FusedOptimizer):
         library: Any,
         **options: Any,
     ) -> None:
-        self._one = _OneParameter()
-        self._library = library(self._one)
+        self._kind = library
+        self._begin_library()
         if self._library.zero3_enabled:
             raise ValueError(
                 f"{type(self).__name__} does not train parameters that DeepSpeed's ZeRO-3 has divided; use {self.own} "
@@ -70,6 +71,22 @@ class _LibraryOptimizer(FusedOptimizer):
             )
         super().__init__(params, defaults, **options)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of."""
+        return {**super().__getstate__(), "_kind": self._kind}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy."""
+        super().__setstate__(state)
+        if "_library" not in vars(self):
+            self._begin_library()
+
+    def _begin_library(self) -> None:
+        self._one = _OneParameter()
+        self._library = self._kind(self._one)
+        self._library.loss_scale = None  # the loss is scaled, if at all, and gradients divided, before it sees them
+
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters and rates that the library cannot compute with.
 
@@ -161,6 +178,15 @@ class LomoOptimLomo(_LibraryOptimizer):
         options |= {"accumulate": accumulate, "nonfinite": nonfinite}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, _LIBRARY.Lomo, **options)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the options of groups.
+
+        Raises:
+            ValueError: it is the state of another kind of optimizer; nothing has changed then.
+        """
+        complete, _ = checked(state_dict, self.param_groups, refuse_any_state(type(self).__name__))
+        super().load_state_dict(complete)
+
     def update(
         self,
         parameter: torch.Tensor,
@@ -231,7 +257,6 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         options = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         options |= {"accumulate": accumulate, "nonfinite": nonfinite}
         super().__init__(params, defaults, _LIBRARY.AdaLomo, **options)
-        self._library.loss_scale = None  # the loss is scaled, if at all, and gradients divided, before it sees them
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state as copies: of this class, of `tr_optim.AdaLomo`, or of an Adafactor without beta1.

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.engine.refusals import is_sharded
 
 _LIBRARY = require("torchao.optim", "torchao")
@@ -40,6 +41,7 @@ class _Quantized(Optimizer):
         super().__init__(*args, **options)
         self._compiles = compile
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its learning rate stays a number, as schedules set and loggers read it."""
         Optimizer.add_param_group(self, param_group)

@@ -90,17 +90,19 @@ class Bases:
         if shards is not None:
             rank, proj_type = place.group["rank"], place.group["proj_type"]
             old, key = self.current(parameter, state, place), self.random_key(state, place)
-            return find_basis_of_rows(gradient, shards, rank, proj_type, old, key=key)
-        basis = find_basis(
-            gradient,
-            place.group["rank"],
-            place.group["proj_type"],
-            self.current(parameter, state, place),
-            method=self._engine.method,
-            key=self.random_key(state, place),
-            average=average,
-            keeps_signs=self._engine.keeps_signs,
-        )
+            how = {"method": self._engine.method, "keeps_signs": self._engine.keeps_signs}
+            basis = find_basis_of_rows(gradient, shards, rank, proj_type, old, key=key, **how)
+        else:
+            basis = find_basis(
+                gradient,
+                place.group["rank"],
+                place.group["proj_type"],
+                self.current(parameter, state, place),
+                method=self._engine.method,
+                key=self.random_key(state, place),
+                average=average,
+                keeps_signs=self._engine.keeps_signs,
+            )
         return basis if self._engine.basis_dtype == "float32" else encode(basis, self._engine.basis_dtype)
 
     def store(self, state: State, basis: Basis | EncodedBasis) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from tr_optim.engine.chunks import computing_dtype
 from tr_optim.engine.settings import Engine, Place
-from tr_optim.projection.basis import projected_shape
+from tr_optim.engine.shards import local_part
+from tr_optim.projection.basis import projected_shape, sides
 
 Placed = Sequence[tuple[torch.Tensor, Place]]
 
@@ -22,6 +23,7 @@ def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_
     Between backward passes and step that is what the mode keeps; to it come the two largest gradients that are consumed
     in backward, for the next one may be computed before one is freed, and a copy of one where they are computed with in
     a higher precision. In a first step of several micro-batches all matrices find a basis, from their whole sums.
+    Of parameters that are divided over ranks it is this rank's parts.
 
     Args:
         placed: parameters with their places.
@@ -31,22 +33,21 @@ def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_
     """
     trainable = [(p, place) for p, place in placed if p.requires_grad]
     if engine.mode == "step":
-        return sum(p.numel() * p.element_size() for p, _ in trainable)
+        return sum(_size(p) for p, _ in trainable)
     applies, total, sizes, copied = engine.mode == "immediate", 0, [0], [0]
     for parameter, place in trainable:
-        size, dtype = parameter.numel() * parameter.element_size(), computing_dtype(parameter)
+        size, numel, dtype = _size(parameter), local_part(parameter).numel(), computing_dtype(parameter)
         if not (applies or place.is_projected):
-            total += size
+            # A part of a gradient is copied, out of the tensor of many, in the dtype that it is applied in.
+            total += size if local_part(parameter) is parameter else numel * dtype.itemsize
             continue
         sizes.append(size)
-        copied.append(parameter.numel() * dtype.itemsize if dtype != parameter.dtype else 0)
+        copied.append(numel * dtype.itemsize if dtype != parameter.dtype else 0)
         sums_whole = needs_whole or not place.is_projected or engine.refresh_from == "all"
         if micro_batches > 1 and sums_whole:
-            total += parameter.numel() * dtype.itemsize
+            total += numel * dtype.itemsize
         elif micro_batches > 1 or not applies:
-            group = place.group
-            shape = projected_shape(parameter.shape, group["rank"], group["proj_type"])
-            total += torch.Size(shape).numel() * dtype.itemsize
+            total += _projected_numel(parameter, place.group) * dtype.itemsize
     return total + sum(sorted(sizes)[-2:]) + max(copied)
 
 
@@ -67,15 +68,35 @@ def state_bytes(optimizer: Any, step: Callable[[Any], Any]) -> int:
         shapes: dict[Any, torch.Tensor] = {}
         for parameter in group["params"]:
             if parameter.requires_grad:
-                shape = shapes.setdefault((parameter.shape, parameter.dtype), _shape_of(parameter))
-                counts[shape] += 1
+                key = (parameter.shape, parameter.dtype)
+                if key not in shapes:
+                    shapes[key] = _shape_of(parameter)
+                counts[shapes[key]] += 1
         twin.param_groups.append({**group, "params": list(shapes.values())})
     step(twin)
     return sum(counts[shape] * _bytes(state) for shape, state in twin.state.items())
 
 
+def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
+    """Return the bytes of all gradients of an optimizer that finds them in `.grad`, and those of its state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return sum(map(_size, parameters)), state_bytes(optimizer, type(optimizer).step)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, or of this rank's part of it."""
+    return local_part(tensor).numel() * tensor.element_size()
+
+
+def _projected_numel(parameter: torch.Tensor, group: dict[str, Any]) -> int:
+    rank, proj_type = group["rank"], group["proj_type"]
+    shape = projected_shape(parameter.shape, rank, proj_type)
+    has_rows = parameter.dim() > 2 or not sides(parameter.shape, proj_type)[0]
+    return torch.Size((len(local_part(parameter)), *shape[1:]) if has_rows else shape).numel()
+
+
 def _bytes(state: dict[str, Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(_size(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _shape_of(parameter: torch.Tensor) -> torch.nn.Parameter:

@@ -13,12 +13,13 @@ from tr_optim.engine.applying import prepared
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.fused_checks import unknown_ranks
 from tr_optim.engine.hooks import BackwardHooks, Consume, look_first
-from tr_optim.engine.norms import clip_coefficient, estimated_norm, norm_of, total_norm
+from tr_optim.engine.norms import clip_coefficient, norm_of, total_norm
 from tr_optim.engine.reduction import Averaging, Collectives, FixedOrder, missing_gradient
 from tr_optim.engine.repeated import is_reentrant, other_gradients_kept
-from tr_optim.engine.row_sums import add_up_rows, norm_over_ranks, sketch_of
+from tr_optim.engine.row_sums import add_up_rows, norm_over_ranks, projected_norm
 from tr_optim.engine.settings import Engine, Place
-from tr_optim.engine.shards import is_distributed, local_part, with_own_memory
+from tr_optim.engine.shards import is_distributed, local_part, shards_of, with_own_memory
+from tr_optim.engine.sketches import Sketch
 from tr_optim.engine.window import Window, add
 from tr_optim.projection.basis import Basis
 
@@ -120,19 +121,36 @@ class Gathering:
         self._finish_backward()
 
     def measure(self) -> torch.Tensor:
-        """Return the norm of all gradients of the step, and note whether it is an estimate."""
+        """Return the norm of all gradients of the step, and note whether it is an estimate.
+
+        If it is one and there are several ranks, they exchange what it is made of, and all call it.
+        """
         window, parameters = self.window, [p for p, _ in self._owner.numbered()]
-        norms = {p: norm_of(local_part(p.grad)) for p in parameters if p.grad is not None}
-        norms |= {**window.norms, **{p: self._estimate(p) for p in window.sketches}}
-        self.norm_is_estimated = bool(window.sketches) or window.has_estimates
-        return norm_over_ranks(norms, parameters, parameters[0].device)
+        norms = {p: norm_of(local_part(p.grad)) for p in parameters if p.grad is not None} | window.norms
+        self.norm_is_estimated, rests = window.sketch is not None, []
+        if window.sketch is not None:
+            norms |= {p: projected_norm(p, self._basis(p), window.projected[p]) for p in window.sketch.waiting}
+            rests = self._rests(window.sketch, parameters)
+        return norm_over_ranks(norms, rests, parameters, parameters[0].device)
+
+    def _rests(self, sketch: Sketch, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return estimates of the norms of what is outside of the bases, of all ranks."""
+        found, shards = [], next(filter(None, map(shards_of, parameters)), None)
+        for (_, _, is_of_rows), rest in sketch.rest(self.window.projected, self._basis, self._key).items():
+            if is_of_rows and shards is not None:
+                rest = shards.sum(rest.clone())
+            elif self._averaging is not None and self._engine.reduction == "projected":
+                rest = self._averaging(rest.contiguous())
+            found.append(torch.linalg.vector_norm(rest))
+        return found
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale what is kept of the step's gradients from a norm to at most `max_norm`."""
         coefficient, window = clip_coefficient(norm, max_norm), self.window
         kept = [local_part(p.grad) for p, _ in self._owner.numbered() if p.grad is not None]
         # Without what is known of their norms, a second call would clip again.
-        parts = (window.projected, window.whole, window.norms, window.sketches)
+        sketched = {} if window.sketch is None else window.sketch.sums
+        parts = (window.projected, window.whole, window.norms, sketched)
         for tensor in chain(kept, *(part.values() for part in parts)):
             tensor.mul_(coefficient.to(tensor.device))
 
@@ -263,8 +281,8 @@ class Gathering:
             gradient = self._basis(parameter).down(gradient)
         add(window.projected, parameter, with_own_memory(gradient))
         if self._is_last and self._applies:
-            add_up_rows(window, [parameter], self._basis, self._key)
-            self._estimate_now(parameter)
+            add_up_rows(window, [parameter], self._basis)
+            self._take_out_of_sketch(parameter)
             self._owner.apply_gathered(parameter, place)
 
     def _is_due(self, parameter: torch.Tensor, place: Place) -> bool:
@@ -282,20 +300,18 @@ class Gathering:
     def _note_norm(self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_whole: bool) -> None:
         if is_whole:
             self.window.norms[parameter] = torch.linalg.vector_norm(gradient)
-        else:
-            sketched = sketch_of(parameter, gradient, self._engine.sketch_rows, self._key(parameter))
-            add(self.window.sketches, parameter, sketched)
+            return
+        if self.window.sketch is None:
+            self.window.sketch = Sketch(self._engine.sketch_rows)
+        self.window.sketch.add(parameter, gradient, self._key(parameter))
 
-    def _estimate_now(self, parameter: torch.Tensor) -> None:
-        """Make an estimate of a norm before the projection that it needs is used up."""
+    def _take_out_of_sketch(self, parameter: torch.Tensor) -> None:
+        """Use, for the norm, a projection before it is used up."""
         window = self.window
-        if parameter in window.sketches:
-            window.norms[parameter], window.has_estimates = self._estimate(parameter), True
-            del window.sketches[parameter]
-
-    def _estimate(self, parameter: torch.Tensor) -> torch.Tensor:
-        window, basis = self.window, self._basis(parameter)
-        return estimated_norm(window.projected[parameter], basis, window.sketches[parameter], self._key(parameter))
+        if window.sketch is not None and parameter in window.sketch.waiting:
+            basis, projected = self._basis(parameter), window.projected[parameter]
+            window.norms[parameter] = projected_norm(parameter, basis, projected)
+            window.sketch.take_out(parameter, projected, basis, self._key(parameter))
 
     def _key(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         return self._bases.random_key(self._owner.state[parameter], self._places[id(parameter)])
@@ -332,7 +348,7 @@ class Gathering:
         window = self.window
         kept = [p for p, place in self._numbered if not place.is_projected and p.requires_grad]
         projected = [p for p, place in self._numbered if place.is_projected and p.requires_grad]
-        add_up_rows(window, projected, self._basis, self._key)
+        add_up_rows(window, projected, self._basis)
         if self._averaging is None or self._applies:
             return
         # What is in shards was averaged when it was divided.
@@ -343,5 +359,4 @@ class Gathering:
         tensors = [p.grad for p in kept if p.grad is not None]
         if self._engine.reduction == "projected":
             tensors += [window.projected[p] for p in projected]
-            tensors += [window.sketches[p] for p in projected]
         self._averaging.average_(tensors)

@@ -32,6 +32,13 @@ def checked(state_dict: dict[str, Any], own: Groups, check: Check) -> tuple[dict
     lacking += [{}] * (len(state_dict["param_groups"]) - len(own))
     groups = [{**options, **group} for options, group in zip(lacking, state_dict["param_groups"], strict=False)]
     states = [state_dict["state"].get(number) or None for number in chain(*(group["params"] for group in groups))]
+    for mine, group in zip(own, groups, strict=False):
+        if "lr" in group and group["lr"] is None and "relative_step" not in mine:
+            raise ValueError(
+                "the saved optimizer state has the learning rate None, which stands for Adafactor's relative steps, "
+                "and this optimizer makes none; resume with the optimizer that saved it, or from a state that was "
+                "saved with a learning rate (relative_step=False)"
+            )
     if [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]:  # else torch refuses it
         placed = ((parameter, group) for mine, group in zip(own, groups, strict=True) for parameter in mine["params"])
         for saved, (parameter, group) in zip(states, placed, strict=True):
@@ -59,6 +66,19 @@ def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], 
     rule.start(needed, torch.empty(projected, device="meta"), group)
     # Scales are no moments: float32 ones become codes.
     check_names(saved, [name for name in needed if not name.endswith("_scale")], parameter, owner)
+
+
+def refuse_any_state(owner: str) -> Check:
+    """Return what raises about any saved state, for an optimizer that has none."""
+
+    def refuse(saved: State, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        raise ValueError(
+            f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has "
+            f"{', '.join(sorted(saved))}, which {owner} would keep in memory and not use; resume with the optimizer "
+            "that saved it, or begin anew"
+        )
+
+    return refuse
 
 
 def check_names(saved: State, needed: Sequence[str], parameter: torch.Tensor, owner: str) -> None:

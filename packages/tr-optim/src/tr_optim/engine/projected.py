@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tr_optim.engine.added_groups import whole_or_not
 from tr_optim.engine.applying import Applying, prepared
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.expected import gradient_bytes, state_bytes
@@ -108,6 +109,7 @@ class ProjectedOptimizer(Optimizer):
         """Whether this averages over the ranks itself."""
         return self.fused_in_backward
 
+    @whole_or_not
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be projected."""
         super().add_param_group(param_group)
@@ -188,6 +190,8 @@ class ProjectedOptimizer(Optimizer):
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Scale what is kept of the step's gradients to a norm of at most `max_norm`; None measures only.
+
+        All ranks call it, or none: what the norm is estimated by is exchanged here, and only here.
 
         Returns:
             The norm before, a scalar tensor; nothing is read back.
@@ -274,15 +278,14 @@ class ProjectedOptimizer(Optimizer):
                 index += 1
                 turn += group["projects"]
 
-    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int | None]:
+    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
         """Return the most bytes of gradients that are there at once in a step, and those of the state after one.
 
-        The second is None where parameters are divided over ranks.
+        Of parameters that are divided over ranks it is this rank's parts.
         """
         placed, needs_whole = list(self.numbered()), self._returning.needs_whole
         gradients = gradient_bytes(placed, self._engine, micro_batches, needs_whole=needs_whole)
-        in_parts = any(is_sharded(parameter) for parameter, _ in placed)
-        return gradients, None if in_parts else state_bytes(self, type(self).step)
+        return gradients, state_bytes(self, type(self).step)
 
     def _apply_whole(self, parameter: torch.Tensor, place: Place) -> None:
         """Apply a gradient that is in `.grad`."""

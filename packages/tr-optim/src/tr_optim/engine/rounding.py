@@ -42,12 +42,14 @@ class Rounding:
         """Return what draws for a parameter in one step; None where it is rounded to nearest, or not at all.
 
         Args:
-            parameter: whose weights are put back.
+            parameter: whose weights are put back, or this rank's rows of them, which draw others than other rows do.
             place: its number, and that of the step, on the CPU: what the random numbers depend on beside the seed.
         """
         if self._seed is None or parameter.dtype not in _BITS_LEFT_OUT or parameter.is_meta:
             return None
-        return seeded_generator(parameter, ("rounding", self._seed, *map(int, place)))
+        shards = shards_of(parameter)
+        rows = () if shards is None else (shards.start,)
+        return seeded_generator(local_part(parameter), ("rounding", self._seed, *map(int, place), *rows))
 
 
 class CountedRounding(Rounding):

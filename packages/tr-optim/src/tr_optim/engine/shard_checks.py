@@ -31,14 +31,10 @@ def _reason(engine: Engine, rule: Rule, bases: Bases, returning: Returning) -> s
     is_built = rule.is_elementwise or isinstance(rule, RowRule)
     if not is_built or returning.needs_whole or type(bases) is not Bases:
         return f"and what it needs of whole ones is not built over parts; {_REPLICAS}, or use GaLoreAdamW or AdaLomo"
-    if engine.method == "svd":
+    if engine.refresh != "fixed" or engine.basis_dtype not in ("float32", "bfloat16"):
         return (
-            "and method='svd', also that of compat='galore-torch', decomposes whole gradients, which no rank has; use "
-            f"method='subspace', or {_REPLICAS}"
-        )
-    if engine.refresh != "fixed" or engine.basis_dtype != "float32" or engine.stochastic_rounding:
-        return (
-            f"and refresh={engine.refresh!r}, basis_dtype={engine.basis_dtype!r} and stochastic_rounding="
-            f"{engine.stochastic_rounding} are not built over parts; use 'fixed', 'float32' and False, or {_REPLICAS}"
+            f"and refresh={engine.refresh!r} with basis_dtype={engine.basis_dtype!r} is not built over parts, which "
+            "would have other cosines and blocks of codes than whole ones; use 'fixed' with 'float32' or 'bfloat16', "
+            f"or {_REPLICAS}"
         )
     return None

@@ -58,7 +58,7 @@ class Shards:
 
         Many travel together. All ranks call it, with tensors of the same shapes in the same order.
         """
-        if self.count == 1:
+        if self.count == 1 or any(tensor.is_meta for tensor in tensors):  # the latter where bytes are reckoned
             return
         bucket: list[torch.Tensor] = []
         size = 0

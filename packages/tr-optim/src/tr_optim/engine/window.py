@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tr_optim.engine.sketches import Sketch
 from tr_optim.projection.basis import Basis
 from tr_optim.projection.encoded import EncodedBasis
 
@@ -18,9 +19,8 @@ class Window:
         projected: sums of projected gradients, by parameter; of those without a projection, of gradients.
         whole: sums of whole gradients, of the matrices that find a new basis in this step.
         bases: those new bases, as they will be kept.
-        sketches: sums of sketches of gradients whose sum is never there.
-        norms: norms of the gradients whose sum was there; or estimates, made before a projection was applied.
-        has_estimates: whether some are.
+        sketch: of gradients whose sum is never there; None if there are none.
+        norms: norms of the gradients whose sum was there; or of projections, of those in the sketch that are applied.
         num_micro_batches: backward passes.
         is_complete: whether the last was the step's last.
     """
@@ -28,9 +28,8 @@ class Window:
     projected: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     whole: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     bases: dict[torch.Tensor, Basis | EncodedBasis] = field(default_factory=dict)
-    sketches: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    sketch: Sketch | None = None
     norms: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    has_estimates: bool = False
     num_micro_batches: int = 0
     is_complete: bool = False
 

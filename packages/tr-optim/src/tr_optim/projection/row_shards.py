@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from tr_optim.projection.basis import (
     SHIFT,
     WARM_ITERATIONS,
     Basis,
+    find_basis,
+    fresh_columns,
     orthonormalise,
     seeded_normal,
     sides,
@@ -30,12 +33,15 @@ def find_basis_of_rows(
     old: Basis | None = None,
     *,
     key: Sequence[object],
+    method: str = "subspace",
+    keeps_signs: bool = True,
 ) -> Basis:
     """Return the basis that `find_basis` finds of the whole gradient, to rounding; all ranks call it.
 
     Columns from the left lie with the rows, so that an iteration exchanges `(n, r)` sums and three small ones; those
-    from the right are the same on all ranks, and it exchanges `(n, r)` sums and one number. Of a stack of matrices each
-    rank has whole ones, and nothing is exchanged.
+    from the right are the same on all ranks, and it exchanges `(n, r)` sums and one number. `svd` decomposes the whole
+    gradient of this one matrix, which every rank gets for that. Of a stack of matrices each rank has whole ones, and
+    nothing is exchanged.
 
     Args:
         gradient: this rank's rows, in the dtype to compute in.
@@ -44,28 +50,55 @@ def find_basis_of_rows(
         proj_type: one of `PROJ_TYPES`.
         old: the basis until now; its left columns are of this rank's rows.
         key: what the random columns depend on.
+        method: one of `tr_optim.projection.basis.METHODS`.
+        keeps_signs: see `find_basis`.
     """
     rank = min(rank, *shards.shape[-2:])
+    if method == "svd":
+        return _singular_of_rows(gradient, shards, rank, proj_type, old, keeps_signs)
     add_up = shards.sum if shards.divides_matrix else None
 
     def find(matrix: torch.Tensor, before: torch.Tensor | None, side: str) -> torch.Tensor:
         are_divided = side == "left" or not shards.divides_matrix
-        start, iterations = before, WARM_ITERATIONS
-        if start is None or start.shape[-1] != rank:
-            length = shards.shape[-2] if side == "left" else shards.shape[-1]
-            start, iterations = seeded_normal((*shards.shape[:-2], length, rank), matrix, (*key, side)), COLD_ITERATIONS
-            start = shards.part_of(start).clone() if are_divided else start
+        shape = (*shards.shape[:-2], shards.shape[-2] if side == "left" else shards.shape[-1], rank)
+
+        def held(drawn: torch.Tensor) -> torch.Tensor:
+            return shards.part_of(drawn).clone() if are_divided else drawn
+
+        if before is not None and before.shape[-1] == rank:
+            kept, iterations = before, WARM_ITERATIONS
+            fresh = fresh_columns(shape, matrix, (*key, side))
+            columns = before + (held(fresh) if shards.divides_matrix else fresh)
+        else:
+            columns, iterations = held(seeded_normal(shape, matrix, (*key, side))), COLD_ITERATIONS
             if before is not None:  # another rank than before: what is there is kept
-                kept = min(rank, before.shape[-1])
-                start[..., :kept] = before[..., :kept]
-            start = orthonormalise(start, add_up if are_divided else None)
+                number = min(rank, before.shape[-1])
+                columns[..., :number] = before[..., :number]
+            columns = kept = orthonormalise(columns, add_up if are_divided else None)
         for _ in range(iterations):
-            start = _iterate(matrix, start, add_up, are_divided=are_divided)
-        return start
+            columns = kept = _iterate(matrix, columns, kept, add_up, are_divided=are_divided)
+        return kept
 
     wants_left, wants_right = sides(shards.shape, proj_type)
     left = find(gradient, None if old is None else old.left, "left") if wants_left else None
     right = find(gradient.mT, None if old is None else old.right, "right") if wants_right else None
+    return Basis(left, right)
+
+
+def _singular_of_rows(
+    gradient: torch.Tensor, shards: Shards, rank: int, proj_type: str, old: Basis | None, keeps_signs: bool
+) -> Basis:
+    is_matrix = shards.divides_matrix
+    laid_out: Any = shards.distributed(gradient, is_divided=True) if is_matrix else None
+    whole = gradient if laid_out is None else laid_out.full_tensor()
+    found = find_basis(whole, rank, proj_type, method="svd", keeps_signs=keeps_signs)
+    left, right = found.left, found.right
+    if left is not None and is_matrix:
+        left = shards.part_of(left).clone()
+    if old is not None and old.rank == rank:
+        is_finite = whole.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+        left = left if left is None or old.left is None else torch.where(is_finite, left, old.left)
+        right = right if right is None or old.right is None else torch.where(is_finite, right, old.right)
     return Basis(left, right)
 
 
@@ -80,29 +113,34 @@ def is_divided(name: str, shards: Shards, names: Container[str]) -> bool:
     return name == "basis_left" or (name not in _NOT_OF_ROWS and "basis_left" not in names)
 
 
-def _iterate(matrix: torch.Tensor, columns: torch.Tensor, add_up: Sum | None, *, are_divided: bool) -> torch.Tensor:
+def _iterate(
+    matrix: torch.Tensor, columns: torch.Tensor, kept: torch.Tensor, add_up: Sum | None, *, are_divided: bool
+) -> torch.Tensor:
     """Make one subspace iteration, as `tr_optim.projection.basis` does.
 
-    Where it fails, sums that all ranks have make it fail on all: they keep the old columns together.
+    Where it fails, sums that all ranks have make it fail on all: they keep the old columns together, and so they do
+    where the gradient is zero.
 
     Args:
         matrix: its rows are those of `columns`.
-        columns: those until now.
+        columns: those to begin with.
+        kept: the old ones.
         add_up: adds up over the ranks; None where nothing is divided.
         are_divided: whether the rows of `columns` are divided, else the columns of `matrix` are.
     """
     of_inner, of_outer = (add_up, None) if are_divided else (None, add_up)
     inner = matrix.mT @ columns
-    inner = _of_norm_one(inner if of_inner is None else of_inner(inner), of_outer)
+    inner, norm = _of_norm_one(inner if of_inner is None else of_inner(inner), of_outer)
     outer = matrix @ inner
-    outer = _of_norm_one(outer if of_outer is None else of_outer(outer), of_inner)
+    outer, _ = _of_norm_one(outer if of_outer is None else of_outer(outer), of_inner)
     found = orthonormalise(outer.add_(columns, alpha=SHIFT), of_inner)
-    is_good = found.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
-    return torch.where(is_good, found, columns)
+    is_good = found.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True) & (norm > 0)
+    return torch.where(is_good, found, kept)
 
 
-def _of_norm_one(matrix: torch.Tensor, add_up: Sum | None) -> torch.Tensor:
+def _of_norm_one(matrix: torch.Tensor, add_up: Sum | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix divided by its norm, and the norm."""
     norm = torch.linalg.matrix_norm(matrix, keepdim=True)
     if add_up is not None:
         norm = add_up(norm.to(torch.float64).square()).sqrt().to(norm.dtype)
-    return matrix / norm.clamp(min=torch.finfo(matrix.dtype).tiny)
+    return matrix / norm.clamp(min=torch.finfo(matrix.dtype).tiny), norm

@@ -1,0 +1,76 @@
+"""Play one rank of a job of any size in one process, to see what it would hold and exchange."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tr_dist.process_group import ProcessGroup
+
+_EXCHANGED_ELSEWHERE = ("TR_RENDEZVOUS_FILE", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "CROSS_SIZE", "LOCAL_SIZE")
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int, *, local_world_size: int | None = None) -> Iterator[None]:
+    """Have strategies that are built here take this process for rank `rank` of `world_size`; nobody else is there.
+
+    torch's fake process group carries nothing: layouts, sizes, and which collectives are begun are those of the rank,
+    values are not. Where a strategy itself asks the others, they hold what this rank holds: a sum is `world_size` times
+    its own value. Leave strategies and what they prepared before the end.
+
+    Args:
+        rank: number of the rank that is played, from 0.
+        world_size: number of ranks.
+        local_world_size: ranks on each machine; all are on one if None.
+
+    Raises:
+        RuntimeError: this process has a process group already.
+        ValueError: there is no such rank, or machines have not as many ranks each.
+    """
+    local = local_world_size or world_size
+    if not 0 <= rank < world_size or world_size % local:
+        raise ValueError(
+            f"fake_rank: there is no rank {rank} of {world_size} with {local} on each machine; ranks count from 0, and "
+            "machines have as many each"
+        )
+    if dist.is_initialized():
+        raise RuntimeError("fake_rank: this process has a process group already; leave it first")
+    launched = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": rank // local,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
+    alike: dict[str, Any] = {"sum": _sum, "gather_objects": _gather_objects, "agree": _agree}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
+        for name in _EXCHANGED_ELSEWHERE:
+            os.environ.pop(name, None)
+        with mock.patch.multiple(ProcessGroup, **alike):
+            store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+            dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+            try:
+                yield
+            finally:
+                dist.destroy_process_group()
+
+
+def _sum(group: ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() * group.world_size
+
+
+def _gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
+    return [value] * group.world_size
+
+
+def _agree(group: ProcessGroup, value: int) -> Callable[[], int]:
+    return lambda: value

@@ -1,0 +1,239 @@
+"""Train on the GPU of a Mac, through torch's `mps` device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from tr_dist.alike import alike_on_all_ranks
+from tr_dist.environment import read_environment
+from tr_dist.mixed_precision import MixedPrecision
+from tr_dist.replica import check_trainable
+
+_DEVICE = torch.device("mps")
+_WIDE = (torch.float64, torch.complex128)
+_NAMES_SHOWN = 5
+_ADVICE = (
+    "the mps device has not this operation; start the program with PYTORCH_ENABLE_MPS_FALLBACK=1 in its environment to "
+    "compute it on the CPU, slowly (torch reads that when it is imported: in the script it comes too late), or set "
+    "use_cpu=True"
+)
+
+
+class MPS:
+    """Train in one process on the one GPU of a Mac.
+
+    Neither gloo nor nccl carries tensors of this device, so there is one process, and no process group. The calls are
+    those of `tr_dist.DDP`, and a loop that is written for one runs with the other.
+
+    - What is 64 bits wide in the model is refused: the device has no such numbers.
+    - Whether an update is left out is decided on the host: in some versions of torch the fused optimizers of this
+      device apply one that is to be left out.
+    - An operation that the device has not is an error that says how to compute it on the CPU.
+
+    Args:
+        precision: `no`, `bf16` (from macOS 14), or `fp16` with loss scaling (from torch 2.8).
+
+    Attributes:
+        device: `mps`.
+        rank: 0.
+        local_rank: 0.
+        world_size: 1.
+
+    Raises:
+        ValueError: there is no such device, it cannot compute in the precision, or a launcher started several
+            processes.
+    """
+
+    rank = 0
+    local_rank = 0
+    world_size = 1
+
+    forwards_together = False
+
+    @alike_on_all_ranks()
+    def __init__(self, *, precision: str = "no") -> None:
+        _check_alone()
+        _check_available()
+        _check_precision(precision)
+        self.device = _DEVICE
+        self._precision = MixedPrecision(precision, self.device)
+        self._parameters: list[torch.Tensor] = []
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> MPS:
+        """Build from training arguments: `bf16` and `fp16`.
+
+        Raises:
+            ValueError: `use_cpu` contradicts it, or as the constructor does.
+        """
+        if args.use_cpu:
+            raise ValueError("strategy='mps' and use_cpu=True contradict each other; leave one of them out")
+        return cls(precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no")
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device.
+
+        Raises:
+            ValueError: it has nothing to train, is wrapped, has no values yet, or has numbers of 64 bits.
+        """
+        check_trainable(model, torch.device(self.device.type, 0))  # as what is there already says
+        _check_narrow(model)
+        model = model.to(self.device)
+        self._parameters = list(model.parameters())  # once: walking the modules every step costs more than the norm
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model as it is."""
+        return model
+
+    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+        """Surround forward and backward of one micro-batch; an operation that the device has not is explained."""
+        return _advising()
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
+        with _advising(), self._precision.autocast():
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a scalar loss, scaling it first under float16."""
+        self._precision.backward(loss)
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Returns:
+            The norm before clipping, a scalar tensor on the device; nothing is read back.
+        """
+        self._precision.unscale(optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
+
+        Args:
+            optimizer: what applies them.
+            skip: scalar on the device, read from it; where it is not 0, parameters and optimizer state stay as they
+                are.
+        """
+        if skip is None and self._precision.scaler is None:
+            return self._precision.step(optimizer)
+        with _deciding_on_host(optimizer):
+            return self._precision.step(optimizer, skip=skip)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: one process is all."""
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value as the list of all."""
+        return [value]
+
+    def agree(self, value: int) -> Callable[[], int]:
+        """Return what gives the value: one process agrees with itself."""
+        return lambda: value
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name: `model`, `optimizer` if given, `scaler` under float16."""
+        parts: dict[str, Any] = {"model": model}
+        if optimizer is not None:
+            parts["optimizer"] = optimizer
+        if self._precision.scaler is not None:
+            parts["scaler"] = self._precision.scaler
+        return parts
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's own state."""
+        return model.state_dict()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing: no process group was joined."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _check_alone() -> None:
+    if (size := read_environment().world_size) > 1:
+        raise ValueError(
+            f"strategy='mps' in one of {size} processes (WORLD_SIZE): neither gloo nor nccl carries tensors of the mps "
+            "device, and a Mac has one; start one process, or set use_cpu=True and strategy='ddp' for several"
+        )
+
+
+def _check_available() -> None:
+    if torch.backends.mps.is_available():
+        return
+    reason = "macOS is older than 14, or its GPU is not Apple's"
+    if not torch.backends.mps.is_built():
+        reason = f"torch {torch.__version__} is built without it, as it is everywhere but on a Mac"
+    raise ValueError(f"strategy='mps' needs a Mac's GPU, and torch has none: {reason}; set strategy='auto'")
+
+
+def _check_precision(precision: str) -> None:
+    if precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise ValueError("bf16=True on the mps device needs macOS 14; use fp16=True, or update macOS")
+    if precision == "fp16" and tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 8):
+        raise ValueError(
+            f"fp16=True on the mps device needs torch 2.8: loss scaling of torch {torch.__version__} computes in 64 "
+            "bits, which the device has not; use bf16=True, or update torch"
+        )
+
+
+def _check_narrow(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    wide = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype in _WIDE]
+    if wide:
+        more = f" and {len(wide) - _NAMES_SHOWN} more" if len(wide) > _NAMES_SHOWN else ""
+        raise ValueError(
+            f"{len(wide)} tensors of {type(model).__name__} are 64 bits wide, which the mps device cannot compute with"
+            f": {', '.join(wide[:_NAMES_SHOWN])}{more}; use model.float(), or use_cpu=True"
+        )
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    """Add to the error of an operation that the device has not how to compute it elsewhere."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "MPS device" in str(error) and _ADVICE not in getattr(error, "__notes__", ()):
+            error.add_note(_ADVICE)
+        raise
+
+
+@contextmanager
+def _deciding_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have an optimizer treated as one that cannot leave out an update on the device."""
+    name = "_step_supports_amp_scaling"
+    given = vars(optimizer).get(name)
+    if not given:
+        yield
+        return
+    setattr(optimizer, name, False)
+    try:
+        yield
+    finally:
+        setattr(optimizer, name, given)

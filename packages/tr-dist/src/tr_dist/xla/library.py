@@ -1,0 +1,87 @@
+"""Load torch_xla where it is wanted, and check that the processes there are can train together."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tr_dist.xla.device_module import register
+
+_OFF = ("0", "false", "f", "no", "n", "off")
+
+
+class Library(NamedTuple):
+    """The modules of torch_xla that a strategy uses.
+
+    Attributes:
+        torch_xla: the package: `device`, `sync`.
+        model: `torch_xla.core.xla_model`: collectives and random states.
+        runtime: `torch_xla.runtime`: which process this is, and what devices there are.
+    """
+
+    torch_xla: Any
+    model: Any
+    runtime: Any
+
+
+def load_torch_xla(*, use_cpu: bool = False) -> Library:
+    """Return torch_xla, started on the device that PJRT_DEVICE names, or on the one it finds.
+
+    Args:
+        use_cpu: compute on PJRT's CPU, which PJRT_DEVICE is set to where it is unset.
+
+    Raises:
+        ValueError: it is not installed, was switched off, or the environment asks for another device or for processes
+            that would not train together.
+    """
+    check_environment(os.environ, use_cpu=use_cpu)
+    if use_cpu:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+    try:
+        names = ("torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime")
+        library = Library(*map(importlib.import_module, names))
+    except ImportError as error:
+        raise ValueError(
+            f"strategy='xla' needs torch_xla, which cannot be imported ({error}): pip install 'tr-dist[xla]' in an "
+            "environment whose torch has the same version number, or choose another strategy"
+        ) from error
+    register(library.model)
+    return library
+
+
+def check_environment(environ: Mapping[str, str], *, use_cpu: bool = False) -> None:
+    """Check what the environment says before torch_xla is loaded, for then it cannot be changed.
+
+    Raises:
+        ValueError: the message says which variable, and what to do.
+    """
+    off, named = environ.get("USE_TORCH_XLA", ""), environ.get("PJRT_DEVICE", "")
+    if off.lower() in _OFF:
+        raise ValueError(f"strategy='xla' and USE_TORCH_XLA={off!r} contradict each other; unset the variable")
+    if use_cpu and named not in ("", "CPU"):
+        raise ValueError(f"use_cpu=True and PJRT_DEVICE={named!r} contradict each other; give one of them")
+    world_size = environ.get("WORLD_SIZE", "1")
+    if world_size not in ("", "1"):
+        raise ValueError(
+            f"strategy='xla' in one of {world_size} processes (WORLD_SIZE), which torch_xla would not know of each "
+            "other: start one process a machine; to use several devices in it set fsdp_config={'xla': True, "
+            "'xla_fsdp_v2': True}, or call torch_xla.launch(function) in the script. To train in these processes "
+            "without XLA, set strategy='ddp' or USE_TORCH_XLA=0"
+        )
+
+
+def check_replicas(library: Library) -> None:
+    """Check that the replicas of this job can exchange values.
+
+    Raises:
+        ValueError: there are several on the CPU.
+    """
+    replicas = library.runtime.world_size()
+    if replicas > 1 and library.runtime.device_type() == "CPU":
+        raise ValueError(
+            f"{replicas} replicas on PJRT's CPU (CPU_NUM_DEVICES={os.environ.get('CPU_NUM_DEVICES', 'unset')}) cannot "
+            "exchange gradients: collectives between them never end; unset CPU_NUM_DEVICES to train in one, or divide "
+            "one process's model and batches over the devices with fsdp_config={'xla': True, 'xla_fsdp_v2': True}"
+        )

@@ -1,0 +1,253 @@
+"""Train on XLA devices: operations are recorded, compiled once for each shape, and run a step at a time."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+
+from tr_dist.fsdp.units import choose_units
+from tr_dist.replica import check_trainable
+from tr_dist.skipping import step_unless
+from tr_dist.xla.by_replicas import ByReplicas, DividedState
+from tr_dist.xla.library import check_replicas, load_torch_xla
+from tr_dist.xla.moving import HostState, module_state, move
+from tr_dist.xla.over_devices import OverDevices
+from tr_dist.xla.settings import XlaSharding
+
+
+class XLA:
+    """Training by torch_xla: on a TPU, or on PJRT's CPU.
+
+    Nothing is computed when it is called for: torch_xla records operations, and what was recorded is compiled, if it is
+    new, and run where this strategy cuts: after each micro-batch but the last of a step, after each update, and after
+    each forward without gradients. Between cuts nothing is read from the device. Every other shape of a batch is
+    another program, compiled when it comes up first: pad batches to few lengths.
+
+    Without `sharding` each replica holds the whole model. There are several of them where the script that builds this
+    was started by `torch_xla.launch`, on a TPU; gradients are averaged over them.
+
+    Args:
+        sharding: how the model is divided over devices; None leaves it whole.
+        precision: `no`, or `bf16` for autocast. There is no float16.
+        use_cpu: compute on PJRT's CPU.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this replica among all, from 0.
+        local_rank: number of this replica on its machine, from 0.
+        world_size: number of replicas; 1 where one process divides its batches over many devices.
+        forwards_together: whether a forward gathers weights from other replicas.
+
+    Raises:
+        ValueError: torch_xla is not there or was switched off, or cannot do what is asked for.
+    """
+
+    def __init__(self, sharding: XlaSharding | None = None, *, precision: str = "no", use_cpu: bool = False) -> None:
+        if precision not in ("no", "bf16"):
+            raise ValueError(
+                f"precision={precision!r} cannot be had on XLA, whose devices compute in float32 and bfloat16; use "
+                "bf16=True, which needs no scaled losses, or neither"
+            )
+        self._library = load_torch_xla(use_cpu=use_cpu)
+        self.sharding, runtime = sharding, self._library.runtime
+        self.over_devices = OverDevices(runtime) if sharding is not None and sharding.over_devices else None
+        if self.over_devices is None:
+            check_replicas(self._library)
+        self.device = self._library.torch_xla.device()
+        is_alone = self.over_devices is not None or runtime.is_spmd()
+        self.rank = 0 if is_alone else runtime.global_ordinal()
+        self.local_rank = 0 if is_alone else runtime.local_ordinal()
+        self.world_size = 1 if is_alone else runtime.world_size()
+        is_by_replicas = sharding is not None and not sharding.over_devices
+        self._by_replicas = ByReplicas(self._library, sharding.settings) if sharding and is_by_replicas else None
+        self.forwards_together = is_by_replicas
+        self._precision, self._is_uncut = precision, False
+        self._tags = itertools.count()
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> XLA:
+        """Build from the fields of training arguments that are about this: `bf16`, `fp16`, `use_cpu`, `fsdp*`."""
+        return cls(
+            XlaSharding.from_config(args.fsdp, args.fsdp_config),
+            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
+            use_cpu=args.use_cpu,
+        )
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device and divide it, if it is to be; its parameters are other objects from then on.
+
+        Raises:
+            ValueError: the model has no trainable parameter, no values yet (meta device), or lies on another device; or
+                a class named for units is not in it.
+        """
+        check_trainable(model, self.device)
+        units = choose_units(model, self.sharding.units) if self.sharding is not None else []
+        recomputes = self.sharding is not None and self.sharding.recomputes
+        move(model, self.device)
+        if self.world_size > 1:
+            self._library.model.broadcast_master_param(model)
+        if self._by_replicas is not None:
+            return self._by_replicas.wrap(model, units, recomputes=recomputes)
+        if self.over_devices is not None:
+            self.over_devices.divide(model, units)
+        if recomputes:
+            checkpoint_module = importlib.import_module("torch_xla.distributed.fsdp").checkpoint_module
+            for unit in units:
+                checkpoint_module(unit)
+        self._cut()
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`."""
+        inner = getattr(model, "_orig_mod", model)
+        return vars(inner).get("original", (inner,))[0]
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer has the parameters of the model, which moving it has replaced.
+
+        Raises:
+            ValueError: it was built before the model was moved.
+        """
+        held = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in held for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} was built before the model was moved to {self.device}, which replaces its "
+                "parameters: it would train what nobody uses. Name it by optim or optimizer_cls_and_kwargs, or build "
+                "it after prepare()"
+            )
+        if self._by_replicas is not None and getattr(optimizer, "fused_in_backward", False):
+            raise ValueError(
+                f"{type(optimizer).__name__} consumes gradients in the backward pass, where "
+                "XlaFullyShardedDataParallel has none for it yet; use another optimizer, or divide the model with "
+                "xla_fsdp_v2=True"
+            )
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
+        """Surround forward and backward of one micro-batch, after which it is run, unless the update is next."""
+        if self._is_uncut:
+            self._cut()
+        with nullcontext() if sync or self._by_replicas is None else cast("Any", model).no_sync():
+            yield
+        if sync and self.world_size > 1 and self._by_replicas is None:
+            self._average(model)
+        self._is_uncut = sync
+        if not sync:
+            self._cut()
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Surround a forward pass and its loss: bfloat16, if it was asked for. Without gradients it is run then."""
+        with self._lower_precision():
+            yield
+        if not torch.is_grad_enabled():
+            self._cut()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Record the computation of gradients of a scalar loss."""
+        loss.backward()
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Returns:
+            The norm before clipping, a scalar tensor on the device; nothing is read back.
+        """
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
+        norm = norm if self._by_replicas is None else self._by_replicas.norm(norm)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients, and run what was recorded. Returns True.
+
+        Args:
+            optimizer: what applies them.
+            skip: scalar on the device, the same on all replicas; where it is not 0, parameters and optimizer state stay
+                as they are. It is read from the device in every step.
+        """
+        if skip is None:
+            optimizer.step()
+        else:
+            step_unless(skip, optimizer)
+        self._cut()
+        return True
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `tensor` over all replicas; the argument stays as it is. Reads nothing back."""
+        return tensor if self.world_size == 1 else self._library.model.all_reduce("sum", tensor)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every replica's `tensor` of shape `(n, ...)` along dimension 0, in the order of ranks."""
+        return tensor if self.world_size == 1 else self._library.model.all_gather(tensor, dim=0)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every replica's picklable `value`, in the order of ranks."""
+        if self.world_size == 1:
+            return [value]
+        found = self._library.model.rendezvous(f"objects-{next(self._tags)}", pickle.dumps(value))
+        return [pickle.loads(each) for each in found]  # of processes of this job
+
+    def agree(self, value: int) -> Callable[[], int]:
+        """Begin to find the largest `value` of all replicas; with the next cut it is on its way."""
+        if self.world_size == 1:
+            return lambda: value
+        mine = torch.tensor(value, dtype=torch.int32).to(self.device)
+        largest = self._library.model.all_reduce("max", mine)
+        return lambda: int(largest.item())  # sync: of a step that was begun before
+
+    def barrier(self) -> None:
+        """Return once every replica has called it."""
+        if self.world_size > 1:
+            self._library.model.rendezvous(f"barrier-{next(self._tags)}")
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return what a checkpoint holds, `model` and `optimizer` if given, whose states are in host memory.
+
+        They are whole, and the same on every replica: what is saved here can be loaded without XLA, and the reverse.
+        """
+        by = self._by_replicas
+        parts: dict[str, Any] = {"model": HostState(self.unwrap(model)) if by is None else DividedState(by, model)}
+        if optimizer is not None:
+            parts["optimizer"] = HostState(optimizer) if by is None else DividedState(by, model, optimizer)
+        return parts
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the unwrapped model, in host memory."""
+        by = self._by_replicas
+        return module_state(self.unwrap(model)) if by is None else by.model_state(model)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Run what is still recorded; there is no process group to leave."""
+        if not failed:
+            self._cut()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(failed=kind is not None)
+
+    def _cut(self) -> None:
+        """Compile what was recorded since the last cut, if there is no such program yet, and begin to run it."""
+        self._is_uncut = False
+        self._library.torch_xla.sync()
+
+    def _lower_precision(self) -> AbstractContextManager[object]:
+        return torch.autocast("xla", dtype=torch.bfloat16) if self._precision == "bf16" else nullcontext()
+
+    def _average(self, model: nn.Module) -> None:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self._library.model.all_reduce("sum", gradients, scale=1.0 / self.world_size)  # in place

@@ -1,0 +1,239 @@
+"""Make backward passes whose gradients are measured or applied one by one, and freed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tr_optim.engine import fused_checks as words
+from tr_optim.engine.averaging import RankAverage
+from tr_optim.engine.fused_checks import check_settings, refuse_kinds
+from tr_optim.engine.hooks import BackwardHooks
+from tr_optim.engine.pass_norms import PassNorms, either
+from tr_optim.engine.repeated import is_reentrant, other_gradients_kept, repeated_parameters
+from tr_optim.engine.rounding import CountedRounding
+from tr_optim.engine.shards import Shards, local_part, sharded_parameters
+from tr_optim.engine.waiting import PartsWaiting, SmallWaiting, Tensors, Use
+
+# Gradients of so few elements are used so many at a time, where that changes nothing.
+_JOINED, _JOINED_AT_A_TIME = 2**13, 64
+
+
+class FusedPasses(Optimizer):
+    """What `FusedOptimizer` makes of backward passes; see there for the arguments.
+
+    Attributes:
+        nonfinite_unscaled: what `nonfinite=None` stands for where there is no loss scale; None applies all gradients.
+        takes_shards: whether it can update parts of parameters, of which each rank holds some rows.
+        exchanges_statistics: whether it needs numbers about the whole of such a parameter (see `update_parts`).
+        ordinary: the name of what does the same with ordinary gradients.
+    """
+
+    ordinary = ""
+    nonfinite_unscaled: str | None = None
+    takes_shards = exchanges_statistics = False
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        clip_grad_norm: float | None,
+        clip_grad_value: float | None,
+        accumulate: str,
+        nonfinite: str | None,
+        rounding_seed: int | None = None,
+    ) -> None:
+        check_settings(clip_grad_norm, clip_grad_value, accumulate, nonfinite)
+        super().__init__(params, defaults)
+        self._max_norm, self._max_value = clip_grad_norm, clip_grad_value
+        self._accumulate, self._nonfinite, self._rounding_seed = accumulate, nonfinite, rounding_seed
+        self._begin_anew()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: not the hooks, nor who the ranks are, nor what is kept of a step."""
+        names = ("_max_norm", "_max_value", "_accumulate", "_nonfinite", "_rounding_seed")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy."""
+        super().__setstate__(state)
+        if "_hooks" not in vars(self):
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._rounding = CountedRounding(self, self._rounding_seed)
+        self._collectives: Any = None
+        self._world_size = 1
+        self._average: RankAverage | None = None
+        self._hooks: BackwardHooks | None = None
+        self._hooked: list[torch.Tensor] = []
+        self._sharded: dict[int, Shards] = {}
+        self._largest_part = 0
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._is_applied, self._num_stored, self._is_reentrant = False, 0, False
+        self._norms = PassNorms()
+        self._norm: torch.Tensor | None = None
+        self._factor: torch.Tensor | None = None
+        self._leave_out: torch.Tensor | None = None
+        self._bad_loss: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
+        self._use: Use = self._measure
+        self.found_inf: torch.Tensor | None = None
+        self.num_passes = 0
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        factor: torch.Tensor | None,
+        leave_out: torch.Tensor | None,
+    ) -> None:
+        """Apply a gradient to its parameter.
+
+        Args:
+            parameter: what is changed in place, not by `.data`.
+            gradient: its gradient, which may be changed.
+            factor: what the gradient is to be multiplied by, a scalar on the device; None for 1.
+            leave_out: scalar on the device; where it is True nothing changes, bit for bit. None for False.
+        """
+        raise NotImplementedError
+
+    def update_all(
+        self, parameters: Tensors, gradients: Tensors, factor: torch.Tensor | None, leave_out: torch.Tensor | None
+    ) -> None:
+        """Apply gradients to parameters of one group, dtype and device; see `update`."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self.update(parameter, gradient, factor, leave_out)
+
+    def update_parts(
+        self,
+        parameters: Tensors,
+        gradients: Tensors,
+        factor: torch.Tensor | None,
+        leave_out: list[torch.Tensor | None],
+    ) -> None:
+        """Apply this rank's parts of gradients to those of their parameters; all ranks call it with the same ones."""
+        for parameter, gradient, leave_it in zip(parameters, gradients, leave_out, strict=True):
+            self.update(parameter, gradient, factor, leave_it)
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters; the next `backward` puts them on again."""
+        if self._hooks is not None:
+            self._hooks.detach()
+        self._hooked = []
+
+    # One backward pass
+
+    def _attach(self, loss: torch.Tensor) -> None:
+        trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if [id(p) for p in trainable] == [id(p) for p in self._hooked]:
+            return
+        self.detach()
+        takes, name = self.takes_shards, type(self).__name__
+        self._sharded = sharded_parameters(trainable, name, takes=takes, instead=words.no_shards(self.ordinary))
+        self._largest_part = max((p.numel() for p in trainable if id(p) in self._sharded), default=0)
+        self._is_reentrant = is_reentrant(loss)
+        repeated = repeated_parameters(loss, trainable) if self._is_reentrant else []
+        self._hooks = BackwardHooks(trainable, self._take, shared=repeated)
+        self._hooked = trainable
+        self._average = None
+        replicated = [p for p in trainable if id(p) not in self._sharded]
+        if self._world_size > 1 and replicated:
+            self._average = RankAverage(self._collectives, replicated, self._hand_on)
+
+    def _pass(self, loss: torch.Tensor, use: Any, *, then_another: bool = False) -> None:
+        """Make a backward pass and use its gradients; if another follows, those of other parameters wait for that."""
+        self._begin_pass(use)
+        self.num_passes += 1
+        assert self._hooks is not None
+        try:
+            # Where parameters are not in the graph themselves, a backward pass cannot be told to reach these alone.
+            if then_another and (self._is_reentrant or self._sharded):
+                with other_gradients_kept(loss, self._hooked):
+                    self._hooks.run(loss, retain_graph=True)
+            else:
+                self._hooks.run(loss, retain_graph=then_another, only_own=then_another)
+            self._finish_pass()
+        except BaseException:
+            self.detach()  # what it holds of this pass is of no use to the next
+            raise
+
+    def _begin_pass(self, use: Any) -> None:
+        self._use, self._norms = use, PassNorms()
+        # Where single tensors are left out, or ranks might get them in different orders, each norm is needed by itself.
+        by_itself = self._skips() == "skip_tensor"
+        joins = self._average is None and not self._sharded and not by_itself
+        self._small = SmallWaiting(_JOINED if joins else -1, _JOINED_AT_A_TIME, self._group_of, use)
+        self._parts = PartsWaiting(self._largest_part if self.exchanges_statistics or by_itself else 0, use)
+
+    @torch.no_grad()
+    def _finish_pass(self) -> None:
+        self._small.finish()
+        self._parts.finish()
+        if self._average is not None:
+            self._average.finish()
+
+    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if gradient.is_sparse or gradient.is_complex():
+            refuse_kinds(gradient, type(self).__name__)
+        if gradient.numel() <= self._small.largest:
+            self._small.add(parameter, gradient)
+        elif id(parameter) in self._sharded:
+            self._parts.add(parameter, local_part(gradient))  # its mean was taken when it was divided
+        elif self._average is None:
+            self._use([parameter], [gradient], None)
+        else:
+            self._average.add(parameter, gradient)
+
+    def _hand_on(self, parameter: torch.Tensor, gradient: torch.Tensor, unused: torch.Tensor | None) -> None:
+        self._use([parameter], [gradient], unused)
+
+    def _measure(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
+        if len(parameters) == 1 or self._max_norm is not None or id(parameters[0]) in self._sharded:
+            self._norms.add(parameters, gradients)
+        else:
+            self._norms.add_joint(gradients)
+
+    def _apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
+        self._update(parameters, gradients, either(self._leave_out, unused))
+
+    def _measure_and_apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
+        self._measure(parameters, gradients, unused)
+        bad = self._norms.are_bad(parameters, self._sharded) if self._skips() == "skip_tensor" else None
+        self._update(parameters, gradients, either(bad, unused))
+
+    def _update(self, parameters: Tensors, gradients: Tensors, leave_out: torch.Tensor | None) -> None:
+        if id(parameters[0]) in self._sharded:
+            flags = [None] * len(parameters) if leave_out is None else leave_out.expand(len(parameters)).unbind()
+            self.update_parts(parameters, gradients, self._factor, list(flags))
+        else:
+            self.update_all(parameters, gradients, self._factor, leave_out)
+
+    def _skips(self) -> str | None:
+        """Return what is left out where a gradient is not finite."""
+        return self._nonfinite or (self.nonfinite_unscaled if self._scale is None else "skip_step")
+
+    def _note_norm(self) -> torch.Tensor:
+        norm = self._norms.total(self._hooked, self._sharded)
+        self._norm = norm = norm if self._scale is None else norm / self._scale
+        self.found_inf = (~norm.isfinite()).to(torch.float32)
+        return norm
+
+    def _decide(self) -> None:
+        """Say by what the gradients are multiplied, and whether they are applied at all."""
+        norm = self._note_norm()
+        factor = None if self._scale is None else self._scale.reciprocal()
+        if self._max_norm is not None:
+            coefficient = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            factor = coefficient if factor is None else coefficient * factor
+        self._factor = factor
+        # Also where single tensors were to be left out: there is no coefficient for the others.
+        self._leave_out = None if self._skips() is None else ~norm.isfinite()
+        if self._bad_loss is not None:
+            bad, self._bad_loss = self._bad_loss.to(torch.int32), None
+            anywhere = bad if self._world_size == 1 else self._collectives.sum(bad)
+            self._leave_out = either(self._leave_out, (anywhere > 0).to(norm.device))

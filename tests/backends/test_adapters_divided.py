@@ -1,0 +1,78 @@
+"""Train an adapter of peft on a model that is divided: its file is that of one process, and a run goes on from it."""
+
+import importlib.util
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tr_core import Trainer, TrainingArguments
+from tr_dist.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # said by peft's own
+]
+
+DIVIDED = {
+    "fsdp2": {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["BertLayer"], "use_orig_params": True},
+    },
+    "zero_3": {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}},
+}
+TOLERANCE = 1e-5  # sums of 32 bits in another order, over six steps of Adam
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=50, max_position_embeddings=16, num_labels=2, **sizes, **no_dropout)
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+    return get_peft_model(BertForSequenceClassification(config), lora)
+
+
+def train(folder, options, batch_size, max_steps, resume):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(50, (32, 8), generator=generator)
+    args = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=batch_size,
+        max_steps=max_steps,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=3,
+        disable_tqdm=True,
+        use_cpu=True,
+        log_level="error",
+        **options,
+    )
+    rows = [{"input_ids": row, "labels": row[0] % 2} for row in tokens]
+    trainer = Trainer(adapted(), args, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/out")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.strategy.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_an_adapter_is_trained_saved_and_gone_on_with_as_in_one_process(name, tmp_path):
+    if name == "zero_3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed")
+    options = DIVIDED[name]
+    alone = train(str(tmp_path / "1"), {}, 4, 6, None)
+    run_ranks(train, 2, str(tmp_path / "2"), options, 2, 3, None, timeout_s=240)
+    for losses in run_ranks(train, 2, str(tmp_path / "2"), options, 2, 6, True, timeout_s=240):
+        assert losses == pytest.approx(alone, abs=TOLERANCE)
+    saved, expected = (load_file(tmp_path / place / "out" / "adapter_model.safetensors") for place in ("2", "1"))
+    assert not (tmp_path / "2" / "out" / "model.safetensors").exists()
+    assert len(expected) == 10  # two matrices for each of two projections in two layers, and the head
+    torch.testing.assert_close(saved, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert sum(value.abs().sum() for key, value in saved.items() if "lora_B" in key) > 0

@@ -1,0 +1,65 @@
+"""Compute activations again in units that are in shards: the gradients are those of one process without."""
+
+import pytest
+import torch
+from test_numbers import Rows
+from torch import nn
+
+from tr_core import Trainer, TrainingArguments
+from tr_dist.testing import run_ranks
+
+
+class Layer(nn.Module):
+    forwards = 0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        Layer.forwards += 1
+        return x + torch.tanh(self.inner(x))
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+
+
+def train(folder, options):
+    """Return losses, norms, weights, and how many forwards of layers a step made."""
+    rows = [dict(row, labels=row["labels"].clamp(min=0)) for row in Rows(24).rows]
+    args = TrainingArguments(
+        output_dir=folder, save_strategy="no", max_steps=4, logging_steps=1, learning_rate=1e-2, optim="sgd",
+        use_cpu=True, disable_tqdm=True, log_level="error", **options,
+    )  # fmt: skip
+    Layer.forwards = 0
+    trainer = Trainer(Deep(), args, train_dataset=rows)
+    trainer.train()
+    history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "grad_norm" in e]
+    weights = {k: v.detach().clone() for k, v in trainer.strategy.whole_state(trainer.model_wrapped).items()}
+    trainer.strategy.close()
+    return history, weights, Layer.forwards / 4
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+def test_activations_of_units_are_computed_again(tmp_path, sharding, version):
+    alone = train(str(tmp_path / "1"), {"per_device_train_batch_size": 12})
+    config = {"version": version, "transformer_layer_cls_to_wrap": ["Layer"], "activation_checkpointing": True}
+    options = {"fsdp": sharding, "fsdp_config": config, "per_device_train_batch_size": 6}
+    ranks = run_ranks(train, 2, str(tmp_path / "2"), options, timeout_s=120)
+    assert alone[2] == 3
+    for rank in ranks:
+        torch.testing.assert_close(torch.tensor(rank[0]), torch.tensor(alone[0]), rtol=2e-6, atol=2e-6)
+        assert rank[2] > 5
+    for name, value in alone[1].items():
+        torch.testing.assert_close(ranks[0][1][name], value, rtol=2e-6, atol=2e-6)

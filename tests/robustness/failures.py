@@ -1,0 +1,187 @@
+"""Let one rank fail in every way, and see that all end, how soon, with which exit codes, and what is said first.
+
+`python tests/robustness/failures.py` prints a line for each failure and, last, `N failures, M judged wrong`; it exits
+with 1 if M is not 0. Ranks are forks of an interpreter (`forked_ranks.py`), started by nobody, so that each has to end
+by itself; `--by launch` and `--by torchrun` start programs by `trainer launch` or torchrun, which end the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_programs import RANK_RUN, TORCHRUN, TRAINER, End, Job, Nursery
+
+LIMIT_S = 240
+# From the failure to the end of the last process. On an idle machine it is one or two; the rest is for busy ones.
+WITHIN_S = 60
+WORDS = "ArithmeticError"
+# The last line of a traceback, after torch's mark of the rank.
+_LAST_LINE = re.compile(r"^(?:\[rank\d+\]: )?[\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank fails.
+
+    Attributes:
+        name: what it is.
+        place: where, as `rank_run.py` calls it.
+        how: in which way.
+        code: exit code of that rank.
+        times: when it is there for this time.
+        workers: processes that load data; it is one of them that fails in `dataset`.
+        is_together: all ranks learn of it in the same moment, and none is first.
+    """
+
+    name: str
+    place: str
+    how: str = "raise"
+    code: int = 1
+    times: int = 2
+    workers: int = 0
+    is_together: bool = False
+
+    @property
+    def options(self) -> list[str]:
+        """Options of `rank_run.py`."""
+        counts = ("--times", str(self.times), "--workers", str(self.workers))
+        return ["--place", self.place, "--how", self.how, *counts]
+
+
+FAILURES = (
+    Failure("exception in the forward", "forward"),
+    Failure("exception in the backward", "backward"),
+    Failure("exception in a callback", "step"),
+    Failure("exception in a callback at the beginning", "begin", times=1),
+    Failure("exception in the data set", "dataset", times=5),
+    Failure("exception in a worker of the loader", "dataset", times=5, workers=1),
+    Failure("exception in compute_metrics", "evaluation", times=1),
+    Failure("exception in a save", "file", times=1, is_together=True),
+    Failure("exception after training", "end", times=1),
+    Failure("sys.exit(5) in a callback", "step", "sys.exit", 5),
+    Failure("os._exit(3) in the forward", "forward", "exit", 3),
+    Failure("SIGKILL in the forward", "forward", "kill", -9),
+    Failure("SIGABRT in the forward", "forward", "abort", -6),
+    Failure("SIGKILL of a worker of the loader", "dataset", "kill", 1, times=5, workers=1),
+)
+
+
+def judge(failure: Failure, rank: int, ends: Sequence[End], after_s: float, left: list[int]) -> list[str]:
+    """Return what is wrong with how the ranks ended."""
+    wrong = []
+    codes = [end.code for end in ends]
+    # After training nobody waits for the rank that fails.
+    expects = [code for number, code in enumerate(codes) if number != rank] if failure.place != "end" else [1]
+    if codes[rank] != failure.code:
+        wrong.append(f"rank {rank} ended with {codes[rank]}, not with {failure.code}")
+    if any(code in (0, None) for code in expects):
+        wrong.append(f"the others ended with {expects}")
+    if after_s > WITHIN_S:
+        wrong.append(f"it took {after_s:.1f} s")
+    if left:
+        wrong.append(f"{len(left)} processes are left")
+    first = first_error(ends[rank].said)
+    if failure.how == "raise" and WORDS not in first and not failure.is_together:
+        wrong.append(f"the first error that is said is {first!r}")
+    return wrong
+
+
+def first_error(said: str) -> str:
+    """Return the last line of the first traceback."""
+    found = _LAST_LINE.search(said)
+    return found.group() if found else ""
+
+
+def forked(chosen: Sequence[tuple[Failure, str]]) -> Iterator[tuple[str, float, list[int | None], list[str]]]:
+    """Yield what each failure is, the seconds until all had ended, their exit codes, and what is wrong."""
+    with Nursery() as nursery, tempfile.TemporaryDirectory(prefix="failures-") as root:
+        for number, (failure, strategy) in enumerate(chosen):
+            folder, rank = Path(root, str(number)), (number + number // 2) % 2
+            options = [folder / "out", "--strategy", strategy, "--rank", str(rank), *failure.options]
+            ends = nursery.run(2, options, folder, LIMIT_S)
+            left, name = nursery.left_over(), f"{failure.name}, rank {rank} of {strategy}"
+            if (after_s := _seconds_after(folder, ends)) is None:
+                yield name, 0.0, [end.code for end in ends], ["it did not strike: " + ends[0].said[-500:]]
+                continue
+            yield name, after_s, [end.code for end in ends], judge(failure, rank, ends, after_s, left)
+
+
+def launched(
+    chosen: Sequence[tuple[Failure, str]], launcher: str
+) -> Iterator[tuple[str, float, list[int | None], list[str]]]:
+    """Yield the same for jobs of a launcher; the exit code is the launcher's."""
+    command = [*TRAINER, "--nproc", "2"] if launcher == "launch" else [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
+    with tempfile.TemporaryDirectory(prefix="failures-") as root:
+        for number, (failure, strategy) in enumerate(chosen):
+            folder, rank = Path(root, str(number)), (number + number // 2) % 2
+            options = [folder / "out", "--strategy", strategy, "--rank", str(rank), *failure.options]
+            with Job(folder) as job:
+                job.start([*command, RANK_RUN, *options])
+                [end] = job.ends(LIMIT_S)
+                left, name = job.left_over(), f"{failure.name}, rank {rank} of {strategy}"
+            after_s = _seconds_after(folder, [end])
+            if after_s is None:
+                yield name, 0.0, [end.code], ["it did not strike: " + end.said[-500:]]
+                continue
+            yield name, after_s, [end.code], _judge_launched(failure, rank, end, after_s, left, launcher)
+
+
+def _judge_launched(
+    failure: Failure, rank: int, end: End, after_s: float, left: list[int], launcher: str
+) -> list[str]:  # fmt: skip
+    wrong = [f"it took {after_s:.1f} s"] if after_s > WITHIN_S else []
+    wrong += [f"{len(left)} processes are left"] if left else []
+    # torchrun ends with 1 whatever the rank ended with.
+    expected = (128 - failure.code if failure.code < 0 else failure.code) if launcher == "launch" else 1
+    if end.code != expected:
+        wrong.append(f"the launcher ended with {end.code}, not with {expected}")
+    if failure.how == "raise" and not failure.is_together and WORDS not in first_error(end.said):
+        wrong.append(f"the first error that is said is {first_error(end.said)!r}")
+    if launcher == "launch":
+        report = end.said.rpartition("trainer launch: rank ")[2]
+        if not report.startswith(f"{rank} of 2 failed first") and not failure.is_together:
+            wrong.append(f"the report begins with {report[:80]!r}")
+        if failure.how == "raise" and WORDS not in first_error(report):
+            wrong.append(f"the first error of the report is {first_error(report)!r}")
+    return wrong
+
+
+def _seconds_after(folder: Path, ends: Sequence[End]) -> float | None:
+    struck = folder / "out" / "struck"
+    return max(end.time_s for end in ends) - float(struck.read_text()) if struck.exists() else None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line says, and return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--by", choices=("nobody", "launch", "torchrun"), default="nobody")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), action="append")
+    parser.add_argument("--only", default="", help="part of a failure's name")
+    parser.add_argument("--every", type=int, default=1, help="only one of so many failures")
+    options = parser.parse_args(arguments)
+    chosen = [
+        (failure, strategy)
+        for failure, strategy in product(FAILURES, options.strategy or ("ddp", "fsdp"))
+        if options.only in failure.name
+    ][:: options.every]
+    began_s, done, bad, longest_s = time.monotonic(), 0, 0, 0.0
+    for name, after_s, codes, wrong in forked(chosen) if options.by == "nobody" else launched(chosen, options.by):
+        done, bad, longest_s = done + 1, bad + bool(wrong), max(longest_s, after_s)
+        print(f"{name:<62} {codes!s:<12} {after_s:>5.1f} s{''.join(f'; WRONG: {each}' for each in wrong)}", flush=True)
+    print(f"{time.monotonic() - began_s:.0f} s; from a failure to the end of all at most {longest_s:.1f} s")
+    print(f"{done} failures, {bad} judged wrong")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Two machines, each with a launcher of its own, in network namespaces or on loopback: what they print and save."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from machines import two_machines
+from rank_programs import TORCHRUN, TRAINER, Job
+
+pytestmark = [pytest.mark.launcher, pytest.mark.slow]
+
+LIMIT_S = 300
+SCRIPT = Path(__file__).parent / "node_run.py"
+# What the documentation says of its command lines, for ranks 0 and 1 on one machine and 2 and 3 on the other: the
+# least level of which they print anything.
+LEVELS = {
+    "my_app.py ...": ("INFO", "WARNING", "INFO", "WARNING"),
+    "my_app.py ... --log_level warning --log_level_replica error": ("WARNING", "ERROR", "WARNING", "ERROR"),
+    "my_app.py ... --log_level warning --log_level_replica error --log_on_each_node 0": (
+        ("WARNING", "ERROR", "ERROR", "ERROR")
+    ),
+    "my_app.py ... --log_level error --log_level_replica error --log_on_each_node 0": ("ERROR",) * 4,
+}
+FROM = {"INFO": ["INFO", "WARNING", "ERROR"], "WARNING": ["WARNING", "ERROR"], "ERROR": ["ERROR"]}
+
+
+def commands(launcher, machines, port, nproc):
+    """Return the launcher's part of each machine's command line."""
+    place = ["--nnodes", 2, "--master_addr", machines[0].address, "--master_port", port]
+    if launcher == "torchrun":
+        place = [str(word).replace("_", "-") for word in place]
+    start = [*TRAINER, "--nproc", nproc] if launcher == "trainer launch" else [*TORCHRUN, "--nproc-per-node", nproc]
+    rank = "--node_rank" if launcher == "trainer launch" else "--node-rank"
+    return [[*machine.words, *start, *place, rank, number] for number, machine in enumerate(machines)]
+
+
+def run_on_two(folder, launcher, nproc, script, *, on_loopback=False):
+    """Return what the machines said, when they have ended with exit code 0 and left nothing."""
+    with two_machines(on_loopback=on_loopback) as (machines, port), Job(folder) as job:
+        for machine, command in zip(machines, commands(launcher, machines, port, nproc), strict=True):
+            job.start([*command, *script], **machine.variables)
+        ends = job.ends(LIMIT_S)
+        assert [end.code for end in ends] == [0, 0], "\n".join(end.said[-4000:] for end in ends)
+        assert job.left_over() == []
+    return [end.said for end in ends]
+
+
+def ends_of(said):
+    return [json.loads(line) for line in said.splitlines() if line.startswith('{"')]
+
+
+def test_each_machine_and_rank_prints_what_the_documentation_says(tmp_path):
+    settings = [[*shlex.split(command)[2:], "--max_steps", "2", "--save_strategy", "no"] for command in LEVELS]
+    said = run_on_two(tmp_path / "job", "trainer launch", 2, [SCRIPT, tmp_path / "out", json.dumps(settings)])
+    for run, levels in enumerate(LEVELS.values()):
+        for rank, level in enumerate(levels):
+            lines = re.findall(rf"^rank {rank} - (\w+) - my_app - run {run} ", said[rank // 2], re.MULTILINE)
+            assert lines == FROM[level], (run, rank)
+    # The packages' own lines go by the same levels: one run of four informs, by the main process of each machine.
+    assert [len(re.findall(r"INFO.*training Network", text)) for text in said] == [1, 1], said
+    places = [(end["rank"], end["GROUP_RANK"], end["LOCAL_RANK"], end["LOCAL_WORLD_SIZE"]) for end in ends_of(said[0])]
+    assert places == [(0, 0, 0, 2)] * 4
+    assert ends_of(said[1]) == []
+
+
+@pytest.mark.parametrize("launcher", ["trainer launch", "torchrun"])
+def test_each_machine_saves_in_its_own_folder_and_goes_on_from_the_step_that_both_have(tmp_path, launcher):
+    numbers = ["--save_steps", "4", "--save_on_each_node", "true", "--log_level", "error", "--num_train_epochs", "1"]
+    # A run left alone; one that stops early; the same again, which goes on.
+    settings = [[*numbers, "--resume_from_checkpoint", "auto"]]
+    script = [SCRIPT, tmp_path / "machine-NODE", json.dumps(settings)]
+    alone = run_on_two(tmp_path / "first", launcher, 1, script, on_loopback=launcher == "torchrun")
+    saved = {machine: {path.name for path in machine.glob("checkpoint-*")} for machine in tmp_path.glob("machine-*")}
+    assert sorted(path.name for path in saved) == ["machine-0", "machine-1"]
+    assert all(names == {"checkpoint-4", "checkpoint-8", "checkpoint-12"} for names in saved.values())
+    for machine, rank in (("machine-0", 0), ("machine-1", 1)):
+        names = {path.name for path in (tmp_path / machine / "checkpoint-8").iterdir()}
+        assert {"model.safetensors", "optimizer.safetensors", f"rng-{rank}.json"} <= names
+    for name in ("checkpoint-12", "checkpoint-8"):  # as if the second had died in the save of step 8, and lost more
+        shutil.rmtree(tmp_path / "machine-1" / name)
+    shutil.rmtree(tmp_path / "machine-0" / "checkpoint-12")
+    again = run_on_two(tmp_path / "again", launcher, 1, script, on_loopback=launcher == "torchrun")
+    for before, after in zip(alone, again, strict=True):
+        assert ends_of(after) == ends_of(before) != []
