@@ -86,7 +86,7 @@ EVEN = ("tensors", "held.0.even")
         (lambda content: content.update({SHARDS[0]: content[SHARDS[1]]}), "held-shard-0.safetensors: "),
         (lambda content: content.update({"held.json": b'{"$tensor": "other"}'}), "tensor 'other' is in no file of it"),
     ],
-    ids=str,
+    ids=lambda value: "change" if callable(value) else str(value),
 )
 def test_files_that_do_not_fit_together_are_refused_in_words(saved, tmp_path, change, message):
     folder = resealed(saved, tmp_path / "checkpoint-1", change)
