@@ -155,3 +155,8 @@ def test_no_path_of_this_machine_is_written_down():
         and pattern.search(path.read_text("utf-8"))
     ]
     assert hits == []
+
+
+def test_what_two_packages_have_alike_on_purpose_stays_alike():
+    mine, theirs = (ROOT / f"packages/{name}/src/{name.replace('-', '_')}/alike.py" for name in ("tr-args", "tr-dist"))
+    assert mine.read_text().replace("tr_dist/alike", "tr_args/alike") == theirs.read_text()

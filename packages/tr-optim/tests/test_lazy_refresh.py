@@ -224,6 +224,7 @@ def test_the_default_is_that_of_the_authors():
     assert torch.equal(run(refresh="fixed"), run())
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_schedule_is_kept_without_waiting_for_the_device():
     lazy, state = LazyRefresh(0.4, 2), {"step": torch.zeros(())}

@@ -220,6 +220,7 @@ def test_lomo_leaves_a_step_out_bit_for_bit_also_with_stochastic_rounding():
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", LOW)
 def test_rounding_on_a_gpu_is_exact_in_the_mean_and_reads_nothing_back(dtype):
