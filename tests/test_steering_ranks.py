@@ -58,6 +58,7 @@ class Watch(TrainerCallback):
 
 
 def build(folder, watch, **changes):
+    rows = changes.pop("rows", 40)
     options = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -72,7 +73,7 @@ def build(folder, watch, **changes):
     return Trainer(
         Network(),
         TrainingArguments(folder, **{**options, **changes}),
-        train_dataset=Rows(40),
+        train_dataset=Rows(rows),
         eval_dataset=Rows(11),
         callbacks=[watch],
         compute_metrics=lambda p: {"rows": len(p.predictions), "sum": float(p.inputs.sum())},
@@ -93,16 +94,19 @@ def train_by_time(folder, resume, **changes):
 
 
 def by_time(folder, resume=None):
-    return train_by_time(folder, resume, eval_strategy="3min", save_strategy="4min", max_time="7min")
+    return train_by_time(folder, resume, rows=56, eval_strategy="3min", save_strategy="4min", max_time="7min")
 
 
 def test_the_first_rank_s_clock_decides_for_both_before_and_after_a_resume(tmp_path):
-    """Ten steps of a minute; after the stop at 7 the next evaluation is due at 9."""
+    """Fourteen steps of a minute. The second rank hears of what is due while it makes the next step.
+
+    So of the evaluation that is due at 3 at 4, where the first rank need not wait to save; and of the end at 7 at 8.
+    """
     first = run_ranks(by_time, 2, str(tmp_path), timeout_s=120)
-    assert first[0] == ([("evaluate", 3), ("save", 4), ("evaluate", 6), ("save", 7)], 7)
+    assert first[0] == ([("evaluate", 4), ("save", 4), ("evaluate", 8), ("save", 8)], 8)
     assert first[1] == first[0]
     second = run_ranks(by_time, 2, str(tmp_path), True, timeout_s=120)
-    assert second[0] == ([("evaluate", 9), ("evaluate", 10), ("save", 10)], 10)
+    assert second[0] == ([("evaluate", 12), ("save", 12), ("evaluate", 14), ("save", 14)], 14)
     assert second[1] == second[0]
 
 

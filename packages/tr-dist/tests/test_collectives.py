@@ -72,35 +72,35 @@ def test_a_single_number_cannot_be_concatenated():
 def _agree():
     with DDP(use_cpu=True) as strategy:
         rank = strategy.rank
-        first = strategy.agree(10 * (rank + 1))
-        second = strategy.agree(0)
+        first = strategy.agree([10 * (rank + 1), -rank])
+        second = strategy.agree([0])
         between = strategy.sum(torch.ones(()))  # other exchanges may come in between
-        third = strategy.agree(5 if rank == 1 else 0)
+        third = strategy.agree([5 if rank == 1 else 0])
         return [third(), first(), second(), first()], between.item()
 
 
-def test_ranks_agree_on_the_largest_value_in_any_order_of_reading():
-    assert run_ranks(_agree, 3) == [([5, 30, 0, 30], 3.0)] * 3
+def test_ranks_agree_on_the_largest_of_each_value_in_any_order_of_reading():
+    assert run_ranks(_agree, 3) == [([[5], [30, 0], [0], [30, 0]], 3.0)] * 3
 
 
 def _begin_before_the_other():
     with DDP(use_cpu=True) as strategy:
-        strategy.agree(0)()
+        strategy.agree([0])()
         if strategy.rank == 1:
             strategy.gather_objects(None)  # the first rank comes here after it has begun to agree
-            return strategy.agree(1)()
-        read = strategy.agree(7)
+            return strategy.agree([1])()
+        read = strategy.agree([7])
         strategy.gather_objects(None)
         return read()
 
 
 def test_beginning_to_agree_waits_for_nobody():
-    assert run_ranks(_begin_before_the_other, 2) == [7, 7]
+    assert run_ranks(_begin_before_the_other, 2) == [[7], [7]]
 
 
 def test_one_process_agrees_with_itself():
     with DDP(use_cpu=True) as strategy:
-        assert strategy.agree(3)() == 3
+        assert strategy.agree([3, 1])() == [3, 1]
 
 
 @pytest.mark.cuda
@@ -109,7 +109,7 @@ def test_ranks_that_have_nothing_but_nccl_agree_on_the_host():
     with DDP(backend="nccl") as strategy:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            reads = [strategy.agree(value) for value in (3, 4)]
-            assert [read() for read in reads] == [3, 4]
+            reads = [strategy.agree([value]) for value in (3, 4)]
+            assert [read() for read in reads] == [[3], [4]]
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -53,7 +53,9 @@ class TrainerCallback:
     `on_evaluate` and `on_predict` get `metrics`, `on_train_end` gets `error`, the exception that ended the run or
     None. `on_micro_batch_end` gets `loss`, `inputs` and `outputs`, and a method `on_step_end` that names `loss` gets
     the step's. An event returns None, or the control object, or a dict of its flags, as
-    `{"should_training_stop": True}`.
+    `{"should_training_stop": True}`. Of several ranks each has callbacks of its own, and what one of them asks for all
+    do: at once if it is asked for on every rank, or in an event that follows an exchange; else at the end of the next
+    step.
     `on_optimizer_step` gets `applied`, False where a float16 overflow left the update out; what `on_nonfinite` leaves
     out is known to the device alone, and `applied` is True.
     A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it. One that

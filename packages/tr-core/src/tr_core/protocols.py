@@ -59,12 +59,12 @@ class Collectives(Protocol):
         """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
         ...
 
-    def agree(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest `value` of all ranks, on the host alone, and return without waiting.
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of each of `values` over all ranks, on the host alone, and return without waiting.
 
         Returns:
-            What gives that value, as often as it is called, once every rank has begun. All ranks begin in the same
-            order; when each of them reads is its own affair.
+            What gives them, as often as it is called, once every rank has begun. All ranks begin in the same order,
+            with as many values; when each of them reads is its own affair.
         """
         ...
 

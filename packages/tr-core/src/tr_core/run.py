@@ -167,6 +167,11 @@ class Run:
         """Surround an evaluation, which a signal may cut short."""
         return nullcontext() if self.interruption is None else self.interruption.evaluating()
 
+    def agree_on_flags(self) -> None:
+        """Have all ranks do what the callbacks of any ask for, at a place to which all come together."""
+        if self.interruption is not None and self.strategy.world_size > 1:
+            self.interruption.agree_on_flags()
+
     def settle(self) -> None:
         """Wait, after the last step, for what is being written in the background."""
         if self.interruption is not None:

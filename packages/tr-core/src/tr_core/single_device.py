@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -153,9 +153,9 @@ class SingleDevice:
         """Return the value as the list of all."""
         return [value]
 
-    def agree(self, value: int) -> Callable[[], int]:
-        """Return what gives the value: one process agrees with itself."""
-        return lambda: value
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Return what gives the values: one process agrees with itself."""
+        return lambda: list(values)
 
     def barrier(self) -> None:
         """Return at once."""

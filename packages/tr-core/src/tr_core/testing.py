@@ -64,9 +64,9 @@ def check_collectives(strategy: Strategy) -> None:
     assert strategy.gather_objects(("rank", rank)) == [("rank", r) for r in range(world)], (
         "objects are not in rank order"
     )
-    first, second = strategy.agree(rank + 3), strategy.agree(7 if rank == 0 else 0)
-    assert second() == 7, "agree is not the largest value of all ranks"
-    assert first() == first() == world + 2, "what was agreed on first is another value once there is a second"
+    first, second = strategy.agree([rank + 3, -rank]), strategy.agree([7 if rank == 0 else 0])
+    assert second() == [7], "agree is not the largest value of all ranks"
+    assert first() == first() == [world + 2, 0], "what was agreed on first is another once there is a second"
     strategy.barrier()
 
 

@@ -152,6 +152,7 @@ def log_window(trainer: Trainer, run: Run) -> None:
     if trainer.is_world_process_zero():
         _tell_nonfinite(trainer, window, steps)
     trainer.log(logs)
+    run.agree_on_flags()
 
 
 def _tell_nonfinite(trainer: Trainer, window: ClosedWindow, steps: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -72,5 +72,5 @@ def _gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
     return [value] * group.world_size
 
 
-def _agree(group: ProcessGroup, value: int) -> Callable[[], int]:
-    return lambda: value
+def _agree(group: ProcessGroup, values: Sequence[int]) -> Callable[[], list[int]]:
+    return lambda: list(values)

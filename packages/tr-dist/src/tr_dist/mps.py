@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -145,9 +145,9 @@ class MPS:
         """Return the value as the list of all."""
         return [value]
 
-    def agree(self, value: int) -> Callable[[], int]:
-        """Return what gives the value: one process agrees with itself."""
-        return lambda: value
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Return what gives the values: one process agrees with itself."""
+        return lambda: list(values)
 
     def barrier(self) -> None:
         """Return at once."""

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -161,8 +161,8 @@ class ProcessGroup:
         dist.all_gather_object(values, value)
         return values
 
-    def agree(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest `value` of all ranks; what is returned waits for it. Nothing touches the device.
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of each of `values` over all ranks; what is returned waits. No device has a part.
 
         All ranks begin in the same order among these calls. They have a gloo group of their own, so that they wait for
         no other exchange and none for them; the first call makes it, together with the other ranks.
@@ -171,13 +171,13 @@ class ProcessGroup:
             self._agreeing = dist.new_group(backend="gloo", timeout=self._timeout)
             if self._member:
                 ProcessGroup._agreeing_groups.append(self._agreeing)
-        largest = torch.tensor(value, dtype=torch.int64)
+        largest = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
 
-        def read() -> int:
+        def read() -> list[int]:
             if work is not None:
                 work.wait()
-            return int(largest)
+            return largest.tolist()
 
         return read
 

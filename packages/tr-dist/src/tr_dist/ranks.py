@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -81,12 +81,12 @@ class Ranks:
         """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
         return self._group.gather_objects(value)
 
-    def agree(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest `value` of all ranks and return what waits for it; the device takes no part.
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of each of `values` over all ranks and return what waits; the device has no part.
 
         All ranks begin in the same order. Begun in one step and read in the next, it costs no waiting.
         """
-        return self._group.agree(value)
+        return self._group.agree(values)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

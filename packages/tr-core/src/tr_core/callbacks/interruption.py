@@ -1,4 +1,4 @@
-"""Save and stop when a signal asks for it, on all ranks at the same step, and stop when a background save failed."""
+"""Save and stop when a signal asks for it, stop when a background save failed, and all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from tr_core.callbacks.agreement import StepAgreement
 from tr_core.conditions.signals import StopSignals, interrupted
 from tr_core.data.fetch import MapFetch, StreamFetch
 from tr_core.data.worker_signals import saves_when_told_to_stop
@@ -28,16 +29,17 @@ FAILED_SAVE = 1000
 def interruptible(trainer: Trainer, run: Run) -> Iterator[None]:
     """Surround training and its events: signals end it with a checkpoint, and a failed background save ends it.
 
-    Without checkpoints there is nothing to write, and signals act as ever; a callback may still ask for one.
+    Without checkpoints there is nothing to write, and signals act as ever; a callback may still ask for one. What a
+    callback of one rank asks for, all ranks do, in any run.
     """
-    args = trainer.args
-    if not (args.save_async or saves_when_told_to_stop(args)):
+    args, has_ranks = trainer.args, trainer.strategy.world_size > 1
+    if not (args.save_async or saves_when_told_to_stop(args) or has_ranks):
         yield
         return
     interruption = run.interruption = Interruption(trainer, run)
     with ExitStack() as undo:
         undo.callback(interruption.forget)
-        if args.save_async or trainer.strategy.world_size > 1:
+        if args.save_async or has_ranks:
             interruption.listen()
         if saves_when_told_to_stop(args):
             undo.enter_context(interruption.signals)
@@ -52,8 +54,9 @@ class Interruption:
     resumed run begins with it. A run whose last step it is ends as if nothing had come, unless it is in an evaluation.
 
     With one process nothing here is called before a signal came, unless checkpoints are written in the background,
-    for then each step looks whether that failed. With several ranks one host-side number a step travels while the
-    next one computes, so that all of them stop at the step after the one in which the signal was seen.
+    for then each step looks whether that failed. With several ranks one host-side exchange a step travels while the
+    next one computes, so that all of them stop at the step after the one in which the signal was seen. The flags that
+    callbacks set travel with it (`StepAgreement`).
 
     Args:
         trainer: whose run it is.
@@ -65,13 +68,14 @@ class Interruption:
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         self._trainer, self._run, self._strategy = trainer, run, trainer.strategy
-        self._listeners = {
-            "on_step_end": self._after_step,
-            "on_prediction_step": self._after_prediction_step,
-            "on_save": self._after_save,
-        }
+        self._listeners: dict[str, Callable[..., None]] = {"on_step_end": self._after_step, "on_save": self._after_save}
+        if trainer.args.save_async or saves_when_told_to_stop(trainer.args):
+            self._listeners["on_prediction_step"] = self._after_prediction_step
+        self._agreement = None
+        if trainer.strategy.world_size > 1:
+            self._agreement = StepAgreement(trainer.strategy)
+            self._listeners |= dict.fromkeys(("on_train_begin", "on_epoch_end"), self._after_other)
         self.signals = StopSignals(self._note)
-        self._pending: Callable[[], int] | None = None
         self._agreed, self._is_leaving = 0, False
         self._error: Exception | None = None
         self._before_evaluation: _Before | None = None
@@ -92,6 +96,7 @@ class Interruption:
         self._before_evaluation = before = _Before(self._trainer)
         try:
             yield
+            self.agree_on_flags()
         except _EvaluationCut:
             before.put_back(self._trainer)
             self._owe(saves=self._trainer.control.should_save)
@@ -101,15 +106,19 @@ class Interruption:
         finally:
             self._before_evaluation = None
 
+    def agree_on_flags(self) -> None:
+        """Have all ranks do what the callbacks of any ask for, at a place to which all come together."""
+        if self._agreement is not None:
+            self._is_asked(self._trainer.control, waits=True)
+
     def settle(self) -> None:
         """Wait, after the last step, for what is being written; all ranks call it.
 
         Raises:
             Exception: it could not be written.
         """
-        if self._pending is not None:
-            self._take(self._pending())
-            self._pending = None
+        if self._agreement is not None:
+            self._take(self._agreement.last_number())
         if self._writes():
             self._trainer.checkpointer().wait()
         if number := self._agreed or self.signals.number:
@@ -146,7 +155,7 @@ class Interruption:
 
     def _after_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # A pass that a callback ends here has its own end to come; the next step is soon enough.
-        if not self._is_asked() or control.should_training_stop or control.should_epoch_stop:
+        if not self._is_asked(control) or control.should_training_stop or control.should_epoch_stop:
             return
         if control.should_evaluate:
             self._owe(saves=control.should_save)
@@ -160,15 +169,20 @@ class Interruption:
         # A loader of the user's own may give each rank another number of batches, and so of chances to agree.
         if self._strategy.world_size > 1 and not isinstance(dataset, MapFetch | StreamFetch):
             return
-        if self._is_asked():
+        if self._is_asked(None):
             raise _EvaluationCut
 
     def _after_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        is_end = control.should_training_stop or control.should_epoch_stop
-        if self._is_leaving or (self._is_asked() and not is_end):
+        if self._is_leaving:
+            self._leave(args, state)
+        is_asked = self._is_asked(control, waits=True)
+        if is_asked and not (control.should_training_stop or control.should_epoch_stop):
             self._leave(args, state)
 
-    def _leave(self, args: Any, state: TrainerState) -> None:
+    def _after_other(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.agree_on_flags()
+
+    def _leave(self, args: Any, state: TrainerState) -> NoReturn:
         trainer = self._trainer
         if args.save_async:
             trainer.checkpointer().wait()
@@ -187,21 +201,23 @@ class Interruption:
     def _owe(self, *, saves: bool) -> None:
         self._run.owed = ["evaluate", *(["save"] if saves else [])]
 
-    def _is_asked(self) -> bool:
+    def _is_asked(self, control: TrainerControl | None, *, waits: bool = False) -> bool:
         """Whether all ranks know of a signal; every rank asks as often as the others.
+
+        Args:
+            control: the flags on which ranks then agree, None where they have no meaning.
+            waits: have all ranks wait for each other, to do what any of them asks for at once.
 
         Raises:
             Exception: a checkpoint could not be written in the background.
         """
-        if self._agreed:
-            return True
         mine = self._find()
-        if self._strategy.world_size == 1:
+        if self._agreement is None:
             self._take(mine)
-            return mine > 0
-        if self._pending is not None:
-            self._take(self._pending())
-        self._pending = None if self._agreed else self._strategy.agree(mine)
+        elif control is None:
+            self._take(self._agreement.on_number(mine))
+        else:
+            self._take(self._agreement.on_flags(control, mine, waits=waits))
         return self._agreed > 0
 
     def _find(self) -> int:
@@ -214,7 +230,6 @@ class Interruption:
 
     def _take(self, value: int) -> None:
         if value == FAILED_SAVE:
-            self._pending = None
             raise (
                 self._error
                 if self._error is not None

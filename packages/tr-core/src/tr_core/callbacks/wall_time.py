@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tr_args import Duration
 from tr_core.callback import TrainerCallback
 from tr_core.protocols import Collectives
@@ -16,8 +14,8 @@ from tr_log import get_logger
 
 logger = get_logger(__name__)
 
-# What can be due; its place in this order is its bit in what rank 0 tells the others.
-ACTIONS = ("log", "evaluate", "save", "stop")
+# What can be due every so often.
+ACTIONS = ("log", "evaluate", "save")
 
 
 class WallTimeCallback(TrainerCallback):
@@ -27,11 +25,12 @@ class WallTimeCallback(TrainerCallback):
     one of any cause. What had passed since then is saved with a checkpoint, and a resumed run counts on from it; the
     time between two runs counts for nothing. `max_time` counts from the beginning of this call of `train`.
 
-    Of several ranks the first one's clock decides for all. They exchange one number a step.
+    Of several ranks the first one's clock decides for all. The others hear of it as of what any callback asks for
+    (`tr_core.callbacks.agreement`): nobody waits, and all of them act at the end of the step after.
 
     Args:
         args: training arguments; `logging_strategy`, `eval_strategy`, `save_strategy` and `max_time` are read.
-        collectives: how ranks exchange it.
+        collectives: who this process is among the others.
         clock: returns seconds, never fewer than before.
     """
 
@@ -39,41 +38,48 @@ class WallTimeCallback(TrainerCallback):
         strategies = (args.logging_strategy, args.eval_strategy, args.save_strategy)
         self._periods_s = {
             action: strategy.seconds
-            for action, strategy in zip(ACTIONS[:3], strategies, strict=True)
+            for action, strategy in zip(ACTIONS, strategies, strict=True)
             if isinstance(strategy, Duration)
         }
         self._limit_s = None if args.max_time is None else args.max_time.seconds
-        self._collectives, self._clock = collectives, clock
+        self._decides, self._has_others, self._clock = collectives.rank == 0, collectives.world_size > 1, clock
         self._began_s = clock()
         self._last_s: dict[str, float] = {}
         self._restored_s: dict[str, float] = {}
-        self._under_way: tuple[str, ...] = ()
+        self._under_way: dict[str, int] = {}  # what was asked for, and at the end of which step
+        self._is_over = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock, from where a checkpoint stopped it."""
         self._began_s = self._clock()
         self._last_s = {action: self._began_s - self._restored_s.get(action, 0.0) for action in self._periods_s}
-        self._restored_s, self._under_way = {}, ()
+        self._restored_s, self._under_way, self._is_over = {}, {}, False
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count anew for what was done since the last step."""
-        for action in self._under_way:
-            self._last_s[action] = self._clock()
-        self._under_way = ()
+        for action, step in list(self._under_way.items()):
+            if state.global_step >= step + self._has_others:  # with others it may be done one step later
+                self._last_s[action] = self._clock()
+                del self._under_way[action]
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for what is due."""
-        due = self._agree(self._due())
-        if state.global_step < args.eval_delay:
-            due = [action for action in due if action != "evaluate"]
-        self._under_way = tuple(action for action in due if action != "stop")
+        if not self._decides:
+            return
+        now = self._clock()
+        due = [action for action in self._due(now) if action != "evaluate" or state.global_step >= args.eval_delay]
+        self._under_way |= dict.fromkeys(due, state.global_step)
         control.should_log |= "log" in due
         control.should_evaluate |= "evaluate" in due
         control.should_save |= "save" in due
-        if "stop" in due and state.global_step < state.max_steps:
-            control.should_training_stop = True
+        if self._limit_s is not None and now - self._began_s >= self._limit_s and state.global_step < state.max_steps:
+            self._is_over = control.should_training_stop = True
             # A strategy of epochs saves at the end of the pass, which the stop makes of this step.
             control.should_save |= args.save_strategy not in ("no", "epoch")
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Say so where the time is over."""
+        if self._is_over and control.should_training_stop:
             logger.info("%s", _farewell(args, state))
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -94,22 +100,12 @@ class WallTimeCallback(TrainerCallback):
         prefix = "seconds_since_"
         self._restored_s = {name.removeprefix(prefix): seconds for name, seconds in state_dict.items()}
 
-    def _due(self) -> list[str]:
-        now = self._clock()
-        due = [action for action, period_s in self._periods_s.items() if now - self._last_s[action] >= period_s]
-        if self._limit_s is not None and now - self._began_s >= self._limit_s:
-            due.append("stop")
-        return due
-
-    def _agree(self, due: list[str]) -> list[str]:
-        """Return what rank 0 found due."""
-        collectives = self._collectives
-        if collectives.world_size == 1:
-            return due
-        mine = sum(1 << ACTIONS.index(action) for action in due) if collectives.rank == 0 else 0
-        told = collectives.sum(torch.tensor(mine, device=collectives.device))
-        bits = int(told.item())  # sync: once a step, with several ranks and something to do by the clock only
-        return [action for place, action in enumerate(ACTIONS) if bits >> place & 1]
+    def _due(self, now: float) -> list[str]:
+        return [
+            action
+            for action, period_s in self._periods_s.items()
+            if action not in self._under_way and now - self._last_s[action] >= period_s
+        ]
 
 
 def _farewell(args: Any, state: TrainerState) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, cast
 
@@ -200,13 +200,13 @@ class XLA:
         found = self._library.model.rendezvous(f"objects-{next(self._tags)}", pickle.dumps(value))
         return [pickle.loads(each) for each in found]  # of processes of this job
 
-    def agree(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest `value` of all replicas; with the next cut it is on its way."""
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of each of `values` over all replicas; with the next cut it is on its way."""
         if self.world_size == 1:
-            return lambda: value
-        mine = torch.tensor(value, dtype=torch.int32).to(self.device)
+            return lambda: list(values)
+        mine = torch.tensor(values, dtype=torch.int32).to(self.device)
         largest = self._library.model.all_reduce("max", mine)
-        return lambda: int(largest.item())  # sync: of a step that was begun before
+        return lambda: largest.tolist()  # sync: of a step that was begun before
 
     def barrier(self) -> None:
         """Return once every replica has called it."""
