@@ -293,6 +293,17 @@ def bench_optim(session: nox.Session) -> None:
         session.run("python", f"packages/tr-optim/bench/{script}.py", *options, env=TEST_ENVIRONMENT)
 
 
+@nox.session(name="bench-dist")
+def bench_dist(session: nox.Session) -> None:
+    """Print what a step of two ranks costs beside loops written by hand and transformers, in one run.
+
+    `-- step --rounds 9` gives it options; `-- ranks --size 7b` tells what each of many ranks would hold and exchange.
+    """
+    session.install(*EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    name, *options = session.posargs or ["step"]
+    session.run("python", f"packages/tr-dist/bench/{name}.py", *options, env=TEST_ENVIRONMENT)
+
+
 @nox.session(name="format")
 def format_(session: nox.Session) -> None:
     """Format the code and mend what ruff can mend."""
