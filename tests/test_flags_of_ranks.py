@@ -144,6 +144,7 @@ def test_a_save_that_one_rank_asks_for_in_a_log_is_made_at_that_step(tmp_path):
 def test_one_rank_can_end_the_run_where_a_pass_ends_or_training_begins(tmp_path):
     assert of_ranks(tmp_path, {("on_epoch_end", 6): STOP + SAVE}, {}) == [("epoch", 6), ("save", 6)]
     assert of_ranks(tmp_path, {("on_train_begin", 0): STOP}, {}) == []
+    assert of_ranks(tmp_path, {}, {("on_evaluate", 0): STOP}, eval_on_start=True) == [("evaluate", 0)]
 
 
 def test_one_rank_can_end_the_pass_of_all(tmp_path):

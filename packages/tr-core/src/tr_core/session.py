@@ -52,6 +52,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
             trainer.random_state.reapply()
             if trainer.args.eval_on_start and run.first_step == 0:
                 trainer.evaluate(ignore_keys=ignore_keys)
+                run.agree_on_flags()
             trainer.model_wrapped.train()
             make_up(trainer, run)
             (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(trainer, run)
