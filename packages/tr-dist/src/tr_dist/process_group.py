@@ -61,7 +61,7 @@ class ProcessGroup:
     _made_here = False
     _exit_registered = False
     _stuck = False
-    _agreeing_groups: list[Any] = []  # those that objects made to agree in, to be kept alive likewise
+    _agreeing_groups: list[Any] = []  # the one that all of them agree in, if it was made; to be kept alive likewise
     _left: list[tuple[float, Any]] = []  # groups kept alive after they were destroyed, and when that was
 
     def __init__(
@@ -77,7 +77,7 @@ class ProcessGroup:
         self.device = device
         self.rank, self.world_size = environment.rank, environment.world_size
         self.local_rank = environment.local_rank
-        self._member, self._timeout, self._agreeing = False, timedelta(seconds=timeout_s), None
+        self._member, self._timeout = False, timedelta(seconds=timeout_s)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
@@ -89,6 +89,7 @@ class ProcessGroup:
             self._member = True
         # What travels on the host goes through gloo where there is one, so that it never waits for the GPU.
         self._host = torch.device("cpu") if "gloo" in _names(self.backend) else device
+        self._agreeing = self._join_to_agree()
 
     def _make(self, environment: LaunchEnvironment, backend: str, timeout_s: float) -> None:
         store = open_store(environment, timeout_s=timeout_s)
@@ -165,12 +166,10 @@ class ProcessGroup:
         """Begin to find the largest of each of `values` over all ranks; what is returned waits. No device has a part.
 
         All ranks begin in the same order among these calls. They have a gloo group of their own, so that they wait for
-        no other exchange and none for them; the first call makes it, together with the other ranks.
+        no other exchange and none for them.
         """
         if self._agreeing is None:
-            self._agreeing = dist.new_group(backend="gloo", timeout=self._timeout)
-            if self._member:
-                ProcessGroup._agreeing_groups.append(self._agreeing)
+            return lambda: list(values)
         largest = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
 
@@ -180,6 +179,20 @@ class ProcessGroup:
             return largest.tolist()
 
         return read
+
+    def _join_to_agree(self) -> Any:
+        """Return the group in which ranks agree, None for one rank alone.
+
+        It is made while all ranks are at hand. Later, one that had failed meanwhile would not come, and the others
+        would wait for it until the time is over, where a group that exists ends with the rank.
+        """
+        if self.world_size == 1:
+            return None
+        if not self._member:
+            return dist.new_group(backend="gloo", timeout=self._timeout)
+        if not ProcessGroup._agreeing_groups:
+            ProcessGroup._agreeing_groups.append(dist.new_group(backend="gloo", timeout=self._timeout))
+        return ProcessGroup._agreeing_groups[0]
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
