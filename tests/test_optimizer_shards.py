@@ -10,8 +10,7 @@ from tr_ckpt.sharded import stateful
 from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
-from tr_optim import AdaLomo
-from tr_optim.galore import GaLoreAdamW
+from tr_optim import AdaLomo, APOLLOAdamW, FiraAdamW, GaLoreAdamW
 
 SAVED_AT, STEPS, ROWS = 3, 6, 12
 
@@ -22,22 +21,26 @@ def net():
     return nn.Sequential(nn.Linear(10, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 1))
 
 
-def galore(model, **options):
+def projecting(model, kind=GaLoreAdamW, **options):
     projection = {"rank": 4, "update_proj_gap": 2, "scale": 1.0, "proj_type": options.pop("proj_type")}
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], **projection},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     # A small eps would let the smallest gradients, which are rounding for the most part, make updates as large as all.
-    return GaLoreAdamW(groups, 3e-3, eps=1e-3, weight_decay=0.1, **{"mode": "deferred", **options})
+    return kind(groups, 3e-3, eps=1e-3, weight_decay=0.1, **{"mode": "deferred", **options})
 
 
 OPTIMIZERS = {
     "adalomo": lambda model: AdaLomo(model.parameters(), 2e-2, clip_grad_norm=0.5),
-    "left": lambda model: galore(model, proj_type="left"),
-    "right": lambda model: galore(model, proj_type="right"),
-    "full": lambda model: galore(model, proj_type="full"),
-    "std in step": lambda model: galore(model, proj_type="std", mode="step"),
+    "left": lambda model: projecting(model, proj_type="left"),
+    "right": lambda model: projecting(model, proj_type="right"),
+    "full": lambda model: projecting(model, proj_type="full"),
+    "std in step": lambda model: projecting(model, proj_type="std", mode="step"),
+    "lazy": lambda model: projecting(model, proj_type="left", refresh="lazy", refresh_window=1, refresh_cosine=0.2),
+    "apollo": lambda model: projecting(model, APOLLOAdamW, proj_type="std", mode="step"),
+    "apollo left": lambda model: projecting(model, APOLLOAdamW, proj_type="left", mode="immediate"),
+    "fira": lambda model: projecting(model, FiraAdamW, proj_type="std", mode="immediate"),
 }
 
 
@@ -45,8 +48,8 @@ def train(model, optimizer, first, last, rank=0, world_size=1):
     for step in range(first, last):
         batch = torch.randn(ROWS, 10, generator=torch.Generator().manual_seed(step))[rank::world_size]
         optimizer.backward((model(batch) - batch[:, :1]).square().mean())
-        if isinstance(optimizer, GaLoreAdamW):
-            optimizer.clip_grad_norm(0.5)
+        if isinstance(optimizer, GaLoreAdamW | APOLLOAdamW | FiraAdamW):
+            optimizer.clip_grad_norm(None if optimizer.updates_in_backward else 0.5)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -161,6 +164,14 @@ TRAINED = {
         "optim": "galore_adafactor_layerwise",
         "optim_args": "rank=4,update_proj_gap=2",
         "optim_target_modules": "all-linear",
+    },
+    "apollo_adamw": {"optim": "apollo_adamw", "optim_args": "rank=4,update_proj_gap=2", **ADAM},
+    "apollo_mini_layerwise": {"optim": "apollo_mini_layerwise", **ADAM},
+    "fira_adamw_layerwise": {
+        "optim": "fira_adamw_layerwise",
+        "optim_args": "rank=4,update_proj_gap=2,proj_type=left",
+        "gradient_accumulation_steps": 2,
+        **ADAM,
     },
     "adafactor": {"optim": "adafactor"},
 }

@@ -56,7 +56,6 @@ OPTIMIZERS = {
 SUMS = 3e-6
 # Moments that lie in other blocks, or in none, have other codes: M may be half a level off, of 1/8, in each step.
 CODES = RATE * STEPS / 16
-_NEED_WHOLE = "is a DTensor, of which each rank holds a part, and what it needs of whole ones is not built over parts"
 _NEED_MATRICES = "needs each parameter as a matrix.*strategy='fsdp'"
 _IN_BACKWARD = "consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp'"
 _FLATTENED = "needs whole parameters, or may, and FSDP1 flattens them|projects matrices, and FSDP1 flattens them"
@@ -75,9 +74,6 @@ def expected(name, variant):
         return _FLATTENED
     if variant == "fsdp1_no_shard" and in_backward:
         return _FLATTENED
-    is_whole = variant in ("ddp", "fsdp1_no_shard", "zero_0")
-    if optim.startswith(("apollo", "fira")) and not is_whole:
-        return _NEED_WHOLE
     if "8bit" in optim:
         return CODES
     return SUMS
@@ -162,7 +158,6 @@ def test_the_table_of_the_documentation_says_so():
     words = {
         SUMS: "same",
         CODES: "codes",
-        _NEED_WHOLE: "whole",
         _NEED_MATRICES: "matrix",
         _IN_BACKWARD: "backward",
         _FLATTENED: "flat",

@@ -27,7 +27,17 @@ from torch import nn
 
 from tr_dist.fake_ranks import fake_rank
 from tr_dist.fsdp import FSDP, Sharding
-from tr_optim import Adafactor, AdaLomo, AdamW8bit, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit, Lomo
+from tr_optim import (
+    Adafactor,
+    AdaLomo,
+    AdamW8bit,
+    APOLLOAdamW,
+    FiraAdamW,
+    GaLoreAdafactor,
+    GaLoreAdamW,
+    GaLoreAdamW8bit,
+    Lomo,
+)
 from tr_optim.engine.expected import optimizer_bytes
 
 _BY_LAYER = {"wrap": "TRANSFORMER_BASED_WRAP", "layer_classes": ("Layer",)}
@@ -70,6 +80,8 @@ OPTIMIZERS: dict[str, Build] = {
     "GaLoreAdamW, layer-wise": projected(GaLoreAdamW, mode="deferred"),
     "GaLoreAdamW8bit, layer-wise": projected(GaLoreAdamW8bit, mode="deferred"),
     "GaLoreAdafactor, layer-wise": projected(GaLoreAdafactor, mode="deferred", relative_step=False),
+    "APOLLOAdamW, layer-wise": projected(APOLLOAdamW, mode="immediate"),
+    "FiraAdamW, layer-wise": projected(FiraAdamW, mode="immediate"),
     "Lomo": of_all(Lomo, clip_grad_norm=1.0),
     "AdaLomo": of_all(AdaLomo),
 }
@@ -234,9 +246,9 @@ _OPTIMIZERS = """## Optimizers
 
 `full_shard` by layers; rank {rank} for those that project. All-gathers and reduce-scatters are as in the first table;
 `Lomo`, which clips here and so has two backward passes, has half as many all-gathers more, and twice the
-reduce-scatters. "gradients at once" are this rank's parts of them, or what is kept of those. GaLore's bases and moments
-that do not lie with the rows are the same on all ranks; what it sums is for its first bases, and later for projections
-alone. `APOLLOAdamW` and `FiraAdamW` refuse shards.
+reduce-scatters. "gradients at once" are this rank's parts of them, or what is kept of those. Bases and moments that do
+not lie with the rows are the same on all ranks. What GaLore sums is for its first bases, and later for projections
+alone; so does Fira, and one number of each matrix, and APOLLO the latter two.
 """
 
 

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from tr_optim import Adafactor, AdaLomo, APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW, Lomo
+from tr_optim import Adafactor, AdaLomo, GaLoreAdafactor, GaLoreAdamW, Lomo
+from tr_optim.moments.adam import AdamRule
 
 STEPS = 5
 
@@ -69,6 +70,7 @@ def run_fused(name, ranks, mesh=None):
     return described(model, optimizer, ranks, norms)
 
 
+LAZY = {"refresh": "lazy", "refresh_window": 1, "refresh_cosine": 0.2}
 PROJECTED = {
     "std": {},
     "reverse_std": {"proj_type": "reverse_std"},
@@ -80,6 +82,7 @@ PROJECTED = {
     "full in step, clipped": {"proj_type": "full", "mode": "step"},
     "left immediate": {"proj_type": "left", "mode": "immediate"},
     "right immediate": {"proj_type": "right", "mode": "immediate"},
+    "left immediate, beside a matrix": {"proj_type": "left", "mode": "immediate", "but": ("second.weight",)},
     "full accumulated immediate": {"proj_type": "full", "mode": "immediate"},
     "partly immediate": {"proj_type": "left", "mode": "immediate", "reduction": "whole"},
     "adafactor left": {"proj_type": "left", "adafactor": {}},
@@ -100,6 +103,9 @@ PROJECTED = {
     "partly": {"proj_type": "left"},
     "partly whole": {"proj_type": "left", "reduction": "whole"},
     "not finite": {"proj_type": "full"},
+    "lazy left": {"proj_type": "left", **LAZY},
+    "lazy right in step": {"proj_type": "right", "mode": "step", **LAZY},
+    "lazy full, changing": {"proj_type": "full", **LAZY, "refresh_cosine": 0.999},
     "svd std": {"method": "svd"},
     "svd left accumulated, clipped": {"proj_type": "left", "method": "svd"},
     "svd full": {"proj_type": "full", "method": "svd"},
@@ -112,16 +118,19 @@ IN_BFLOAT16 = {
     "bfloat16 right, clipped": {"proj_type": "right", "basis_dtype": "bfloat16"},
     "bfloat16 svd": {"proj_type": "full", "basis_dtype": "bfloat16", "method": "svd"},
 }
-LIKE_PROJECTED = {**PROJECTED, **IN_BFLOAT16, "compat": {"compat": "galore-torch"}}
+IN_CODES = {
+    name: {"proj_type": "right", "but": ("experts.weight",), "basis_dtype": name.split()[0]}
+    for name in ("int8 right", "int4 right, clipped")
+}
+LIKE_PROJECTED = {**PROJECTED, **IN_BFLOAT16, **IN_CODES, "compat": {"compat": "galore-torch"}}
 
 
-def projected_groups(model, **projection):
+def projected_groups(model, *, but=(), **projection):
+    """Return groups of matrices, but some, and of what is not projected."""
     projection = {"rank": 3, "update_proj_gap": 2, "scale": 0.5, **projection}
-    matrices = [p for p in model.parameters() if p.dim() in (2, 3)]
-    return [
-        {"params": matrices, **projection},
-        {"params": [p for p in model.parameters() if p.dim() not in (2, 3)], "weight_decay": 0.0},
-    ]
+    named = {name: p for name, p in model.named_parameters() if p.dim() in (2, 3) and name not in but}
+    others = [p for name, p in model.named_parameters() if name not in named]
+    return [{"params": list(named.values()), **projection}, {"params": others, "weight_decay": 0.0}]
 
 
 def run_projected(name, ranks, mesh=None):
@@ -130,7 +139,7 @@ def run_projected(name, ranks, mesh=None):
     model = build()
     if ranks is not None:
         shard(model, mesh=mesh, but="second" if "partly" in name else None)
-    projection = {"proj_type": options.pop("proj_type")} if "proj_type" in options else {}
+    projection = {option: options.pop(option) for option in ("proj_type", "but") if option in options}
     # A small eps would let the smallest gradients, which are rounding for the most part, make updates as large as all.
     kind, own = GaLoreAdamW, {"eps": 1e-3}
     if "adafactor" in options:
@@ -172,8 +181,8 @@ def train_all(ranks):
     return found
 
 
-def galore(model, *, rank=3, gap=2, proj_type="std", **options):
-    groups = projected_groups(model, proj_type=proj_type, rank=rank, update_proj_gap=gap)
+def galore(model, *, rank=3, gap=2, proj_type="std", but=(), **options):
+    groups = projected_groups(model, but=but, proj_type=proj_type, rank=rank, update_proj_gap=gap)
     return GaLoreAdamW(groups, 1e-2, **{"mode": "deferred", **options})
 
 
@@ -186,6 +195,8 @@ RESUMED = {
     "svd": lambda model: galore(model, proj_type="left", method="svd"),
     "compat": lambda model: galore(model, compat="galore-torch"),
     "bfloat16": lambda model: galore(model, proj_type="full", basis_dtype="bfloat16"),
+    "lazy": lambda model: galore(model, proj_type="left", gap=1, **LAZY),
+    "int4": lambda model: galore(model, **IN_CODES["int4 right, clipped"]),
 }
 
 
@@ -253,6 +264,7 @@ EXCHANGES = {
     "adalomo, no flags": lambda model: AdaLomo(model.parameters(), 2e-2, nonfinite="skip_step"),
     "left": lambda model: galore(model, proj_type="left", gap=100),
     "right": lambda model: galore(model, proj_type="right", gap=100),
+    "left in step": lambda model: galore(model, proj_type="left", gap=100, mode="step"),
     "left, each step": lambda model: galore(model, proj_type="left", gap=1),
     "right, each step": lambda model: galore(model, proj_type="right", gap=1),
 }
@@ -278,6 +290,19 @@ def exchanges(name):
         finally:
             dist.all_reduce = all_reduce
     return sizes
+
+
+class RuleOfWholeOnes(AdamRule):
+    """Needs all of a gradient, and cannot add up over ranks."""
+
+    is_elementwise = False
+
+
+def with_rule_of_whole_ones(model):
+    class Optimizer(GaLoreAdamW):
+        _rule_type = RuleOfWholeOnes
+
+    return Optimizer(projected_groups(model), 1e-2)
 
 
 def by_columns(model):
@@ -311,10 +336,9 @@ def adalomo_step(model):
 
 REFUSED = {
     "partly immediate": lambda model: galore(shard(model, but="second"), mode="immediate").bind(Ranks()),
-    "int8 basis": lambda model: galore(shard(model), basis_dtype="int8"),
-    "lazy": lambda model: galore(shard(model), refresh="lazy"),
-    "fira": lambda model: FiraAdamW(projected_groups(shard(model)), 1e-2),
-    "apollo": lambda model: APOLLOAdamW(projected_groups(shard(model)), 1e-2),
+    "int8 basis": lambda model: galore(shard(model), proj_type="left", basis_dtype="int8"),
+    "int4 basis of a stack": lambda model: galore(shard(model), proj_type="right", basis_dtype="int4"),
+    "another rule": lambda model: with_rule_of_whole_ones(shard(model)),
     "by columns": lambda model: galore(by_columns(model)),
     "on meta": lambda model: galore(on_meta(model)),
     "over two meshes": lambda model: galore(over_two_meshes(model)),

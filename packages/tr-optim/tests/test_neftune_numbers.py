@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,6 +94,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("length", ["real", "padded"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # torch's default, which importing torch_xla ends
 def test_a_compiled_model_has_the_same_noise_without_a_compilation_for_each_length(backend, length):
     from torch._dynamo.testing import CompileCounterWithBackend
 

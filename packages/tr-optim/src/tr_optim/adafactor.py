@@ -163,8 +163,8 @@ class Adafactor(Optimizer):
         """
         complete, states = checked(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved, parameter in zip(states, parameters, strict=True):
+        placed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for saved, (group, parameter) in zip(states, placed, strict=True):
             if saved is not None:
                 # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
                 dtype = _computing_dtype(parameter)
@@ -173,7 +173,7 @@ class Adafactor(Optimizer):
                     for name, value in saved.items()
                     if name.startswith("exp_avg")
                 }
-                self.state[parameter] = out_of_layout(self.state[parameter], parameter, is_divided)
+                self.state[parameter] = out_of_layout(self.state[parameter], parameter, group, is_divided)
                 self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
 
 

@@ -120,8 +120,8 @@ class AdaLomo(FusedOptimizer):
         """
         complete, states = checked(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved, parameter in zip(states, parameters, strict=True):
+        placed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for saved, (group, parameter) in zip(states, placed, strict=True):
             if saved is not None:
                 # torch rounds a state to its parameter's dtype and leaves `step` where it was.
                 moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
@@ -130,7 +130,7 @@ class AdaLomo(FusedOptimizer):
                     name: torch.as_tensor(value).to(parameter.device, dtype, copy=True)
                     for name, value in {"step": saved["step"], **moments}.items()
                 }
-                self.state[parameter] = out_of_layout(state, parameter, is_divided)
+                self.state[parameter] = out_of_layout(state, parameter, group, is_divided)
 
     def state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's state: of its rows, columns and step count."""

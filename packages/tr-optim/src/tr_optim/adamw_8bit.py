@@ -145,11 +145,11 @@ class AdamW8bit(Optimizer):
         complete, states = checked(state_dict, self.param_groups, _check_saved)
         # torch would convert codes to their parameter's dtype.
         super().load_state_dict({**complete, "state": {}})
-        for saved, (_, parameter) in zip(states, self._grouped(), strict=True):
+        for saved, (group, parameter) in zip(states, self._grouped(), strict=True):
             if saved is not None:
                 names = [name for name in saved if name.startswith("exp_avg")]
                 moments = {name: saved[name].to(parameter.device, copy=True) for name in names}
-                self.state[parameter] = out_of_layout(moments, parameter, is_divided)
+                self.state[parameter] = out_of_layout(moments, parameter, group, is_divided)
                 self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
         take_over(self, state_dict["param_groups"])
 

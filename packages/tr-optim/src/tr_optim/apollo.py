@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from tr_optim.engine.added_groups import whole_or_not
-from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
+from tr_optim.engine.norm_growth import NormGrowthLimiter, matrix_scaling, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
 from tr_optim.engine.random_bases import PROJECTIONS, RandomBases
 from tr_optim.engine.settings import Engine
+from tr_optim.engine.shards import Shards
+from tr_optim.engine.together import Sums
 from tr_optim.engine.whole_gradients import check_whole_group, whole_engine
 from tr_optim.moments.adam import check_adam
 from tr_optim.moments.direction import AdamDirection
@@ -58,6 +60,15 @@ class APOLLOAdamW(ProjectedOptimizer):
     The update needs the whole gradient. In `step` it is taken from `.grad`; `immediate` applies it in `backward` and
     frees it, and with accumulation keeps the sums of all gradients until the last micro-batch. `deferred` keeps
     projections only, and cannot be.
+
+    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, each has the directions of its rows, as they are in
+    one process, and scales its rows of the gradient; no gradient is gathered, but by `proj="svd"` for a new basis. From
+    the right each rank keeps its rows' moments, `2 r` numbers a row; from the left all keep the same, `2 r n`, and
+    projections, `r n`, are added up. `scaled_norm` is the same on all ranks, and takes a sum of one number, or three
+    from the right with `scale_type="tensor"`; in `step` those of matrices that wait for each other, up to 16 MiB of a
+    rank's gradients and one more, travel together, and in `immediate` each by itself. Of stacks each rank has whole
+    matrices, and exchanges nothing. A seed draws all rows of a matrix, `4 m r` bytes for a moment, whatever the ranks.
+    `state_dict` has DTensors, which go on with another number of ranks.
 
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 256,
@@ -149,12 +160,17 @@ class ScaledGradient:
         *,
         projected: torch.Tensor | None,
         whole: torch.Tensor | None,
-    ) -> None:
+        parts: Shards | None,
+    ) -> Sums:
         """Subtract without a second matrix of the weights' size, and leave the gradient as it is."""
         assert projected is not None
         assert whole is not None
-        by_channel = -2 if basis.left is not None else -1
-        dim = by_channel if group["scale_type"] == "channel" else (-2, -1)
-        ratio = scaling(update, projected, dim)
-        factor = self._limit(scaled_norm(ratio, whole, dim), state, group)[..., None, None]
+        is_left = basis.left is not None
+        if group["scale_type"] == "channel":
+            dim = -2 if is_left else -1
+            ratio = scaling(update, projected, dim)
+            norm = yield from scaled_norm(ratio, whole, dim, parts)
+        else:
+            ratio, norm = yield from matrix_scaling(update, projected, whole, parts, has_rows=not is_left)
+        factor = self._limit(norm, state, group)[..., None, None]
         weights.addcmul_(whole, ratio * factor * (group["lr"] * group["scale"] ** 0.5), value=-1)

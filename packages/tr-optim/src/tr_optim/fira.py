@@ -12,6 +12,8 @@ from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
 from tr_optim.engine.returning import BackProjection
 from tr_optim.engine.settings import Engine
+from tr_optim.engine.shards import Shards
+from tr_optim.engine.together import Sums
 from tr_optim.engine.whole_gradients import check_whole_group, whole_engine
 from tr_optim.moments.adam import check_adam
 from tr_optim.moments.direction import AdamDirection
@@ -47,6 +49,12 @@ class FiraAdamW(ProjectedOptimizer):
     The update needs the whole gradient. In `step` it is taken from `.grad`; `immediate` applies it in `backward` and
     frees it, and with accumulation keeps the sums of all gradients until the last micro-batch. `deferred` keeps
     projections only, and cannot be. While a matrix is updated there is one more of its size, G - P R.
+
+    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, each updates its own; no gradient is gathered, but
+    by `method="svd"` for a new basis. Bases, moments and what is exchanged for them are as of `GaLoreAdamW`, and
+    `scaled_norm`, which is the same on all ranks, takes a sum of one number: in `step` that of several matrices
+    together, whose rests of gradients are then there at once, up to 16 MiB and one more; in `immediate` of each by
+    itself. Of stacks each rank has whole matrices. `state_dict` has DTensors, which go on with another number of ranks.
 
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,
@@ -136,16 +144,19 @@ class WithResidual:
         *,
         projected: torch.Tensor | None,
         whole: torch.Tensor | None,
-    ) -> None:
+        parts: Shards | None,
+    ) -> Sums:
         """Subtract both, and leave the gradient as it is."""
         assert projected is not None
         assert whole is not None
         dim, rate = -2 if basis.left is not None else -1, group["lr"]
         ratio = scaling(update, projected, dim)
         rest = _rest(whole, projected, basis, group["scale"] if self._as_upstream else 1.0)
-        factor = self._limit(scaled_norm(ratio, rest, dim), state, group)[..., None, None]
+        norm = yield from scaled_norm(ratio, rest, dim, parts)
+        factor = self._limit(norm, state, group)[..., None, None]
         weights.addcmul_(rest, ratio * factor * rate, value=-1)
-        self._back.subtract(weights, update.mul_(rate), basis, group, state, projected=None, whole=None)
+        given = {"projected": None, "whole": None, "parts": parts}
+        yield from self._back.subtract(weights, update.mul_(rate), basis, group, state, **given)
 
 
 def _rest(whole: torch.Tensor, projected: torch.Tensor, basis: Basis, share: float) -> torch.Tensor:

@@ -59,7 +59,7 @@ class GaLoreAdamW(ProjectedOptimizer):
     that, with one matrix at a time, which gets a new basis. From the right each rank projects its rows, and keeps their
     moments and the whole `basis_right`; only bases take exchanges, of `n x r`. From the left each keeps its rows of
     `basis_left`, and all the same moments, `2 r n`; projections are added up once a step. Of stacks each rank has whole
-    matrices. `state_dict` has DTensors.
+    matrices. `basis_dtype` may be `int8` or `int4` of matrices from the right. `state_dict` has DTensors.
 
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tr_optim.projection.basis import seeded_generator
-
-# Devices that torch has a generator for; numbers for others are drawn on the CPU.
-_WITH_GENERATOR = ("cpu", "cuda", "mps", "xpu")
+from tr_optim.projection.basis import has_generator, seeded_generator
 
 SEED, RANK, STEP, CALLS = range(4)
 """Places in the counters of a run."""
@@ -65,8 +62,8 @@ def real_lengths(mask: torch.Tensor | None, positions: torch.Tensor | None) -> t
 
 
 def seeded(key: Sequence[int], device: torch.device) -> torch.Generator:
-    """Return a generator whose numbers depend on `key` alone."""
-    like = torch.empty(0, device=device if device.type in _WITH_GENERATOR else "cpu")
+    """Return a generator whose numbers depend on `key` alone, on the CPU where torch has none for the device."""
+    like = torch.empty(0, device=device if has_generator(device.type) else "cpu")
     return seeded_generator(like, ("neftune", *key))
 
 

@@ -13,6 +13,7 @@ from tr_optim.engine.returning import Returning
 from tr_optim.engine.rounding import Rounding, put_back
 from tr_optim.engine.settings import Place, RowRule, Rule
 from tr_optim.engine.shards import Shards, local_part, shards_of
+from tr_optim.engine.together import Sums, make
 from tr_optim.projection.basis import Basis
 from tr_optim.projection.encoded import EncodedBasis
 from tr_optim.projection.rotation import Rotation
@@ -54,7 +55,19 @@ class Applying:
         fresh: Basis | EncodedBasis | None = None,
         whole: torch.Tensor | None = None,
     ) -> None:
-        """Update a parameter and its state.
+        """Update a parameter and its state; all ranks that have rows of it call it."""
+        make([self.steps(parameter, state, place, gradient, fresh, whole)], shards_of(parameter))
+
+    def steps(
+        self,
+        parameter: torch.Tensor,
+        state: State,
+        place: Place,
+        gradient: torch.Tensor,
+        fresh: Basis | EncodedBasis | None = None,
+        whole: torch.Tensor | None = None,
+    ) -> Sums:
+        """Update a parameter and its state, and give what is to be added up over the ranks before it goes on.
 
         Args:
             parameter: whose weights change.
@@ -66,7 +79,8 @@ class Applying:
         """
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float64)  # on the CPU, where reading it costs nothing
-            self._rule.start(state, gradient, place.group, _divided(parameter, fresh))
+            basis = self._bases.current(parameter, state, place) if fresh is None else fresh.decoded()
+            self._rule.start(state, gradient, place.group, _divided(parameter, basis))
         if fresh is not None:
             self._change_basis(parameter, state, place, fresh)
         basis = self._bases.current(parameter, state, place)  # that of the gradient, which may depend on the step
@@ -76,16 +90,16 @@ class Applying:
         if basis is None and self._rule.is_elementwise:
             self._update_in_pieces(parameter, state, place.group, gradient, generator)
         else:
-            self._update(parameter, state, place.group, gradient, basis, whole, generator=generator, shards=shards)
+            how = {"generator": generator, "shards": shards}
+            yield from self._update(parameter, state, place.group, gradient, basis, whole, **how)
 
     def _change_basis(self, parameter: torch.Tensor, state: State, place: Place, fresh: Basis | EncodedBasis) -> None:
         old = self._bases.current(parameter, state, place)
         rotation = None
         if old is not None:
             turns = self._rotates or old.rank != fresh.rank
-            shards = shards_of(parameter)
-            add_up = shards.sum if shards is not None and shards.divides_matrix else None
-            rotation = Rotation(old, fresh.decoded(), add_up) if turns or self._bases.measures_change else None
+            if turns or self._bases.measures_change:
+                rotation = Rotation(old, fresh.decoded(), shards_of(parameter))
             if turns and rotation is not None:
                 self._rule.rotate(state, rotation)
         self._bases.store(state, fresh)
@@ -102,7 +116,7 @@ class Applying:
         *,
         generator: torch.Generator | None,
         shards: Shards | None,
-    ) -> None:
+    ) -> Sums:
         rule, decay = self._rule, group["weight_decay"]
         weights = parameter.to(computing_dtype(parameter))  # the parameter itself, unless it is of low precision
         if shards is not None and isinstance(rule, RowRule):
@@ -116,7 +130,9 @@ class Applying:
             weights.sub_(update)
         else:
             projected = gradient if self._returning.needs_whole else None
-            self._returning.subtract(weights, update, basis, group, state, projected=projected, whole=whole)
+            parts = shards if shards is not None and shards.divides_matrix else None
+            given = {"projected": projected, "whole": whole, "parts": parts}
+            yield from self._returning.subtract(weights, update, basis, group, state, **given)
         if decay and rule.decays_after:
             weights.mul_(1 - rate * decay)
         if weights is not parameter:
@@ -146,9 +162,9 @@ class Applying:
                 put_back(piece, weights, generator)
 
 
-def _divided(parameter: torch.Tensor, basis: Basis | EncodedBasis | None) -> Shards | None:
+def _divided(parameter: torch.Tensor, basis: Basis | None) -> Shards | None:
     """Return how the rows of a parameter's (projected) gradients are divided; None where all ranks have the same."""
     shards = shards_of(parameter)
     if shards is None or basis is None or not shards.divides_matrix:
         return shards
-    return None if basis.decoded().left is not None else shards
+    return None if basis.left is not None else shards

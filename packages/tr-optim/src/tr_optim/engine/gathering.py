@@ -13,7 +13,7 @@ from tr_optim.engine.applying import prepared
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.fused_checks import unknown_ranks
 from tr_optim.engine.hooks import BackwardHooks, Consume, look_first
-from tr_optim.engine.norms import clip_coefficient, norm_of, total_norm
+from tr_optim.engine.norms import clip_coefficient, norm_of
 from tr_optim.engine.reduction import Averaging, Collectives, FixedOrder, missing_gradient
 from tr_optim.engine.repeated import is_reentrant, other_gradients_kept
 from tr_optim.engine.row_sums import add_up_rows, norm_over_ranks, projected_norm
@@ -178,10 +178,11 @@ class Gathering:
     def _measure_first(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the norm of the step's gradients, in a backward pass that applies none and keeps the graph."""
         norms: dict[torch.Tensor, torch.Tensor] = {}
+        parameters = [p for p, _ in self._owner.numbered()]
 
         def note(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
             gradient = prepared(parameter, gradient, None)
-            if self._averaging is not None:
+            if self._averaging is not None and not is_distributed(parameter):
                 gradient = self._averaging(gradient.contiguous())
             if parameter in self.window.whole:
                 gradient = gradient.add_(self.window.whole[parameter])
@@ -190,8 +191,9 @@ class Gathering:
         assert self._hooks is not None
         self._order, self._take = self._fixed_order(note), note
         try:
-            if is_reentrant(loss):  # a backward pass cannot be told to reach some leaves alone
-                with other_gradients_kept(loss, (p for p, _ in self._owner.numbered())):
+            # Where parameters are not in the graph themselves, a backward pass cannot be told to reach these alone.
+            if self._has_shards or is_reentrant(loss):
+                with other_gradients_kept(loss, parameters):
                     self._hooks.run(loss, retain_graph=True)
             else:
                 self._hooks.run(loss, retain_graph=True, only_own=True)
@@ -200,7 +202,7 @@ class Gathering:
                 self._order.finish()
         finally:
             self._take = self._keep
-        return total_norm(norms.values(), loss.device)
+        return norm_over_ranks(norms, [], parameters, loss.device)
 
     def _fixed_order(self, take: Consume) -> FixedOrder | None:
         """Return the order in which gradients are handled that are exchanged while they are."""
@@ -281,7 +283,8 @@ class Gathering:
             gradient = self._basis(parameter).down(gradient)
         add(window.projected, parameter, with_own_memory(gradient))
         if self._is_last and self._applies:
-            add_up_rows(window, [parameter], self._basis)
+            if place.is_projected:
+                add_up_rows(window, [parameter], self._basis)
             self._take_out_of_sketch(parameter)
             self._owner.apply_gathered(parameter, place)
 

@@ -18,10 +18,11 @@ from tr_optim.engine.reduction import Collectives
 from tr_optim.engine.refusals import check_group, is_sharded, refuse_codes, refuse_late_clipping
 from tr_optim.engine.returning import BackProjection, Returning
 from tr_optim.engine.rounding import Rounding, check_has_low_precision
-from tr_optim.engine.row_sums import summed
+from tr_optim.engine.row_sums import is_summed
 from tr_optim.engine.settings import Engine, Place, Rule
 from tr_optim.engine.shard_checks import check_shards
-from tr_optim.engine.shards import in_layout, out_of_layout
+from tr_optim.engine.shards import in_layout, out_of_layout, shards_of
+from tr_optim.engine.together import Sums, Together
 from tr_optim.projection.row_shards import is_divided
 
 
@@ -116,7 +117,7 @@ class ProjectedOptimizer(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("projects", group["rank"] is not None)
         check_group(group, type(self).__name__)
-        check_shards(self.param_groups, type(self).__name__, self._engine, self._rule, self._bases, self._returning)
+        check_shards(self.param_groups, type(self).__name__, self._engine, self._rule)
         self._gathering.renew_hooks()
 
     def bind(self, collectives: Collectives) -> None:
@@ -217,11 +218,13 @@ class ProjectedOptimizer(Optimizer):
         window = self._gathering.window
         if window.num_micro_batches and not window.is_complete:
             raise RuntimeError("step was called before the step's last micro-batch; call backward(loss) with last=True")
+        together = Together()
         for parameter, place in self.numbered():
             if parameter in window.projected:
                 self.apply_gathered(parameter, place)
             elif parameter.grad is not None:
-                self._apply_whole(parameter, place)
+                together.add(parameter, self._whole_steps(parameter, place))
+        together.finish()
         self._gathering.forget()
         return result
 
@@ -252,14 +255,14 @@ class ProjectedOptimizer(Optimizer):
         """
         complete, states = checked(state_dict, self.param_groups, self._check_saved)
         super().load_state_dict(complete)
-        for saved, (parameter, _) in zip(states, self.numbered(), strict=True):
+        for saved, (parameter, place) in zip(states, self.numbered(), strict=True):
             if saved is not None:
                 # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
                 state = {
                     name: value.to("cpu" if name in ("step", "refreshed") else parameter.device, copy=True)
                     for name, value in saved.items()
                 }
-                self.state[parameter] = out_of_layout(state, parameter, is_divided)
+                self.state[parameter] = out_of_layout(state, parameter, place.group, is_divided)
         self._gathering.forget()
 
     def _check_saved(self, saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
@@ -287,8 +290,8 @@ class ProjectedOptimizer(Optimizer):
         gradients = gradient_bytes(placed, self._engine, micro_batches, needs_whole=needs_whole)
         return gradients, state_bytes(self, type(self).step)
 
-    def _apply_whole(self, parameter: torch.Tensor, place: Place) -> None:
-        """Apply a gradient that is in `.grad`."""
+    def _whole_steps(self, parameter: torch.Tensor, place: Place) -> Sums:
+        """Apply a gradient that is in `.grad`, and give what is to be added up over the ranks before it goes on."""
         assert parameter.grad is not None
         gradient = parameter.grad
         if place.is_projected and self.fused_in_backward and not gradient.is_meta:
@@ -299,7 +302,7 @@ class ProjectedOptimizer(Optimizer):
             )
         gradient, state = prepared(parameter, gradient, None), self.state[parameter]
         if not place.is_projected:
-            self._apply(parameter, state, place, gradient)
+            yield from self._apply.steps(parameter, state, place, gradient)
             return
         fresh = None
         if self._bases.is_due(parameter, state, place):
@@ -307,5 +310,7 @@ class ProjectedOptimizer(Optimizer):
         basis = self._bases.current(parameter, state, place) if fresh is None else fresh.decoded()
         assert basis is not None
         whole = gradient if self._returning.needs_whole else None
-        projected = summed(parameter, basis, basis.down(gradient))
-        self._apply(parameter, state, place, projected, fresh, whole)
+        projected = basis.down(gradient)
+        if shards_of(parameter) is not None:  # also where nothing is: what follows then meets that of the others
+            yield [projected] if is_summed(parameter, basis) else []
+        yield from self._apply.steps(parameter, state, place, projected, fresh, whole)

@@ -11,6 +11,7 @@ from tr_optim.engine.bases import Bases, State
 from tr_optim.engine.chunks import computing_dtype
 from tr_optim.engine.reduction import Averaging
 from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.shards import local_part, shards_of
 from tr_optim.projection.basis import Basis, projected_shape, seeded_normal, sides
 from tr_optim.projection.encoded import EncodedBasis
 
@@ -22,7 +23,8 @@ class RandomBases(Bases):
 
     The columns of a random basis are not orthonormal: each number has a variance of 1/r, so that the norm of what is
     projected is in the mean that of the gradient. They depend on the seed, the parameter's number, and
-    `step // update_proj_gap` alone, so that all ranks and a resumed run have the same. Devices of another kind make
+    `step // update_proj_gap` alone, so that all ranks and a resumed run have the same, and of rows that are divided
+    over ranks each has its part of what is drawn for all. Devices of another kind make
     other numbers of the same seed.
 
     Args:
@@ -42,17 +44,22 @@ class RandomBases(Bases):
         """
         if not _is_random(place.group):
             return super().current(parameter, state, place)
-        group, shape = place.group, parameter.shape
+        group, shape, shards = place.group, parameter.shape, shards_of(parameter)
         rank = min(group["rank"], *shape[-2:])
-        _check_moments(state, shape, rank, group["proj_type"])
-        seed, index, step = self.random_key(state, place)
         has_left, _ = sides(shape, group["proj_type"])
+        expected = projected_shape(shape, rank, group["proj_type"])
+        if shards is not None and not (shards.divides_matrix and has_left):
+            expected = (shards.stop - shards.start, *expected[1:])
+        _check_moments(state, shape, expected, group)
+        seed, index, step = self.random_key(state, place)
         key = (seed, index, "basis", step // group["update_proj_gap"])
-        like = parameter.new_empty(0, dtype=computing_dtype(parameter))
+        like = local_part(parameter).new_empty(0, dtype=computing_dtype(parameter))
         columns = (*shape[:-2], shape[-2] if has_left else shape[-1], rank)
         made = (key, columns, has_left, like.dtype, like.device)
         if self._last is None or self._last[0] != made:
             numbers = seeded_normal(columns, like, key).div_(rank**0.5)
+            if shards is not None and (has_left or not shards.divides_matrix):
+                numbers = shards.part_of(numbers).clone()  # the others are freed
             self._last = made, Basis(numbers, None) if has_left else Basis(None, numbers)
         return self._last[1]
 
@@ -81,17 +88,18 @@ class RandomBases(Bases):
                 f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has {' and '.join(bases)},"
                 " and proj='random' keeps none; resume with the optimizer and the proj that it was saved with"
             )
-        _check_moments(saved, parameter.shape, min(group["rank"], *parameter.shape[-2:]), group["proj_type"])
+        expected = projected_shape(parameter.shape, group["rank"], group["proj_type"])
+        _check_moments(saved, parameter.shape, expected, group)
 
 
 def _is_random(group: dict[str, Any]) -> bool:
     return group["projects"] and group["proj"] == "random"
 
 
-def _check_moments(state: State, shape: torch.Size, rank: int, proj_type: str) -> None:
-    expected = projected_shape(shape, rank, proj_type)
+def _check_moments(state: State, shape: torch.Size, expected: tuple[int, ...], group: dict[str, Any]) -> None:
     found = tuple(state["exp_avg"].shape) if "exp_avg" in state else expected
     if found != expected:
+        rank, proj_type = min(group["rank"], *shape[-2:]), group["proj_type"]
         raise ValueError(
             f"the state of a parameter of shape {tuple(shape)} has moments of shape {found}, and rank={rank} with "
             f"proj_type={proj_type!r} needs {expected}: moments of random directions cannot be carried over to others; "

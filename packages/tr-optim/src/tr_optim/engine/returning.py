@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tr_optim.engine.shards import Shards
+from tr_optim.engine.together import Sums
 from tr_optim.projection.basis import Basis
 
 
@@ -28,8 +30,9 @@ class Returning(Protocol):
         *,
         projected: torch.Tensor | None,
         whole: torch.Tensor | None,
-    ) -> None:
-        """Subtract an update from the weights, in place.
+        parts: Shards | None,
+    ) -> Sums:
+        """Subtract an update from the weights, in place, and give what is to be added up over the ranks before that.
 
         Args:
             weights: `(..., m, n)`, in the dtype that is computed in.
@@ -39,6 +42,8 @@ class Returning(Protocol):
             state: the parameter's state.
             projected: the projected gradient; None unless `needs_whole`.
             whole: the gradient; None unless `needs_whole`. It may be changed.
+            parts: how rows are divided of a matrix of which `weights`, and what else has its rows, are this rank's;
+                None where there are all.
         """
         ...
 
@@ -58,8 +63,10 @@ class BackProjection:
         *,
         projected: torch.Tensor | None,
         whole: torch.Tensor | None,
-    ) -> None:
-        """Subtract without a second matrix of the weights' size."""
+        parts: Shards | None,
+    ) -> Sums:
+        """Subtract without a second matrix of the weights' size, and without sums over ranks."""
+        yield from ()
         update = update.mul_(group["scale"])
         multiply = weights.addmm_ if weights.dim() == 2 else weights.baddbmm_
         if basis.left is not None and basis.right is not None:

@@ -28,24 +28,22 @@ def add_up_rows(window: Window, parameters: Sequence[torch.Tensor], basis_of: Ca
         if held is None or not held.divides_matrix or parameter not in window.projected:
             continue
         shards = held
-        if basis_of(parameter).left is not None:
+        if is_summed(parameter, basis_of(parameter)):
             tensors.append(window.projected[parameter])
     if shards is not None:
         shards.add_up(tensors)
 
 
-def summed(parameter: torch.Tensor, basis: Basis, projected: torch.Tensor) -> torch.Tensor:
-    """Return a projection of a whole gradient, where each rank has projected its rows of it."""
+def is_summed(parameter: torch.Tensor, basis: Basis) -> bool:
+    """Whether the projection of a gradient is a sum over ranks, each of which projects its rows."""
     shards = shards_of(parameter)
-    if shards is None or not shards.divides_matrix or basis.left is None:
-        return projected
-    return shards.sum(projected)
+    return shards is not None and shards.divides_matrix and basis.left is not None
 
 
 def projected_norm(parameter: torch.Tensor, basis: Basis, projected: torch.Tensor) -> torch.Tensor:
     """Return the norm of a projection; in shards this rank's share, the squares of all being the square of the norm."""
     shards, norm = shards_of(parameter), torch.linalg.vector_norm(projected)
-    if shards is None or not shards.divides_matrix or basis.left is None:
+    if shards is None or not is_summed(parameter, basis):
         return norm
     return norm * shards.count**-0.5  # all ranks have the same
 

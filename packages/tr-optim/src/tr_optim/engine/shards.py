@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,9 @@ if TYPE_CHECKING:  # imported only where there are such parameters, for it takes
 
 
 State = dict[str, torch.Tensor]
-# Whether the tensor of a name in a parameter's state has the parameter's rows; it gets the names of all.
-IsDivided = Callable[[str, "Shards", Container[str]], bool]
+# Whether the tensor of a name in a parameter's state has the parameter's rows, or is the same on all ranks; None of one
+# that is in no layout, on the CPU perhaps, and the same too. It gets the parameter's group.
+IsDivided = Callable[[str, "Shards", Mapping[str, Any]], "bool | None"]
 
 # Numbers that travel together, at most.
 _TOGETHER = 2**22
@@ -155,18 +155,23 @@ def in_layout(
         is_divided: which tensors have the rows of their parameters.
     """
     state = dict(state_dict["state"])
-    for number, parameter in enumerate(chain.from_iterable(group["params"] for group in param_groups)):
+    placed = ((group, parameter) for group in param_groups for parameter in group["params"])
+    for number, (group, parameter) in enumerate(placed):
         shards = shards_of(parameter)
         if shards is not None and number in state:
-            own = state[number]
-            state[number] = {
-                name: shards.distributed(value, is_divided=is_divided(name, shards, own)) if value.dim() else value
-                for name, value in own.items()
+            divided = {name: is_divided(name, shards, group) for name, value in state[number].items() if value.dim()}
+            laid_out = {
+                name: shards.distributed(state[number][name], is_divided=has_rows)
+                for name, has_rows in divided.items()
+                if has_rows is not None
             }
+            state[number] = {**state[number], **laid_out}
     return {**state_dict, "state": state}
 
 
-def out_of_layout(state: Mapping[str, torch.Tensor], parameter: torch.Tensor, is_divided: IsDivided) -> State:
+def out_of_layout(
+    state: Mapping[str, torch.Tensor], parameter: torch.Tensor, group: Mapping[str, Any], is_divided: IsDivided
+) -> State:
     """Return of a parameter's state in any layout what this rank is to hold, copies where it is in shards.
 
     All ranks call it, for a state of another layout is gathered.
@@ -174,8 +179,9 @@ def out_of_layout(state: Mapping[str, torch.Tensor], parameter: torch.Tensor, is
     shards = shards_of(parameter)
     if shards is None:
         return dict(state)
+    divided = {name: is_divided(name, shards, group) for name, value in state.items() if value.dim()}
     return {
-        name: shards.held_of(value, is_divided=is_divided(name, shards, state)) if value.dim() else value
+        name: value if divided.get(name) is None else shards.held_of(value, is_divided=bool(divided[name]))
         for name, value in state.items()
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -144,7 +144,7 @@ def state_shapes(shape: torch.Size) -> dict[str, torch.Size]:
     return {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
 
 
-def is_divided(name: str, shards: Shards, names: Container[str]) -> bool:
+def is_divided(name: str, shards: Shards, group: Mapping[str, Any]) -> bool:
     """Whether a moment of a parameter in shards has its rows; column means of a matrix are the same on all ranks."""
     return not (name == "exp_avg_sq_col" and shards.divides_matrix)
 

@@ -121,7 +121,7 @@ def take_over(optimizer: Optimizer, saved_groups: Sequence[Mapping[str, Any]]) -
                 _check_codes(state, parameter)
                 continue
             shards = shards_of(parameter)
-            if shards is not None and not is_divided("exp_avg", shards, state):
+            if shards is not None and not is_divided("exp_avg", shards, group):
                 shards = None
             if not is_own and is_to_be_quantized(state["exp_avg"], group, shards):
                 optimizer.state[parameter] = quantized(state)

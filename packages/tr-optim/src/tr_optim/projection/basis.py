@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -139,21 +140,31 @@ def seeded_normal(shape: Sequence[int], like: torch.Tensor, key: Sequence[object
     """Return standard normal numbers of a dtype and device that depend on `key` alone."""
     if like.is_meta:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
-    if like.device.type == "xla":  # drawn on the host, for want of a generator
+    if not has_generator(like.device.type):  # drawn on the host
         return seeded_normal(shape, torch.empty(0, dtype=like.dtype), key).to(like.device)
     return torch.randn(shape, generator=seeded_generator(like, key), dtype=like.dtype, device=like.device)
+
+
+@cache
+def has_generator(device_type: str) -> bool:
+    """Whether torch has generators for a kind of device; for XLA's, among others, it has none."""
+    try:
+        torch.Generator(device_type)
+    except RuntimeError:
+        return False
+    return True
 
 
 def seeded_generator(like: torch.Tensor, key: Sequence[object]) -> torch.Generator:
     """Return a generator on a tensor's device whose numbers depend on `key` alone.
 
     Raises:
-        ValueError: the device is XLA's, which has none.
+        ValueError: torch has none for the device.
     """
-    if like.device.type == "xla":
+    if not has_generator(like.device.type):
         raise ValueError(
-            "NEFTune, stochastic rounding and sketches draw from generators of their own, which XLA devices do not "
-            "have; leave them out there"
+            "NEFTune, stochastic rounding and sketches draw from generators of their own, which "
+            f"{like.device.type.upper()} devices do not have; leave them out there"
         )
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator(like.device).manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -198,6 +209,7 @@ def orthonormalise(columns: torch.Tensor, add_up: Average | None = None) -> torc
     Source: CholeskyQR2, Yamamoto et al. (2015); its first Gram matrix in double precision as of Yamazaki, Tomov and
     Dongarra, "Mixed-precision Cholesky QR factorization" (2015), where the device has that.
     """
+    # Which dtypes a device has, torch has no way to ask in all versions, and a Mac's is the one without this.
     wide = columns.dtype if columns.device.type == "mps" else torch.float64
     for dtype in (wide, columns.dtype):
         gram = columns.mT.to(dtype) @ columns.to(dtype)

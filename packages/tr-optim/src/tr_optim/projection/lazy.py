@@ -21,8 +21,9 @@ class LazyRefresh:
     State of a matrix: `overlaps`, the last `window` cosines (-inf before there are so many), float32 on its device, and
     `refreshed`, the step of its last refresh and how often the gap was doubled by then, float64 on the CPU: `4 window +
     16` bytes. The schedule depends on them alone, so that ranks, whose bases are equal, have the same, and so has a
-    resumed run. The cosines are copied to the host as the basis is found, and looked at a gap later: only after a
-    resume does that wait for the device, once for each matrix.
+    resumed run. Of parameters in shards the cosine is that of the whole matrix, or stack, added up over the ranks. The
+    cosines are copied to the host as the basis is found, and looked at a gap later: only after a resume does that wait
+    for the device, once for each matrix.
 
     Source: Zhang et al., "Q-GaLore" (2024), section 3.2, with the values of its code: 5 refreshes, a cosine of 0.4, a
     factor of 2. Deviation: theirs is the cosine of the first singular vectors, whose sign is arbitrary and which turn

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from tr_optim.engine.shards import Shards
 from tr_optim.projection.basis import Basis
 
 
@@ -20,15 +19,19 @@ class Rotation:
     Args:
         old: the basis until now.
         new: the one from now on, of the same sides.
-        add_up: adds up over the ranks, where each has some rows of the left columns.
+        shards: how the parameter's rows are divided over ranks, each of which has those of the left columns, or of a
+            stack whole matrices; None for a whole parameter. All ranks make it then, and ask it the same.
     """
 
-    def __init__(self, old: Basis, new: Basis, add_up: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def __init__(self, old: Basis, new: Basis, shards: Shards | None = None) -> None:
+        self._shards = shards
         self._left = None if old.left is None or new.left is None else new.left.mT @ old.left
-        if add_up is not None and self._left is not None:
-            self._left = add_up(self._left)
+        if shards is not None and shards.divides_matrix and self._left is not None:
+            self._left = shards.sum(self._left)
         self._right = None if old.right is None or new.right is None else new.right.mT @ old.right
         self._rows = [columns.shape[-2] for columns in (new.left, new.right) if columns is not None]
+        if shards is not None and shards.divides_matrix and self._left is not None:
+            self._rows[0] = shards.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,8 +49,16 @@ class Rotation:
             rank = min(change.shape[-2:])
             mean = change.square().sum(dim=(-2, -1)) / rank
             by_chance = max(change.shape[-2:]) / rows
-            squares.append(((mean - by_chance) / max(1 - by_chance, 1e-6)).clamp(min=0).sqrt().mean())
-        return torch.stack(squares).mean().clamp(max=1)
+            squares.append(((mean - by_chance) / max(1 - by_chance, 1e-6)).clamp(min=0).sqrt())
+        return self._mean(torch.stack(squares)).clamp(max=1)
+
+    def _mean(self, cosines: torch.Tensor) -> torch.Tensor:
+        """Return the mean of both sides' cosines of all matrices, with the same bits on all ranks."""
+        if self._shards is None:
+            return cosines.mean()
+        # Also of what all ranks have: by one number in the last place they could find their next bases in other steps.
+        number = self._shards.count if self._shards.divides_matrix else self._shards.shape[0]
+        return (self._shards.sum(cosines.sum().to(torch.float64)) / (number * len(cosines))).to(cosines.dtype)
 
     def first(self, moment: torch.Tensor) -> torch.Tensor:
         """Return a first moment of the projected gradient's shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from tr_optim.projection.basis import (
     sides,
 )
 
-_NOT_OF_ROWS = ("basis_right", "exp_avg_sq_col")
+_NOT_OF_ROWS = ("basis_right", "basis_right_scales", "exp_avg_sq_col")
+_IN_NO_LAYOUT = ("refreshed", "overlaps")  # of tr_optim.projection.lazy.LazyRefresh
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
@@ -102,15 +103,25 @@ def _singular_of_rows(
     return Basis(left, right)
 
 
-def is_divided(name: str, shards: Shards, names: Container[str]) -> bool:
+def is_divided(name: str, shards: Shards, group: Mapping[str, Any]) -> bool | None:
     """Whether a tensor of a parameter's state has the parameter's rows; the others are the same on all ranks.
+
+    None of those that are in no layout, for whether a basis is due is asked of them on the host.
 
     Left columns have the rows of a matrix, and what is remembered of a projection that is not from the left, but for
     means over its rows.
+
+    Args:
+        name: of the tensor.
+        shards: how the parameter's rows are divided.
+        group: the parameter's, which says how it is projected; without `projects` it is not.
     """
+    if name in _IN_NO_LAYOUT:
+        return None
     if not shards.divides_matrix:
         return True
-    return name == "basis_left" or (name not in _NOT_OF_ROWS and "basis_left" not in names)
+    is_from_left = group.get("projects", False) and sides(shards.shape, group["proj_type"])[0]
+    return name == "basis_left" or (name not in _NOT_OF_ROWS and not is_from_left)
 
 
 def _iterate(
