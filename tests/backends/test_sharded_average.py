@@ -2,14 +2,17 @@
 
 import contextlib
 import shutil
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_numbers import ALONE, Network, Rows, Stop, StopAt
+from torch import nn
 
 from tr_core import Trainer, TrainingArguments
-from tr_dist.fsdp import FSDP
+from tr_core.callbacks.ema import WeightAverage
+from tr_dist.fsdp import FSDP, Sharding
 from tr_dist.testing import run_ranks
 
 FORMS = {
@@ -110,6 +113,38 @@ def test_an_average_of_one_process_goes_on_in_shards(tmp_path):
     two = {**saves, **FORMS["shard_grad_op"], "per_device_train_batch_size": 6}
     for rank in run_ranks(train, 2, str(tmp_path / "2"), two, 12, None, True, timeout_s=120):
         assert_close(rank, alone)
+
+
+def count_calls(layers):
+    """Return how often an update of an average calls this package or torch, and how many of its weights are here."""
+    with FSDP(Sharding(wrap="TRANSFORMER_BASED_WRAP", layer_classes=("Linear",)), use_cpu=True) as strategy:
+        model = strategy.prepare(nn.Sequential(*(nn.Linear(4, 1, dtype=torch.bfloat16) for _ in range(layers))))
+        average = WeightAverage(model, 0.5)
+        before = {name: value.to_local().clone() for name, value in average.state_dict().items()}
+        with torch.no_grad():
+            torch._foreach_add_([p.to_local() for p in model.parameters()], 1.0)
+        counted = []
+
+        def count(frame, event, called):
+            if event in ("call", "c_call") and "getattr" not in str(called):
+                counted.append(frame.f_code.co_qualname)
+
+        sys.setprofile(count)
+        try:
+            average.update()
+        finally:
+            sys.setprofile(None)
+        held = 0
+        for name, value in average.state_dict().items():
+            held += value.to_local().numel() > 0
+            assert torch.equal(value.to_local(), before[name].lerp(model.get_parameter(name).to_local().float(), 0.5))
+        return len(counted), held
+
+
+def test_an_update_of_many_shards_is_as_many_calls_as_of_few():
+    few, many = (run_ranks(count_calls, 2, layers, timeout_s=60) for layers in (2, 12))
+    assert [calls for calls, _ in few] == [calls for calls, _ in many]
+    assert [held for _, held in many] == [24, 0]  # there is one row of each: the other rank has none
 
 
 def train_scaled(folder, options, stop_at=None, resume=None):

@@ -71,6 +71,19 @@ def test_the_fsdp_file_of_the_documentation(launcher, tmp_path, losses_alone):
 
 
 @pytest.mark.parametrize("launcher", [(TRAINER, "launch"), ACCELERATE], ids=["trainer", "accelerate"])
+def test_replicas_and_shards_of_a_file_reach_the_arguments(launcher, tmp_path, losses_alone):
+    file = tmp_path / "spread.json"
+    sizes = {f"parallelism_config_{name}_size": 1 + (name == "dp_replicate") for name in ("dp_replicate", "dp_shard")}
+    sections = {"fsdp_config": {"fsdp_version": 2}, "parallelism_config": sizes}
+    file.write_text(json.dumps({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no", **sections}))
+    port = [] if TRAINER in launcher else ["--main_process_port", free_port()]
+    code, output, errors = run([*launcher, "--config_file", file, *port, SCRIPT, *training(tmp_path, 2)])
+    assert code == 0, errors
+    check_is_as_alone(output, errors, losses_alone, strategy="FSDP")
+    assert "parallelism_config={'dp_replicate_size': 2, 'dp_shard_size': 1}" in errors
+
+
+@pytest.mark.parametrize("launcher", [(TRAINER, "launch"), ACCELERATE], ids=["trainer", "accelerate"])
 def test_the_two_machines_file_of_the_documentation(launcher, tmp_path, losses_alone):
     place = {"main_process_ip": "127.0.0.1", "main_process_port": free_port(), "num_processes": 2}
     jobs = []

@@ -55,6 +55,28 @@ def test_arguments_that_speak_go_before_the_launcher(given, launched):
     assert filled_by_launcher(args) == {}
 
 
+# As accelerate launch sets them for two sizes; it sets the others too.
+SPREAD = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
+    "PARALLELISM_CONFIG_TP_SIZE": "1",
+    "PARALLELISM_CONFIG_CP_SIZE": "1",
+    "PARALLELISM_CONFIG_CP_BACKEND": "torch",
+    "PARALLELISM_CONFIG_SP_SIZE": "1",
+    "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
+}
+
+
+def test_replicas_and_shards_fill_the_argument_that_is_silent(launched):
+    args = launched(FSDP | SPREAD)
+    assert args.parallelism_config == {"dp_replicate_size": 2, "dp_shard_size": 4}
+    assert filled_by_launcher(args)["parallelism_config"] == "ACCELERATE_USE_PARALLELISM_CONFIG"
+    given = {"dp_shard_size": 8}
+    assert launched(FSDP | SPREAD, parallelism_config=given).parallelism_config == given
+    assert launched(FSDP | SPREAD | {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}).parallelism_config is None
+
+
 def test_without_the_launchers_variables_nothing_is_looked_at(launched):
     args = launched({"FSDP_SHARDING_STRATEGY": "nonsense"})
     assert (args.fsdp, filled_by_launcher(args)) == ([], {})
@@ -156,6 +178,10 @@ def test_compilation_is_turned_on(launched):
         (FSDP | {"FSDP_IGNORED_MODULES": "head"}, "all parameters are sharded"),
         (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "set activation_checkpointing"),
         ({"ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}, "graph breaks"),
+        (FSDP | SPREAD | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "at tp_size=2: matrices are not divided over processes"),
+        (FSDP | SPREAD | {"PARALLELISM_CONFIG_CP_SIZE": "many"}, "at cp_size='many': needs a number of processes"),
+        (SPREAD, "divides a model by dp_shard_size; set fsdp="),
+        (DEEPSPEED | SPREAD, "is not read with ZeRO, whose configuration says how it divides"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_variable(variables, message, launched):

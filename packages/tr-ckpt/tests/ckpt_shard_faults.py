@@ -185,7 +185,7 @@ def hold_other_tensors(directory: str) -> None:
         ),
         (
             {"w": spread((2, 2), placement=Partial())},
-            "held.held[0].w is a DTensor with the placement P(sum): no rank has its numbers yet; give "
+            "held.held[0].w is a DTensor with the placement Partial(sum): no rank has its numbers yet; give "
             "tensor.redistribute(placements=[Replicate(), ...]) in state_dict()",
         ),
         (

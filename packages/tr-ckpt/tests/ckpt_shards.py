@@ -251,13 +251,15 @@ def fsdp_and_tensor_parallel(tensors: dict[str, torch.Tensor]) -> dict[str, torc
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     module = nn.Module()
     for name, tensor in tensors.items():
-        if tensor.ndim == 0:
+        if tensor.ndim == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+            # fully_shard of torch 2.9 divides no parameter that could not have a gradient
             module.register_buffer(name, tensor.clone())
         else:
             spread = distribute_tensor(tensor.clone(), mesh["tp"], [Shard(0)])
             module.register_parameter(name, nn.Parameter(spread, requires_grad=False))
     fully_shard(module, mesh=mesh["dp"])
-    return module.state_dict()
+    state = module.state_dict()
+    return {name: state[name] for name in tensors}
 
 
 def save_in(directories: dict[str, str]) -> None:

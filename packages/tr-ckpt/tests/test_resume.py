@@ -38,8 +38,9 @@ SCHEDULES = {
     "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
         [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
     ),
-    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05),
 }
+if hasattr(torch.optim.swa_utils.SWALR, "_set_anneal_func"):  # before, its state held a function, which is refused
+    SCHEDULES["SWALR"] = lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05)
 
 
 def resumed_equals_uninterrupted(tmp_path, **kinds):

@@ -45,6 +45,7 @@ def test_tf32_on_a_device_without_it_is_an_error_in_words(make_trainer):
         make_trainer(8, tf32=True)
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")  # torch 2.9, of the test's own setting
 @pytest.mark.parametrize(("allow", "during"), [(None, ("high", True)), (False, ("highest", False))])
 def test_tf32_is_forbidden_or_left_alone_while_the_trainer_computes_and_put_back(make_trainer, allow, during):
     torch.set_float32_matmul_precision("high")

@@ -1,5 +1,7 @@
 """An average of the weights: followed while training, evaluated, saved, resumed, and left at the end."""
 
+import sys
+
 import pytest
 import torch
 from memory_checkpointer import MemoryCheckpointer
@@ -122,6 +124,39 @@ def test_an_update_and_a_swap_read_nothing_from_the_device():
             pass
         average.keep()
     assert reads.names == []
+
+
+def calls_of_an_update(weights, dtype):
+    """Count the calls of this package's functions, torch's, and torch's in C++."""
+    average = WeightAverage(nn.ParameterList(torch.ones(3, 2, dtype=dtype) for _ in range(weights)), 0.9)
+    average.model.register_buffer("mean", torch.zeros(2, dtype=dtype))
+    average.update()
+    counted = []
+
+    def count(frame, event, called):
+        if event in ("call", "c_call"):
+            counted.append(f"{frame.f_code.co_qualname} {getattr(called, '__qualname__', '')}")
+
+    sys.setprofile(count)
+    try:
+        average.update()
+    finally:
+        sys.setprofile(None)
+    return [name for name in counted if not name.endswith((" getattr", " setprofile"))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_of_many_weights_is_as_many_calls_as_of_few(dtype):
+    assert calls_of_an_update(64, dtype) == calls_of_an_update(2, dtype) != []
+
+
+def test_an_update_follows_a_weight_whose_memory_was_exchanged():
+    model = nn.Linear(2, 1, bias=False)
+    average = WeightAverage(model, 0.5)
+    before = model.weight.detach().clone()
+    model.weight.data = before + 1
+    average.update()
+    assert torch.equal(average.state_dict()["weight"], torch.lerp(before, before + 1, 0.5))
 
 
 def test_a_step_that_was_left_out_does_not_move_the_average(averaged):

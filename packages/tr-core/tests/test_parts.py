@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from small_models import Classifier, samples
 from torch import nn
 
+from tr_args import TrainingArguments
 from tr_core import DataCollatorWithPadding, TrainerState, default_data_collator, get_scheduler, plugins, set_seed
 from tr_core.model_io import find_label_names, kept_columns, to_device
-from tr_core.optimization.optimizers import decay_parameter_names, optimizer_names, parameter_groups
+from tr_core.optimization.optimizers import decay_parameter_names, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.randomness import RandomState, mix, separate_randomness
 from tr_core.saving import format_metrics, metric_lines
 
@@ -60,6 +61,13 @@ def test_torch_optimizers_are_built_by_name_with_their_options(make_trainer, nam
     if options:
         key, value = options.split(",")[0].split("=")
         assert group[key] == float(value)
+
+
+def test_a_device_that_torch_has_no_fused_optimizers_for_gets_plain_ones(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), optim="adamw_torch_fused")
+    for device, has_fused in (("cpu", True), ("meta", False)):
+        _, options = optimizer_factory(args, nn.Linear(2, 1, device=device))
+        assert options.get("fused", False) is has_fused
 
 
 def test_the_names_of_optimizers_are_listed():
@@ -161,6 +169,14 @@ def test_seeding_makes_every_generator_repeat():
     first = draw()
     set_seed(11)
     assert draw() == first
+
+
+def test_seeding_reaches_a_device_that_torch_does_not_seed_itself(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(manual_seed=seeds.append))
+    set_seed(11, device=torch.device("xla"))
+    set_seed(12, device=torch.device("cpu"))
+    assert seeds == [11]
 
 
 def test_separate_randomness_leaves_no_trace():

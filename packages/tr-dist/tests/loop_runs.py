@@ -1,5 +1,7 @@
 """A plain PyTorch loop and the same one with four lines changed, as the tests of own loops run it in every rank."""
 
+import os
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,6 +33,13 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(self.rows)
+
+
+class Uneven(Stream):
+    """Has fewer rows on rank 1."""
+
+    def __init__(self, number, fewer=0):
+        super().__init__(number - fewer * int(os.environ["RANK"]))
 
 
 def network():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_fsdp_training import STEPS, Network, alone, batch, loss_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tr_dist.fsdp import FSDP, Sharding
 from tr_dist.fsdp1 import FSDP1
@@ -154,6 +155,59 @@ def test_states_have_the_names_numbers_and_shapes_of_a_plain_module_and_optimize
     assert [rank[0] for rank in ranks] == [list(model.state_dict()), []]
     for rank in ranks:
         assert rank[1:] == (shapes, plain["param_groups"][0]["params"])
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale, self.offset = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x, both):
+        once = checkpoint(self.one, x, use_reentrant=False) * self.scale  # computed again in the backward pass
+        return self.other(once) + self.offset if both else once
+
+
+def train_a_part(form, uses, **options):
+    """Make a step of as many micro-batches as `uses` has entries, and one more; return how much `other` changed."""
+    with FSDP1(Sharding(**form), use_cpu=True, **options) as strategy:
+        model = strategy.prepare(Branching())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        before = strategy.whole_state(model)
+        for step in (uses, uses):
+            for number, both in enumerate(step, start=1):
+                with strategy.accumulate(model, sync=number == len(step)):
+                    strategy.backward(model(torch.ones(2, 3), both=both).sum())
+            strategy.step(optimizer)
+            optimizer.zero_grad()
+        after = strategy.whole_state(model)
+        return {name: float((after[name] - before[name]).abs().max()) for name in before}
+
+
+def train_a_part_with_zeros(form, uses):
+    return train_a_part(form, uses, find_unused_parameters=True)
+
+
+PARTS = {"one unit": {}, "replicas": {"strategy": "no_shard"}}
+APART = {"units": {"wrap": "SIZE_BASED_WRAP", "min_num_params": 8}}
+
+
+@pytest.mark.parametrize("form", [*PARTS.values(), *APART.values()], ids=[*PARTS, *APART])
+def test_a_parameter_without_a_gradient_is_an_error_that_names_it(form):
+    message = r"3 trainable parameters got no gradient in this step: offset, other\.weight, other\.bias; FSDP1 would"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(train_a_part, 2, form, (False, False))
+
+
+@pytest.mark.parametrize("form", PARTS.values(), ids=PARTS)
+def test_a_parameter_may_take_part_in_one_micro_batch_of_a_step(form):
+    changes = run_ranks(train_a_part, 2, form, (False, True, False))[0]
+    assert all(change > 0 for change in changes.values())
+
+
+def test_a_parameter_without_a_gradient_may_be_allowed_and_is_changed_by_decay():
+    assert run_ranks(train_a_part_with_zeros, 2, {}, (False,))[0]["other.weight"] > 0
 
 
 class Stateful(nn.Linear):

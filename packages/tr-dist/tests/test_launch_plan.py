@@ -161,6 +161,27 @@ def test_sharding_is_handed_on_as_accelerate_does(tmp_path):
     }
 
 
+@pytest.mark.parametrize("prefix", ["", "parallelism_config_"])
+def test_replicas_and_shards_are_handed_on_as_accelerate_does(tmp_path, prefix):
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 1, "cp_size": None, "cp_comm_strategy": "allgather"}
+    config = {prefix + key: value for key, value in sizes.items()}
+    launch, _ = planned(*file(tmp_path, distributed_type="FSDP", num_processes=8, parallelism_config=config))
+    assert launch.variables == {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
+    }
+
+
+def test_replicas_alone_need_no_sharding_and_an_empty_section_says_nothing(tmp_path):
+    given = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+    launch, _ = planned(*file(tmp_path, **given, parallelism_config={"dp_replicate_size": 2}))
+    assert launch.variables["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+    launch, _ = planned(*file(tmp_path, **given, parallelism_config={}))
+    assert launch.variables == {}
+
+
 def test_deepspeed_and_compilation_are_handed_on_as_accelerate_does(tmp_path):
     config = {"zero_stage": 2, "offload_optimizer_device": "cpu", "zero3_init_flag": True}
     more = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}, "debug": True}
@@ -195,6 +216,20 @@ def test_deepspeed_and_compilation_are_handed_on_as_accelerate_does(tmp_path):
         ({"fsdp_config": {"fsdp_version": 2}}, "needs distributed_type: FSDP, not NO"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_ofload_params": 1}}, "did you mean offload_params?"),
         ({"distributed_type": "FSDP", "fsdp_config": [1]}, "it must hold indented `key: value` lines"),
+        ({"parallelism_config": {"dp_shards": 2}}, "parallelism_config: dp_shards is not known; did you mean dp_shard"),
+        ({"parallelism_config": {"tp_size": 2}}, "tp_size: 2 divides matrices over processes, which is not done here"),
+        ({"parallelism_config": {"sp_size": "4"}}, "sp_size: 4 divides sequences over processes"),
+        ({"parallelism_config": {"dp_shard_size": 0}}, "dp_shard_size: 0 is not a number of processes, from 1"),
+        ({"parallelism_config": {"dp_shard_size": True}}, "dp_shard_size: True is not a number of processes"),
+        ({"parallelism_config": {"dp_shard_size": 2}}, "a model with distributed_type: FSDP, not NO"),
+        (
+            {"distributed_type": "DEEPSPEED", "parallelism_config": {"dp_replicate_size": 2}},
+            "parallelism_config: is not read with ZeRO",
+        ),
+        (
+            {"distributed_type": "FSDP", "num_processes": 4, "parallelism_config": {"dp_shard_size": 2}},
+            "spreads samples over dp_shard_size: 2, and num_processes is 4; it must be their product",
+        ),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_hostfile": "x"}},
             "start `trainer launch` on each of them",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loop_runs import Rows, distributed, network, plain, strategy_named
+from loop_runs import Rows, Stream, Uneven, distributed, network, plain, strategy_named
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -231,3 +231,47 @@ def test_shares_are_even_where_batches_are_missing():
     assert [rows_of(share_of([2], 3), rank) for rank in range(3)] == [slice(0, 1), slice(1, 2), slice(1, 2)]
     assert [share_of([2], 3).weight(rank) for rank in range(3)] == [1.5, 1.5, 0.0]
     assert list(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False)) == [[0, 1], [2]]
+
+
+def read_a_stream(number, fewer, workers, accumulation):
+    seen = []
+    with Loop(DDP(use_cpu=True), gradient_accumulation_steps=accumulation) as loop:
+        model = loop.prepare(network())
+        loader = loop.prepare(DataLoader(Uneven(number, fewer), batch_size=2, num_workers=workers))
+        for batch in loader:
+            seen += batch["number"].tolist()
+            loop.backward(model(batch["x"]).sum())
+    return seen
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_streams_are_shared_out_in_order_with_every_row_once(accumulation):
+    ranks = run_ranks(read_a_stream, 2, 11, 0, 0, accumulation, timeout_s=60)
+    assert ranks == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10]]
+
+
+@pytest.mark.parametrize(
+    ("fewer", "accumulation", "words"),
+    [
+        (1, 1, "read 3 rows of the data set in 1 micro-batches, and another 4 in 1"),
+        (8, 1, "read 0 rows of the data set in 0 micro-batches, and another 4 in 1"),
+        (5, 2, "read 7 rows of the data set in 2 micro-batches, and another 8 in 2"),
+    ],
+)
+def test_a_stream_that_is_shorter_on_a_rank_is_an_error_of_all_and_no_hang(fewer, accumulation, words):
+    with pytest.raises(ValueError, match=f"{words}.*do not divide it by rank or cut it") as caught:
+        run_ranks(read_a_stream, 2, 12, fewer, 0, accumulation, timeout_s=60)
+    assert caught.value.__notes__[0].count("ValueError: for one step a rank read") == 2
+
+
+def test_a_stream_that_workers_end_at_different_times_keeps_its_shares():
+    """Two workers that each read all of it: every row twice, with short batches where one of them has ended."""
+    ranks = run_ranks(read_a_stream, 2, 7, 0, 2, 1, timeout_s=60)
+    assert sorted(ranks[0] + ranks[1]) == sorted([*range(7)] * 2)
+
+
+def test_a_stream_that_is_divided_by_rank_already_is_refused():
+    data = Stream(4)
+    data._distributed = "by node"
+    with Loop(DDP(use_cpu=True)) as loop, pytest.raises(ValueError, match="divided over ranks already .split_dataset"):
+        loop.prepare(DataLoader(data, batch_size=2))

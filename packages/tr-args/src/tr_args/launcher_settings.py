@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tr_args.conversion import FALSE_WORDS, TRUE_WORDS
 from tr_args.errors import ArgumentsError, Problem
 from tr_args.fsdp import SHARDING
+from tr_args.parallelism import SIZES
 
 if TYPE_CHECKING:
     from tr_args.training_arguments import TrainingArguments
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 # variable -> why what it asks for cannot be had
 _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has a training loop of its own; launch with FSDP or DeepSpeed",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallel training can be launched; launch without it",
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": "models are compiled with graph breaks allowed; leave it out",
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "torch decides which sizes are dynamic; leave it out",
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "models are compiled whole; leave it out",
@@ -95,6 +95,8 @@ def _wishes(variables: Mapping[str, str]) -> Iterator[_Wish]:
         yield _sharding(variables), "ACCELERATE_USE_FSDP"
         if _is_true(variables.get("FSDP_ACTIVATION_CHECKPOINTING")):
             yield {"activation_checkpointing": True}, "ACCELERATE_USE_FSDP"
+    if _is_true(variables.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        yield {"parallelism_config": _spread(variables)}, "ACCELERATE_USE_PARALLELISM_CONFIG"
     if _is_true(variables.get("ACCELERATE_USE_DEEPSPEED")):
         yield from _deepspeed(variables)
     backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
@@ -135,6 +137,13 @@ def _sharding(variables: Mapping[str, str]) -> dict[str, Any]:
     if variables.get("FSDP_VERSION") == "2" and reshards in FALSE_WORDS:
         config["reshard_after_forward"] = False
     return {"fsdp": [word], "fsdp_config": config}
+
+
+def _spread(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the sizes; those that are not numbers stay as they are, for the argument's own check."""
+    names = {size: f"PARALLELISM_CONFIG_{size.upper()}" for size in SIZES}
+    given = {size: variables[name] for size, name in names.items() if name in variables}
+    return {size: int(value) if value.isdigit() else value for size, value in given.items()}
 
 
 def _deepspeed(variables: Mapping[str, str]) -> Iterator[_Wish]:

@@ -12,9 +12,10 @@ from tr_args.suggestion import did_you_mean
 DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
 # What divides the work on one sample, which nothing here does. size -> what goes by it
 _WITHIN_SAMPLES = {"tp_size": "matrices", "cp_size": "sequences", "sp_size": "sequences"}
+SIZES = (*DATA_SIZES, *_WITHIN_SAMPLES)
 # How those are divided: without effect where they are not.
 _OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
-_KEYS = (*DATA_SIZES, *_WITHIN_SAMPLES, *_OF_THOSE)
+_KEYS = (*SIZES, *_OF_THOSE)
 
 
 class ParallelSizes(Constraint):

@@ -36,7 +36,7 @@ def unsupported(tensor: Any) -> str:
     partial = [placement for placement in tensor.placements if placement.is_partial()]
     if partial:
         return (
-            f"a DTensor with the placement {partial[0]}: no rank has its numbers yet; "
+            f"a DTensor with the placement {partial[0]!r}: no rank has its numbers yet; "
             "give tensor.redistribute(placements=[Replicate(), ...]) in state_dict()"
         )
     return ""

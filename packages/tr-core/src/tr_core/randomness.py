@@ -21,13 +21,13 @@ def set_seed(seed: int, deterministic: bool = False, device: torch.device | None
     Args:
         seed: any non-negative integer.
         deterministic: also ask torch for deterministic kernels (`enable_full_determinism`).
-        device: where training is to be; it matters for XLA's alone, which torch does not seed with the others.
+        device: where training is to be; torch seeds those that it has itself, but not one that a library brings (XLA).
     """
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if device is not None and device.type == "xla":
+    if device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
     if deterministic:
         _use_deterministic_kernels()

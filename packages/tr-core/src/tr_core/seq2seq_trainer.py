@@ -11,10 +11,10 @@ from torch import nn
 
 from tr_args import Seq2SeqTrainingArguments
 from tr_core.conditions.surroundings import while_generating
+from tr_core.evaluation.generating_together import generating_together
 from tr_core.evaluation.generation import (
     call_options,
     check_options,
-    generating_together,
     load_generation_config,
     longest_row,
     pad_rows,
@@ -117,10 +117,9 @@ class Seq2SeqTrainer(Trainer):
         settings = self._settings()
         options = call_options(self.args, {**self._given_options, **generate_options}, settings)
         known = self._generation_inputs(inputs)
-        if self.strategy.forwards_together:
-            options = generating_together(options, self.model, self.strategy.world_size)
-        with torch.no_grad(), self.loss_context(), while_generating(self):
-            generated = self.model.generate(**known, **options)  # type: ignore[operator]
+        together = generating_together(options, self.model, self.strategy)
+        with torch.no_grad(), self.loss_context(), while_generating(self), together as options_of_all:
+            generated = self.model.generate(**known, **options_of_all)  # type: ignore[operator]
         tokens = getattr(generated, "sequences", generated)
         rows = batch_size_of(known)
         if rows is not None and len(tokens) != rows:

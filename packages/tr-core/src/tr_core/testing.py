@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_core.optimization.optimizers import has_fused
 from tr_core.protocols import Checkpointer, EvaluationWeights, InBackward, Stateful, Strategy
 from tr_core.state import TrainerControl, TrainerState
 
@@ -46,7 +47,7 @@ def check_strategy(strategy: Strategy) -> None:
         )
     for optimizer in (
         torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
-        torch.optim.AdamW(wrapped.parameters(), lr=0.1, fused=strategy.device.type != "xla"),  # which has none
+        torch.optim.AdamW(wrapped.parameters(), lr=0.1, fused=has_fused(strategy.device)),
     ):
         _check_skipping(strategy, wrapped, optimizer, data[0, 0, strategy.rank])
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tr_dist.device import rank_device
 from tr_dist.environment import read_environment
-from tr_dist.ranks import Ranks
+from tr_dist.ranks import Ranks, options_of
 from tr_dist.replica import Replica, check_replicas_equal, check_trainable
 
 
@@ -82,14 +82,11 @@ class DDP(Ranks):
         False.
         """
         return cls(
-            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
             bucket_cap_mb=args.ddp_bucket_cap_mb,
             broadcast_buffers=args.ddp_broadcast_buffers is not False,
             static_graph=bool(args.ddp_static_graph),
-            backend=args.ddp_backend,
-            timeout_s=float(args.ddp_timeout),
-            use_cpu=args.use_cpu,
+            **options_of(args),
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -120,12 +117,7 @@ class DDP(Ranks):
             RuntimeError: the ranks' weights differ before the first step; or, on leaving with `sync`, the
                 backward has not averaged all gradients over the ranks.
         """
-        replica = _replica_in(model)
-        if replica is None:
-            raise TypeError(
-                f"accumulate needs the module that prepare() returned, not {type(model).__name__}: nothing "
-                "would average its gradients over the ranks"
-            )
+        replica = self._prepared(model, Replica)
         if not replica.compared:
             check_replicas_equal(replica.module, self._group)
             replica.compared = True
@@ -141,30 +133,9 @@ class DDP(Ranks):
         Returns:
             The norm before clipping, a scalar tensor on the device; nothing is read back.
         """
-        self._precision.unscale(optimizer)
         replica = _replica_in(model)
         parameters = list(model.parameters()) if replica is None else replica.all_parameters
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
-        if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
-
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
-
-        Every rank holds the same, so one rank may save for all.
-        """
-        parts: dict[str, Any] = {"model": self.unwrap(model)}
-        if optimizer is not None:
-            parts["optimizer"] = optimizer
-        if self._precision.scaler is not None:
-            parts["scaler"] = self._precision.scaler
-        return parts
-
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict of the unwrapped model, which every rank holds whole."""
-        return self.unwrap(model).state_dict()
+        return self._clip(parameters, optimizer, max_norm)
 
 
 def _replica_in(model: nn.Module) -> Replica | None:

@@ -1,17 +1,21 @@
-"""Train on the GPU of a Mac, through torch's `mps` device."""
+"""Train on the GPU of a Mac, through torch's `mps` device.
+
+That one process is all is said in a few lines here and in `tr_core/single_device.py`: neither package imports the
+other, and each is of use alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from tr_dist.alike import alike_on_all_ranks
 from tr_dist.environment import read_environment
-from tr_dist.mixed_precision import MixedPrecision
+from tr_dist.on_device import OnDevice, precision_of
 from tr_dist.replica import check_trainable
 
 _DEVICE = torch.device("mps")
@@ -24,7 +28,7 @@ _ADVICE = (
 )
 
 
-class MPS:
+class MPS(OnDevice):
     """Train in one process on the one GPU of a Mac.
 
     Neither gloo nor nccl carries tensors of this device, so there is one process, and no process group. The calls are
@@ -60,8 +64,7 @@ class MPS:
         _check_alone()
         _check_available()
         _check_precision(precision)
-        self.device = _DEVICE
-        self._precision = MixedPrecision(precision, self.device)
+        super().__init__(_DEVICE, precision=precision)
         self._parameters: list[torch.Tensor] = []
 
     @classmethod
@@ -73,7 +76,7 @@ class MPS:
         """
         if args.use_cpu:
             raise ValueError("strategy='mps' and use_cpu=True contradict each other; leave one of them out")
-        return cls(precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no")
+        return cls(precision=precision_of(args))
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device.
@@ -87,10 +90,6 @@ class MPS:
         self._parameters = list(model.parameters())  # once: walking the modules every step costs more than the norm
         return model
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is."""
-        return model
-
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of one micro-batch; an operation that the device has not is explained."""
         return _advising()
@@ -98,12 +97,8 @@ class MPS:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Surround a forward pass and its loss: mixed precision, if it was asked for."""
-        with _advising(), self._precision.autocast():
+        with _advising(), super().autocast():
             yield
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of a scalar loss, scaling it first under float16."""
-        self._precision.backward(loss)
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
@@ -113,12 +108,7 @@ class MPS:
         Returns:
             The norm before clipping, a scalar tensor on the device; nothing is read back.
         """
-        self._precision.unscale(optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
-        if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        return norm
+        return self._clip(self._parameters, optimizer, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
         """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
@@ -129,9 +119,9 @@ class MPS:
                 are.
         """
         if skip is None and self._precision.scaler is None:
-            return self._precision.step(optimizer)
+            return super().step(optimizer)
         with _deciding_on_host(optimizer):
-            return self._precision.step(optimizer, skip=skip)
+            return super().step(optimizer, skip=skip)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor: one process is all."""
@@ -151,28 +141,6 @@ class MPS:
 
     def barrier(self) -> None:
         """Return at once."""
-
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name: `model`, `optimizer` if given, `scaler` under float16."""
-        parts: dict[str, Any] = {"model": model}
-        if optimizer is not None:
-            parts["optimizer"] = optimizer
-        if self._precision.scaler is not None:
-            parts["scaler"] = self._precision.scaler
-        return parts
-
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's own state."""
-        return model.state_dict()
-
-    def close(self, *, failed: bool = False) -> None:
-        """Do nothing: no process group was joined."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _check_alone() -> None:

@@ -1,19 +1,21 @@
-"""Share what every strategy over a process group does alike: exchange values, compute in a precision, leave."""
+"""Share what every strategy over a process group does alike: join it, exchange values, leave."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from tr_dist.environment import LaunchEnvironment
-from tr_dist.mixed_precision import MixedPrecision
+from tr_dist.on_device import OnDevice, precision_of
 from tr_dist.process_group import ProcessGroup
 
+Kind = TypeVar("Kind")
 
-class Ranks:
+
+class Ranks(OnDevice):
     """This process among the ranks of a job, and the precision it computes in: the base of strategies.
 
     Args:
@@ -39,31 +41,10 @@ class Ranks:
         backend: str | None,
         timeout_s: float,
     ) -> None:
-        self.device = device
-        self._precision = MixedPrecision(precision, device)
+        super().__init__(device, precision=precision)
         self._group = ProcessGroup(environment, device, backend=backend, timeout_s=timeout_s)
         self.rank, self.local_rank = self._group.rank, self._group.local_rank
         self.world_size = self._group.world_size
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
-        return self._precision.autocast()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of a scalar loss, scaling it first under float16."""
-        self._precision.backward(loss)
-
-    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
-
-        All ranks decide alike, for they hold the same averaged gradients. Only float16 reads from the device.
-
-        Args:
-            optimizer: what applies them.
-            skip: scalar on the device, the same on all ranks; where it is not 0, parameters and optimizer state stay as
-                they are. Optimizers other than torch's fused ones have it read from the device.
-        """
-        return self._precision.step(optimizer, skip=skip)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""
@@ -100,8 +81,29 @@ class Ranks:
         """
         self._group.leave(failed=failed)
 
-    def __enter__(self) -> Self:
-        return self
+    def _prepared(self, model: nn.Module, kind: type[Kind]) -> Kind:
+        """Return what `prepare` made of a model, also from under `torch.compile`.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close(failed=kind is not None)
+        Raises:
+            TypeError: `model` is something else.
+        """
+        inner = getattr(model, "_orig_mod", model)
+        if not isinstance(inner, kind):
+            raise TypeError(
+                f"this needs the module that prepare() returned, not {type(model).__name__}: nothing would average its "
+                "gradients over the ranks"
+            )
+        return inner
+
+
+def options_of(args: Any) -> dict[str, Any]:
+    """Return what training arguments say to every strategy over a process group, by the names of its constructor.
+
+    These are `bf16` and `fp16`, `ddp_backend`, `ddp_timeout` and `use_cpu`.
+    """
+    return {
+        "precision": precision_of(args),
+        "backend": args.ddp_backend,
+        "timeout_s": float(args.ddp_timeout),
+        "use_cpu": args.use_cpu,
+    }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
 from tr_core.callback import TrainerCallback
 from tr_core.protocols import Stateful
@@ -22,7 +23,7 @@ class WeightAverage:
     parameters, are the module's own at any time. Float64 stays float64. Of a weight that is divided over the ranks (a
     DTensor) each rank averages its part, and exchanges nothing.
 
-    Nothing here reads a value from the device.
+    Nothing here reads a value from the device, and an update calls torch as often for a thousand weights as for one.
 
     Args:
         model: the module, on its device.
@@ -58,7 +59,11 @@ class WeightAverage:
                 )
         self._named = {name: _widened(live) for name, live in zip(self._names(), self._live(), strict=True)}
         self._average = [_local(average) for average in self._named.values()]
-        self._is_mixed = any(a.dtype != t.dtype for a, t in zip(self._average, self._live(), strict=True))
+        pairs = zip(self._average, self._numbers(), strict=True)
+        narrow = [place for place, (average, live) in enumerate(pairs) if average.dtype != live.dtype]
+        self._narrow = [place for place in narrow if self._average[place].numel()]
+        self._absent = [place for place in narrow if not self._average[place].numel()]  # all of it is on other ranks
+        self._narrow_numel = sum(self._average[place].numel() for place in self._narrow)
         self._is_swapped = False
 
     def reset(self) -> None:
@@ -70,8 +75,11 @@ class WeightAverage:
         """Move the average towards the weights: average ← decay · average + (1 - decay) · weights."""
         live = self._numbers()
         with torch.no_grad():
-            if self._is_mixed:
-                live = [tensor.to(average.dtype) for tensor, average in zip(live, self._average, strict=True)]
+            if self._narrow:
+                for place, wide in zip(self._narrow, self._widen(live), strict=True):
+                    live[place] = wide
+            for place in self._absent:
+                live[place] = self._average[place]
             torch._foreach_lerp_(self._average, live, 1 - self.decay)
 
     @contextmanager
@@ -87,7 +95,7 @@ class WeightAverage:
             yield
             return
         self._check_complete()
-        own = [tensor.clone() for tensor in self._numbers()]
+        own = [tensor.detach().clone() for tensor in self._numbers()]
         self._is_swapped = True
         try:
             self._put_in(self._average)
@@ -130,11 +138,24 @@ class WeightAverage:
         return [*self._parameters, *self._buffers]
 
     def _live(self) -> list[torch.Tensor]:
-        return [*self._parameters.values(), *(module._buffers[name] for module, name in self._buffers.values())]  # pyright: ignore[reportReturnType]
+        # No generator, which would be a call for each.
+        return [*self._parameters.values(), *[module._buffers[name] for module, name in self._buffers.values()]]  # pyright: ignore[reportReturnType]
 
     def _numbers(self) -> list[torch.Tensor]:
-        """Return what this rank holds of the weights that train, sharing their memory."""
-        return [_local(tensor.detach()) for tensor in self._live()]
+        """Return what this rank holds of the weights that train, to be used without gradients.
+
+        Asked for each time, for `fully_shard` may exchange the memory of a shard; and by the attribute, for
+        `to_local()` is a call for each.
+        """
+        return [getattr(tensor, "_local_tensor", tensor) for tensor in self._live()]
+
+    def _widen(self, live: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return copies in float32 of those weights that have fewer bits than their average."""
+        narrow = [live[place] for place in self._narrow]
+        memory = torch.empty(self._narrow_numel, dtype=torch.float32, device=narrow[0].device)
+        wide = _unflatten_dense_tensors(memory, narrow)  # one call for all
+        torch._foreach_copy_(wide, narrow)
+        return wide
 
     def _put_in(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():

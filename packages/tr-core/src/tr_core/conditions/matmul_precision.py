@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,16 +34,21 @@ def tf32(allow: bool | None) -> Iterator[None]:
         return
     products, convolutions = _products(), torch.backends.cudnn.allow_tf32
     named = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    # The older interface: torch keeps the newer one in step with it, but not the other way round.
-    torch.set_float32_matmul_precision("high" if allow else "highest")
-    torch.backends.cudnn.allow_tf32 = allow
+    _set("high" if allow else "highest", convolutions=allow)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        _set(products, convolutions=convolutions)
         if named is not None:
             torch.backends.cuda.matmul.fp32_precision = named
+
+
+def _set(products: str, *, convolutions: bool) -> None:
+    """Set both by the older interface: torch keeps the newer one in step with it, but not the other way round."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)  # torch 2.9
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def _products() -> str:

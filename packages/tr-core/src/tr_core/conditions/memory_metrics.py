@@ -108,7 +108,7 @@ def _device_gauge(device: torch.device) -> ReadMemory | None:
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
-    if device.type == "mps":  # tells no peak
+    if hasattr(module, "current_allocated_memory"):  # a Mac's, which tells no peak
         begin = module.current_allocated_memory()
         return lambda: {"gpu_alloc_delta": module.current_allocated_memory() - begin}
     if not hasattr(module, "reset_peak_memory_stats"):  # XLA's: the compiler has planned what is used

@@ -81,16 +81,6 @@ def call_options(args: Any, given: Mapping[str, Any], settings: Any) -> dict[str
     return options
 
 
-def generating_together(options: dict[str, Any], model: Any, world_size: int) -> dict[str, Any]:
-    """Return options with which ranks that are done go on with forwards until all are, if `generate` knows how.
-
-    A rank that stopped earlier would leave the others waiting for its shard of the weights.
-    """
-    if "synced_gpus" not in inspect.signature(model.generate).parameters:
-        return options
-    return {"synced_gpus": world_size > 1, **options}
-
-
 def check_options(given: Mapping[str, Any], model: nn.Module) -> None:
     """Raise for options that neither a model's `generate` nor its settings know, where nothing will be generated.
 

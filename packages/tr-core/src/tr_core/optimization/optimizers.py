@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _foreach_utils
 
 from tr_args import parse_optim_args
 from tr_core import plugins
@@ -128,6 +129,11 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__ + (f" ({', '.join(settings)})" if settings else "")
 
 
+def has_fused(device: torch.device) -> bool:
+    """Whether torch's fused optimizers run on a device, by torch's own list; they say so themselves in a step only."""
+    return device.type in _foreach_utils._get_fused_kernels_supported_devices()
+
+
 def optimizer_names() -> list[str]:
     """List every name that `optim` can have with what is installed."""
     return sorted({*_TORCH, *plugins.available("tr.optimizers")})
@@ -160,9 +166,9 @@ Factory = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 def _where_it_is(
     model: nn.Module | None, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
 ) -> Factory:
-    """Leave out what the model's device does not know: XLA has none of torch's fused kernels, for it fuses any."""
+    """Leave out what the model's device does not know."""
     place = None if model is None else next(model.parameters(), None)
-    if place is not None and place.device.type == "xla":
+    if place is not None and not has_fused(place.device):
         options = {name: value for name, value in options.items() if name != "fused"}
     return kind, options
 

@@ -27,7 +27,9 @@ from tr_dist.fsdp.placing import broadcast_values, fill_shards, values_of
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.units import choose_units
 from tr_dist.fsdp.whole import WholeModel, whole_state
-from tr_dist.ranks import Ranks
+from tr_dist.generating import generate_together
+from tr_dist.on_device import scale_to, total_norm
+from tr_dist.ranks import Ranks, options_of
 from tr_dist.replica import check_trainable
 
 if TYPE_CHECKING:
@@ -117,12 +119,9 @@ class FSDP(Ranks):
             return FSDP1.from_arguments(args)
         return cls(
             Sharding.from_config(args.fsdp, args.fsdp_config, args.parallelism_config),
-            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
             whole_checkpoints=args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT",
-            backend=args.ddp_backend,
-            timeout_s=float(args.ddp_timeout),
-            use_cpu=args.use_cpu,
+            **options_of(args),
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -158,6 +157,7 @@ class FSDP(Ranks):
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
+        generate_together(model, self.sum, self.device)
         if callable(getattr(model, "generate", None)):
             # It computes with parts of the model by themselves, such as an encoder, before the model's own forward.
             register_fsdp_forward_method(model, "generate")
@@ -179,10 +179,10 @@ class FSDP(Ranks):
             TypeError: `model` is not what `prepare` returned.
             RuntimeError: on leaving with `sync`, a parameter has no gradient.
         """
-        inner = self._exchange(model, sync=sync)
+        self._exchange(model, sync=sync)
         yield
         if sync:
-            self._check_gradients(inner)
+            self._check_gradients(self.unwrap(model))
 
     @contextmanager
     def hand_over(self, model: nn.Module) -> Iterator[None]:
@@ -196,17 +196,11 @@ class FSDP(Ranks):
         self._exchange(model, sync=True)
         yield
 
-    def _exchange(self, model: nn.Module, *, sync: bool) -> nn.Module:
-        inner = self.unwrap(model)
-        if not isinstance(inner, FSDPModule):
-            raise TypeError(
-                f"accumulate needs the module that prepare() returned, not {type(model).__name__}: nothing would "
-                "average its gradients over the ranks"
-            )
+    def _exchange(self, model: nn.Module, *, sync: bool) -> None:
+        inner = self._prepared(model, FSDPModule)
         if self._syncs is not sync:
             inner.set_requires_gradient_sync(sync)
             self._syncs = sync
-        return inner
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
@@ -220,13 +214,12 @@ class FSDP(Ranks):
         gradients = [p.grad for p in self.unwrap(model).parameters() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         divided = [part for part, g in zip(local, gradients, strict=True) if isinstance(g, DTensor)]
-        square = _norm(divided, self.device).square()
+        square = total_norm(divided, self.device).square()
         dist.all_reduce(square, group=self._shards())
         whole = [part for part, g in zip(local, gradients, strict=True) if not isinstance(g, DTensor)]
-        norm = (square + _norm(whole, self.device).square()).sqrt()
-        if max_norm is not None and local:
-            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(local, coefficient.to(local[0].device))
+        norm = (square + total_norm(whole, self.device).square()).sqrt()
+        if max_norm is not None:
+            scale_to(local, max_norm, norm)
         return norm
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -236,12 +229,7 @@ class FSDP(Ranks):
         for it.
         """
         inner = self.unwrap(model)
-        parts: dict[str, Any] = {"model": WholeModel(inner, keep=self.rank == 0) if self._whole else inner}
-        if optimizer is not None:
-            parts["optimizer"] = optimizer
-        if self._precision.scaler is not None:
-            parts["scaler"] = self._precision.scaler
-        return parts
+        return self._parts(WholeModel(inner, keep=self.rank == 0) if self._whole else inner, optimizer)
 
     @contextmanager
     def gathered(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -304,9 +292,3 @@ def _let_go(module: nn.Module, inputs: Any, output: Any) -> None:
     """
     if not torch.is_grad_enabled():
         cast("FSDPModule", module).reshard()
-
-
-def _norm(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return nn.utils.get_total_norm(tensors).to(device)

@@ -22,7 +22,10 @@ from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.units import choose_units
 from tr_dist.fsdp1.places import Piece, Places, pieces_of
 from tr_dist.fsdp1.states import FlatModel, FlatOptimizer, whole_state
-from tr_dist.ranks import Ranks
+from tr_dist.fsdp1.use import Use
+from tr_dist.generating import generate_together
+from tr_dist.on_device import scale_to, total_norm
+from tr_dist.ranks import Ranks, options_of
 from tr_dist.replica import check_trainable
 
 _PREFETCH = {
@@ -40,13 +43,14 @@ class FSDP1(Ranks):
     That is: `no_shard` and `shard_grad_op` as they were, prefetching by position (`backward_post`), and gathering
     without a limit. The calls and the numbers are those of `tr_dist.fsdp.FSDP`, and so are checkpoints, which either
     resumes. Differences: parameters are this rank's parts of flattened ones, in one dimension (whole with `no_shard`),
-    so optimizers that work on matrices are refused, and one parameter's names hold `_fsdp_wrapped_module`; a parameter
-    that takes no part in the loss gets a gradient of zeros if its unit has others that do.
+    so optimizers that work on matrices are refused, and one parameter's names hold `_fsdp_wrapped_module`.
 
     Args:
         sharding: how the model is divided; without `offload` and `rank0_loads`.
         precision: `no` or `bf16`.
         limit_all_gathers: have at most two units gathered ahead of the device.
+        find_unused_parameters: let parameters take no part in a rank's loss: they get a gradient of zeros, by which
+            decay and momentum go on, if their unit has others that do. Without it such a parameter is an error.
         whole_checkpoints: have checkpoints hold whole weights.
         backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
         timeout_s: seconds to wait for other ranks, in joining and in each collective.
@@ -73,6 +77,7 @@ class FSDP1(Ranks):
         *,
         precision: str = "no",
         limit_all_gathers: bool = True,
+        find_unused_parameters: bool = False,
         whole_checkpoints: bool = False,
         backend: str | None = None,
         timeout_s: float = 1800.0,
@@ -81,6 +86,8 @@ class FSDP1(Ranks):
         self.sharding = sharding or Sharding()
         _refuse(self.sharding, precision)
         self._limits, self._whole = limit_all_gathers, whole_checkpoints
+        self._finds_unused = find_unused_parameters
+        self._use: Use | None = None
         environment = read_environment()
         device = rank_device(environment, use_cpu=use_cpu)
         super().__init__(environment, device, precision=precision, backend=backend, timeout_s=timeout_s)
@@ -114,12 +121,10 @@ class FSDP1(Ranks):
             )
         return cls(
             sharding,
-            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
             limit_all_gathers=config.get("limit_all_gathers", True),
+            find_unused_parameters=bool(args.ddp_find_unused_parameters),
             whole_checkpoints=config.get("state_dict_type") == "FULL_STATE_DICT",
-            backend=args.ddp_backend,
-            timeout_s=float(args.ddp_timeout),
-            use_cpu=args.use_cpu,
+            **options_of(args),
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -137,6 +142,7 @@ class FSDP1(Ranks):
         units = {id(module) for module in choose_units(model, self.sharding)}
         places = Places(model)
         shapes = {name: part.shape for name, part in places.parts().items()}
+        trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if self.sharding.sync_module_states:
             broadcast_values(model, self.device)
         with warnings.catch_warnings():
@@ -158,6 +164,8 @@ class FSDP1(Ranks):
         places.find_units(divided)
         self._places = places
         self._pieces = pieces_of(places, shapes, self._shards) if self._shards else {}
+        self._use = None if self._finds_unused else Use(divided, trainable)
+        generate_together(model, self.sum, self.device)
         _generate_whole(model, divided)
         return divided
 
@@ -172,9 +180,9 @@ class FSDP1(Ranks):
 
         Raises:
             TypeError: `model` is not what `prepare` returned.
-            RuntimeError: on leaving with `sync`, no parameter has a gradient.
+            RuntimeError: on leaving with `sync`, no parameter has a gradient, or one got none in this step.
         """
-        divided = self._divided(model)
+        divided = self._prepared(model, fsdp.FullyShardedDataParallel)
         if not sync:
             with divided.no_sync():
                 yield
@@ -182,6 +190,8 @@ class FSDP1(Ranks):
         yield
         if self._shards is None and all(p.grad is None for p in divided.parameters()):
             raise RuntimeError("a micro-batch ended without a backward; call backward(loss) inside accumulate(...)")
+        if self._use is not None:
+            self._use.check()
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
@@ -192,13 +202,13 @@ class FSDP1(Ranks):
             The norm before clipping, of the whole model, on every rank the same; a scalar tensor on the device.
         """
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
+        norm = total_norm(gradients, self.device)
         if self._shards is not None:
             square = norm.square()
             dist.all_reduce(square, group=self._shards)
             norm = square.sqrt()
-        if max_norm is not None and gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        if max_norm is not None:
+            scale_to(gradients, max_norm, norm)
         return norm
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -221,12 +231,10 @@ class FSDP1(Ranks):
 
         Both are saved in rows of whole parameters, each rank its own, or with `whole_checkpoints` the model whole.
         """
-        parts: dict[str, Any] = {"model": FlatModel(self._known_places(), whole=self._whole)}
-        if optimizer is not None:
-            flat = self._shards is not None
-            own = self._known_places().parts()
-            parts["optimizer"] = FlatOptimizer(optimizer, self._pieces, own) if flat else optimizer
-        return parts
+        places, saved = self._known_places(), optimizer
+        if optimizer is not None and self._shards is not None:
+            saved = FlatOptimizer(optimizer, self._pieces, places.parts())
+        return self._parts(FlatModel(places, whole=self._whole), saved)
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's state dict with whole tensors in host memory; empty but on rank 0. Collective."""
@@ -245,15 +253,6 @@ class FSDP1(Ranks):
             return None
         lower = self._precision.dtype
         return fsdp.MixedPrecision(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=True)
-
-    def _divided(self, model: nn.Module) -> fsdp.FullyShardedDataParallel:
-        inner = getattr(model, "_orig_mod", model)
-        if not isinstance(inner, fsdp.FullyShardedDataParallel):
-            raise TypeError(
-                f"accumulate needs the module that prepare() returned, not {type(model).__name__}: nothing would "
-                "average its gradients over the ranks"
-            )
-        return inner
 
     def _known_places(self) -> Places:
         if self._places is None:

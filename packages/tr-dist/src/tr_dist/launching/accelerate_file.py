@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tr_dist.launching.accelerate_plugins import deepspeed_variables, dynamo_variables, fsdp_variables
+from tr_dist.launching.accelerate_plugins import (
+    deepspeed_variables,
+    dynamo_variables,
+    fsdp_variables,
+    parallelism_variables,
+)
 from tr_dist.launching.launch import LaunchError
 
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "XLA")
@@ -29,14 +34,13 @@ _WITHOUT_EFFECT = {
 }
 _REFUSED = {
     "megatron_lm_config": "Megatron-LM has a training loop of its own; use FSDP or DEEPSPEED",
-    "parallelism_config": "only data parallel training is started; use FSDP or DEEPSPEED",
     "fp8_config": "there is no training in 8 bits; use mixed_precision: bf16",
     "mpirun_config": "processes are started here, not by mpirun; use distributed_type: MULTI_CPU without it",
 }
 _ACTING = {
     *("compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "debug"),
     *("main_process_ip", "main_process_port", "mixed_precision", "use_cpu", "gpu_ids", "rdzv_backend"),
-    *("fsdp_config", "deepspeed_config", "dynamo_config", "downcast_bf16"),
+    *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "downcast_bf16"),
 }
 
 
@@ -146,6 +150,9 @@ def _kind(content: Mapping[str, Any], settings: FileSettings) -> None:
         settings.variables |= fsdp_variables(_mapping(content, "fsdp_config"))
     if kind == "DEEPSPEED":
         settings.variables |= deepspeed_variables(_mapping(content, "deepspeed_config"))
+    if spread := _mapping(content, "parallelism_config"):
+        total = _number(content, "num_processes", -1, low=-1)
+        settings.variables |= parallelism_variables(spread, kind, total)
     for key, needed in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
         if content.get(key) and kind != needed:
             raise LaunchError(f"{key}: needs distributed_type: {needed}, not {kind}; change one, or leave it out")

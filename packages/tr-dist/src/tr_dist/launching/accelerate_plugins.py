@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -46,6 +47,14 @@ _DYNAMO = {
     "use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
     "use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
 }
+# Over how many processes samples are spread: by replicas, and by shards of the model.
+_SPREAD = ("dp_replicate_size", "dp_shard_size")
+# What divides the work on one sample, which nothing here does; and how, without effect where it is not.
+_WITHIN_SAMPLES = {"tp_size": "matrices", "cp_size": "sequences", "sp_size": "sequences"}
+_OF_THOSE = (
+    *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
+    "sp_attn_implementation",
+)
 # Keys about starting other machines, which this launcher leaves to whoever starts it there.
 _OTHER_MACHINES = ("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
 
@@ -73,6 +82,44 @@ def deepspeed_variables(config: Mapping[str, Any]) -> dict[str, str]:
     return {"ACCELERATE_USE_DEEPSPEED": "true", **_renamed("deepspeed_config", kept, _DEEPSPEED)}
 
 
+def parallelism_variables(config: Mapping[str, Any], kind: str, total: int) -> dict[str, str]:
+    """Return the variables for the keys of `parallelism_config`, with or without their prefix.
+
+    Args:
+        config: the section, not empty.
+        kind: the file's `distributed_type`.
+        total: processes of all machines; less than 1 where the file does not say.
+    """
+    section, plain = "parallelism_config", {str(k).removeprefix("parallelism_config_"): v for k, v in config.items()}
+    _check_known(section, plain, (*_SPREAD, *_WITHIN_SAMPLES, *_OF_THOSE))
+    sizes = {key: _size(section, key, plain[key]) for key in (*_SPREAD, *_WITHIN_SAMPLES) if plain.get(key) is not None}
+    for key, divided in _WITHIN_SAMPLES.items():
+        if sizes.pop(key, 1) > 1:
+            raise LaunchError(
+                f"{section}: {key}: {plain[key]} divides {divided} over processes, which is not done here; leave it "
+                "out, and divide the model by dp_shard_size with distributed_type: FSDP"
+            )
+    if kind == "DEEPSPEED":
+        raise LaunchError(f"{section}: is not read with ZeRO, whose configuration says how it divides; leave it out")
+    if kind != "FSDP" and sizes.get("dp_shard_size", 1) > 1:
+        raise LaunchError(f"{section}: dp_shard_size divides a model with distributed_type: FSDP, not {kind}")
+    if total > 0 and math.prod(sizes.values()) != total:
+        shown = " x ".join(f"{key}: {size}" for key, size in sizes.items()) or "nothing"
+        raise LaunchError(
+            f"{section}: spreads samples over {shown}, and num_processes is {total}; it must be their product"
+        )
+    return {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        **{f"PARALLELISM_CONFIG_{key.upper()}": str(size) for key, size in sizes.items()},
+    }
+
+
+def _size(section: str, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
+        raise LaunchError(f"{section}: {key}: {value!r} is not a number of processes, from 1")
+    return int(value)
+
+
 def dynamo_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables for the keys of `dynamo_config`."""
     plain = {str(key).removeprefix("dynamo_"): value for key, value in config.items()}
@@ -81,14 +128,19 @@ def dynamo_variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _renamed(section: str, config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
     variables: dict[str, str] = {}
+    _check_known(section, config, names)
     for key, value in config.items():
-        if key not in names:
-            close = get_close_matches(str(key), names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"
-            raise LaunchError(f"{section}: {key} is not known{hint}")
         if value is None:
             continue
         if isinstance(value, list):
             value = ",".join(map(str, value))
         variables[names[key]] = str(value).lower() if isinstance(value, bool) else str(value)
     return variables
+
+
+def _check_known(section: str, config: Mapping[str, Any], names: Collection[str]) -> None:
+    for key in config:
+        if key not in names:
+            close = get_close_matches(str(key), names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"
+            raise LaunchError(f"{section}: {key} is not known{hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,10 @@ class Exchange(Protocol):
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks."""
+        ...
+
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of each value over all ranks, on the host; what is returned waits."""
         ...
 
 
@@ -137,3 +141,24 @@ class TakeRows:
             sizes.append(rest)
         share = share_of(sizes, self.world_size)
         return share, self.collate(rows[rows_of(share, self.rank)])
+
+
+def check_alike(shares: Sequence[Share], exchange: Exchange) -> None:
+    """Raise on all ranks if they did not read equally many rows for a step: the others would wait for one that ended.
+
+    Collective, on the host alone.
+
+    Raises:
+        ValueError: they read different numbers.
+    """
+    if exchange.world_size == 1:
+        return
+    rows, number = sum(share.total for share in shares), len(shares)
+    most_rows, least_rows, most, least = exchange.agree([rows, -rows, number, -number])()
+    if most_rows != -least_rows or most != -least:
+        raise ValueError(
+            f"for one step a rank read {-least_rows} rows of the data set in {-least} micro-batches, and another "
+            f"{most_rows} in {most}; every rank reads all of a data set that can only be iterated and keeps its own "
+            "rows, so have it give the same rows in the same order on each: do not divide it by rank or cut it, and "
+            "draw its order from one seed"
+        )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tr_dist.own_loops.batches import Exchange, RankBatches, Share, TakeRows
+from tr_dist.own_loops.batches import Exchange, RankBatches, Share, TakeRows, check_alike
 
 
 class Following(Protocol):
@@ -35,7 +35,7 @@ class PreparedLoader:
     A micro-batch is as many of the given loader's batches as there are ranks, one for each; what is left at the end is
     divided evenly, in the order of the given loader, so that every sample is used once. The order is that of rank 0.
     A data set that can only be iterated is read whole by every rank, which has to find the same there, and collates
-    its own rows.
+    its own rows. Ranks that find more or fewer rows than others are told so, in the step where that shows.
 
     Args:
         loader: as for one process.
@@ -68,20 +68,26 @@ class PreparedLoader:
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this rank's batches, on its device. Collective, but for data sets that can only be iterated.
+        """Iterate over this rank's batches, on its device. Collective.
 
         All micro-batches of a step are loaded before the first is given, for how many there are decides on its weight.
         """
         batches = self._shared()
         self._following.begin_loader()
         try:
-            while step := list(itertools.islice(batches, self._steps)):
+            while step := self._step(batches):
                 for number, (share, batch) in enumerate(step, start=1):
                     moved = move(batch, self._exchange.device)
                     self._following.begin_batch(share, in_step=len(step), is_last=number == len(step))
                     yield moved
         finally:
             self._following.end_loader()
+
+    def _step(self, batches: Iterator[tuple[Share, Any]]) -> list[tuple[Share, Any]]:
+        step = list(itertools.islice(batches, self._steps))
+        if self._is_stream:
+            check_alike([share for share, _ in step], self._exchange)
+        return step
 
     def _shared(self) -> Iterator[tuple[Share, Any]]:
         if self._is_stream:
@@ -125,6 +131,11 @@ def _divided(loader: DataLoader[Any], exchange: Exchange) -> DataLoader[Any]:
 def _divided_stream(loader: DataLoader[Any], exchange: Exchange) -> DataLoader[Any]:
     if loader.batch_size is None:
         raise ValueError("the loader makes no batches (batch_size=None), so there is nothing to divide; give it a size")
+    if getattr(loader.dataset, "_distributed", None) is not None:  # of Hugging Face's datasets
+        raise ValueError(
+            "the data set is divided over ranks already (split_dataset_by_node); leave that out: give all of it to "
+            "each rank, which keeps its own rows"
+        )
     collate = TakeRows(cast("Any", loader.collate_fn), loader.batch_size, exchange.rank, exchange.world_size)
     size = loader.batch_size * exchange.world_size
     return DataLoader(loader.dataset, batch_size=size, drop_last=loader.drop_last, collate_fn=collate, **_kept(loader))

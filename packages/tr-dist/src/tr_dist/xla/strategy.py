@@ -6,15 +6,15 @@ import importlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self, cast
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tr_dist.fsdp.units import choose_units
+from tr_dist.on_device import OnDevice, precision_of, total_norm
 from tr_dist.replica import check_trainable
-from tr_dist.skipping import step_unless
 from tr_dist.xla.by_replicas import ByReplicas, DividedState
 from tr_dist.xla.library import check_replicas, load_torch_xla
 from tr_dist.xla.moving import HostState, module_state, move
@@ -22,7 +22,7 @@ from tr_dist.xla.over_devices import OverDevices
 from tr_dist.xla.settings import XlaSharding
 
 
-class XLA:
+class XLA(OnDevice):
     """Training by torch_xla: on a TPU, or on PJRT's CPU.
 
     Nothing is computed when it is called for: torch_xla records operations, and what was recorded is compiled, if it is
@@ -60,7 +60,7 @@ class XLA:
         self.over_devices = OverDevices(runtime) if sharding is not None and sharding.over_devices else None
         if self.over_devices is None:
             check_replicas(self._library)
-        self.device = self._library.torch_xla.device()
+        super().__init__(self._library.torch_xla.device(), precision=precision)
         is_alone = self.over_devices is not None or runtime.is_spmd()
         self.rank = 0 if is_alone else runtime.global_ordinal()
         self.local_rank = 0 if is_alone else runtime.local_ordinal()
@@ -68,7 +68,7 @@ class XLA:
         is_by_replicas = sharding is not None and not sharding.over_devices
         self._by_replicas = ByReplicas(self._library, sharding.settings) if sharding and is_by_replicas else None
         self.forwards_together = is_by_replicas
-        self._precision, self._is_uncut = precision, False
+        self._is_uncut = False
         self._tags = itertools.count()
 
     @classmethod
@@ -76,7 +76,7 @@ class XLA:
         """Build from the fields of training arguments that are about this: `bf16`, `fp16`, `use_cpu`, `fsdp*`."""
         return cls(
             XlaSharding.from_config(args.fsdp, args.fsdp_config),
-            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
+            precision=precision_of(args),
             use_cpu=args.use_cpu,
         )
 
@@ -145,14 +145,10 @@ class XLA:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Surround a forward pass and its loss: bfloat16, if it was asked for. Without gradients it is run then."""
-        with self._lower_precision():
+        with super().autocast():
             yield
         if not torch.is_grad_enabled():
             self._cut()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Record the computation of gradients of a scalar loss."""
-        loss.backward()
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
@@ -163,8 +159,7 @@ class XLA:
             The norm before clipping, a scalar tensor on the device; nothing is read back.
         """
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
+        norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], self.device)
         norm = norm if self._by_replicas is None else self._by_replicas.norm(norm)
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -178,12 +173,9 @@ class XLA:
             skip: scalar on the device, the same on all replicas; where it is not 0, parameters and optimizer state stay
                 as they are. It is read from the device in every step.
         """
-        if skip is None:
-            optimizer.step()
-        else:
-            step_unless(skip, optimizer)
+        applied = super().step(optimizer, skip=skip)
         self._cut()
-        return True
+        return applied
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all replicas; the argument stays as it is. Reads nothing back."""
@@ -234,19 +226,10 @@ class XLA:
         if not failed:
             self._cut()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close(failed=kind is not None)
-
     def _cut(self) -> None:
         """Compile what was recorded since the last cut, if there is no such program yet, and begin to run it."""
         self._is_uncut = False
         self._library.torch_xla.sync()
-
-    def _lower_precision(self) -> AbstractContextManager[object]:
-        return torch.autocast("xla", dtype=torch.bfloat16) if self._precision == "bf16" else nullcontext()
 
     def _average(self, model: nn.Module) -> None:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
