@@ -172,8 +172,8 @@ def test_an_evaluation_is_cut_on_both_ranks_and_made_anew(tmp_path, saved_by):
 def test_ranks_with_unlike_numbers_of_batches_of_their_own_end_their_evaluation_first(tmp_path):
     changes = {"eval_strategy": "steps", "eval_steps": 4}
     cut = ranks(str(tmp_path), [(0, "on_prediction_step", 4, signal.SIGTERM)], None, changes, True)
-    assert [end for end, *_ in cut] == [(143, 6)] * 2
-    assert cut[0][1] == [("evaluate", 4), ("save", 6), ("train_end", 6)]
+    assert [end for end, *_ in cut] == [(143, 5)] * 2
+    assert cut[0][1] == [("evaluate", 4), ("save", 5), ("train_end", 5)]
 
 
 def fail_in_background(folder, failing, step):

@@ -9,6 +9,7 @@ before.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -26,6 +27,7 @@ _IMPORTED_BY_RUNS = (
     "tr_dist.fsdp",
 )  # fmt: skip
 _POLL_S = 0.01
+_TELL_S = 1.0  # for a rank that does not end, to say where it is
 
 
 def serve() -> dict[str, Any] | None:
@@ -53,6 +55,8 @@ def _wait(pids: list[int], limit_s: float) -> list[tuple[int | None, float]]:
                 continue
             if is_over:
                 with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR2)
+                    time.sleep(_TELL_S)
                     os.killpg(pid, signal.SIGKILL)
             done, status = os.waitpid(pid, 0 if is_over else os.WNOHANG)
             if done:
@@ -68,6 +72,7 @@ def become(rank: dict[str, Any]) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (said, 1), (said, 2)):
         os.dup2(source, target)
+    faulthandler.register(signal.SIGUSR2, file=2)
     os.environ.update(rank["variables"])
     sys.argv[:] = ["rank_run.py", *rank["arguments"]]
 

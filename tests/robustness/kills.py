@@ -137,7 +137,7 @@ class Campaign:
         after_s = max(end.time_s for end in ends) - float((out / "struck").read_text())
         wrong = [] if codes[moment.rank] == -9 else [f"rank {moment.rank} ended with {codes[moment.rank]}"]
         if codes[1 - moment.rank] in ((None,) if moment.place == "end" else (0, None)):
-            wrong.append(f"the other ended with {codes[1 - moment.rank]}")
+            wrong.append(f"the other ended with {codes[1 - moment.rank]}: {ends[1 - moment.rank].said[-3000:]}")
         wrong += [f"{len(left)} processes are left"] if (left := self._nursery.left_over()) else []
         if moment.place == "end":  # all is done: what is saved needs no second start, but bears one
             (out / "end.json").unlink(missing_ok=True)

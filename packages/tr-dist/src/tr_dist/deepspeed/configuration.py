@@ -25,6 +25,7 @@ _SCHEDULES = {
 # Optimizers of the arguments that a configuration's own may replace: they are not asked for by name.
 _REPLACEABLE = ("adamw_torch", "adamw_torch_fused")
 _NEEDS_MATRICES = ("galore", "lomo", "adalomo", "apollo", "fira", "q_galore")
+_OFFLOADS = ("offload_optimizer", "offload_param")
 # Path of a setting -> why it is refused, and what to do.
 _REFUSED = {
     "amp.enabled": "Apex's mixed precision is not used; set bf16.enabled or fp16.enabled",
@@ -143,17 +144,8 @@ def check_configuration(configuration: Mapping[str, Any]) -> None:
     stage = stage_of(configuration)
     if stage not in (0, 1, 2, 3):
         problems.append(f"zero_optimization.stage={stage!r}: it is 0, 1, 2 or 3")
-    for name in ("offload_optimizer", "offload_param"):
-        place = look_up(configuration, f"zero_optimization.{name}.device")
-        if place not in (None, "none", "cpu"):
-            problems.append(
-                f"zero_optimization.{name}.device={place!r}: it is 'cpu' or 'none'; NVMe is not supported, for a "
-                "checkpoint could not read what DeepSpeed has written there"
-            )
-        if place == "cpu" and stage == 0:
-            problems.append(f"zero_optimization.{name}: nothing is divided at stage 0; use stage 1, 2 or 3")
-    if look_up(configuration, "zero_optimization.offload_param.device") == "cpu" and stage != 3:
-        problems.append(f"zero_optimization.offload_param: needs stage 3, not {stage}")
+    for name in _OFFLOADS:
+        problems += _of_placement(name, look_up(configuration, f"zero_optimization.{name}") or {}, stage)
     if stage == 0 and low_precision(configuration) is not None:
         problems.append(
             f"zero_optimization.stage=0 with {low_precision(configuration)}: use stage 1, which also divides the "
@@ -198,6 +190,28 @@ def look_up(configuration: Mapping[str, Any], path: str) -> Any:
     for step in path.split("."):
         found = found.get(step) if isinstance(found, Mapping) else None
     return found
+
+
+def swap_paths(configuration: Mapping[str, Any]) -> dict[str, str]:
+    """Return the folders of NVMe offload, by the section of `zero_optimization` that asks for it."""
+    zero = configuration.get("zero_optimization") or {}
+    sections = {name: zero.get(name) or {} for name in _OFFLOADS}
+    return {name: str(given["nvme_path"]) for name, given in sections.items() if given.get("device") == "nvme"}
+
+
+def _of_placement(name: str, section: Mapping[str, Any], stage: Any) -> Iterator[str]:
+    """Yield why what one section of `zero_optimization` asks for cannot be had."""
+    place, where = section.get("device"), f"zero_optimization.{name}"
+    if place not in (None, "none", "cpu", "nvme"):
+        yield f"{where}.device={place!r}: it is 'none', 'cpu' or 'nvme'"
+    if place in ("cpu", "nvme") and stage == 0:
+        yield f"{where}: nothing is divided at stage 0; use stage 1, 2 or 3"
+    elif stage != 3 and (place == "nvme" or (place == "cpu" and name == "offload_param")):
+        yield f"{where}.device={place!r}: needs stage 3, not {stage}"
+    if place == "nvme" and section.get("fast_init"):
+        yield f"{where}.fast_init: DeepSpeed reads float32 parameters wrongly with it; leave it out"
+    if place == "nvme" and not section.get("nvme_path"):
+        yield f"{where}.device='nvme': needs {where}.nvme_path, a folder on the disk to swap to"
 
 
 def _settings(filled: dict[str, Any], args: Any, world_size: int) -> Iterator[Setting]:

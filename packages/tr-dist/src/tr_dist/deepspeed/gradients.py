@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ def clip_gradients(engine: Any, stage: int, max_norm: float | None) -> torch.Ten
             nn.utils.clip_grads_with_norm_(engine.module.parameters(), max_norm, norm)
         return norm
     zero = engine.optimizer
+    hand_over_early_gradients(zero)
     zero.clip_grad = 0.0 if max_norm is None else float(max_norm)
     if stage == 3:
         combine = importlib.import_module("deepspeed.runtime.utils").combine_grad_norm_groups
@@ -39,6 +40,45 @@ def leave_out_step(engine: Any, stage: int) -> None:
         return
     with _invalid_norm(engine.optimizer, stage):
         engine.step()
+
+
+def hand_over_early_gradients(zero: Any) -> None:
+    """Give an offloaded optimizer the gradients that came before a step's last micro-batch alone.
+
+    DeepSpeed copies the sums of those that the last one added to, and leaves out the others.
+    """
+    if getattr(zero, "offload_optimizer", False):  # at stage 3
+        numbers = {each.ds_id: zero.get_param_id(each) for group in zero.fp16_groups for each in group}
+        _copy_left_out(zero, "_offload_boundary_param_ids", zero._finalize_offload_gradient_accumulation, numbers)
+    elif getattr(zero, "cpu_offload", False):
+        numbers = {number: number for number in zero._offload_accumulated_param_ids}
+        _copy_left_out(
+            zero, "_offload_accumulated_param_ids", zero._finalize_cpu_offload_gradient_accumulation, numbers
+        )
+
+
+def forget_gradients(zero: Any) -> None:
+    """Put zeros for the gradients of a step that was made, where DeepSpeed keeps them for the next.
+
+    Only the first micro-batch of a step overwrites them. A parameter without a part in it would keep what it had in the
+    step before, or add to it.
+    """
+    kept = [getattr(zero, "grad_partitions_flat_buffer", None)]  # at stage 3
+    if getattr(zero, "cpu_offload", False):
+        kept += [*zero.accumulated_grads_in_cpu.values(), *(flat.grad for flat in zero.single_partition_of_fp32_groups)]
+    for gradients in kept:
+        if gradients is not None:
+            gradients.zero_()
+
+
+def _copy_left_out(zero: Any, with_gradient: str, copy: Callable[[], None], numbers: dict[int, int]) -> None:
+    """Copy the sums of gradients that this step has, and that were not copied yet."""
+    before = getattr(zero, with_gradient)
+    setattr(zero, with_gradient, {each for each in before if numbers[each] not in zero.norm_for_param_grads})
+    try:
+        copy()
+    finally:
+        setattr(zero, with_gradient, before)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -48,6 +49,25 @@ def load_deepspeed(device: torch.device) -> Any:
         operations = importlib.import_module("deepspeed.ops")
         operations.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+@alike_on_all_ranks()
+def check_async_io(sections: Collection[str]) -> None:
+    """Refuse offload to NVMe where DeepSpeed's operator for it cannot be built.
+
+    Args:
+        sections: of `zero_optimization`, that ask for such offload.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    if sections and not importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder().is_compatible():
+        named = " and ".join(f"zero_optimization.{name}.device='nvme'" for name in sections)
+        raise ValueError(
+            f"{named} needs DeepSpeed's operator async_io, which cannot be built here: it takes a C++ compiler, and "
+            "libaio with its headers (apt-get install libaio-dev, dnf install libaio-devel; where they are elsewhere, "
+            "CFLAGS=-I... and LDFLAGS=-L... say so); or use device='cpu'"
+        )
 
 
 def read_launch_environment() -> LaunchEnvironment:

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from tr_dist.alike import alike_on_all_ranks
+from tr_dist.deepspeed.configuration import look_up, low_precision
 
 # What a group of the configuration's own optimizer takes over from the one that was built.
 _KEPT = ("params", "lr", "initial_lr", "weight_decay")
 _NEVER = 2**62
+_BUFFER_SIZE = 100_000_000  # numbers, where the configuration leaves it out
 # Of torch, tr-optim or other libraries: of a flat buffer these make something else, and do not say so.
 _OF_MATRICES = ("Adafactor", "Muon", "SOAP", "Shampoo")
 
@@ -51,6 +53,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: 
         raise ValueError(f"{frozen} of {len(given)} parameters of {name} are frozen; build it over the others only")
 
 
+@alike_on_all_ranks()
+def check_swap_buffers(configuration: dict[str, Any], module: nn.Module, world_size: int) -> None:
+    """Refuse buffers that are too small for a rank's part of a parameter that is swapped to NVMe.
+
+    Raises:
+        ValueError: the message says how large they have to be.
+    """
+    section = look_up(configuration, "zero_optimization.offload_param") or {}
+    if section.get("device") != "nvme":
+        return
+    largest = max(-(-getattr(each, "ds_numel", each.numel()) // world_size) for each in module.parameters())
+    size = section.get("buffer_size", _BUFFER_SIZE)
+    if largest > size:
+        raise ValueError(
+            f"zero_optimization.offload_param.buffer_size={size}: the largest part of a parameter on one of "
+            f"{world_size} ranks has {largest} numbers; set it to that or more"
+        )
+
+
 def given_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
     """Return the parameters of each group."""
     return [list(group["params"]) for group in optimizer.param_groups]
@@ -78,6 +99,7 @@ def make_engine(
         options["model_parameters"] = groups
     else:
         options["optimizer"] = optimizer
+    _divide_to_files(deepspeed, module, config)
     engine = deepspeed.initialize(**options)[0]
     if "optimizer" in config:
         optimizer.param_groups, optimizer.state = engine.basic_optimizer.param_groups, engine.basic_optimizer.state
@@ -93,11 +115,28 @@ def engine_configuration(configuration: dict[str, Any], device: torch.device) ->
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", _NEVER)
+    if (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme":
+        # Fetched ahead of a step or of an evaluation, parameters are taken for swapped out when they are not.
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     for name in ("offload_optimizer", "offload_param"):
         section = config.get("zero_optimization", {}).get(name)
         if section and device.type == "cpu":
             section["pin_memory"] = False  # there is no device to copy to
     return config
+
+
+def _divide_to_files(deepspeed: Any, module: nn.Module, config: dict[str, Any]) -> None:
+    """Have parameters that are to be in files there in float32, where nothing else is asked for.
+
+    Where there is no float16, on the CPU, `initialize` takes buffers of bfloat16 for them, and rounds.
+    """
+    on_disk = (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme"
+    is_divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    if on_disk and not is_divided and low_precision(config) is None:
+        # Without the batch sizes, which are not those of one process; DeepSpeed does not know the others yet.
+        given = {name: config[name] for name in ("zero_optimization", "aio") if name in config}
+        given["train_micro_batch_size_per_gpu"] = 1
+        deepspeed.zero.Init(module=module, config_dict_or_path=given, remote_device="nvme", pin_memory=False)
 
 
 def _take_off_empty_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ class Piece:
         start: where in `flat` the piece begins.
         offset: where in the flattened parameter the piece begins.
         size: how many numbers; 0 if this rank has none of the parameter.
+        subgroup: number of `flat` among those that ZeRO-3 can swap out; None at other stages.
     """
 
     flat: torch.Tensor
@@ -27,6 +28,7 @@ class Piece:
     start: int = 0
     offset: int = 0
     size: int = 0
+    subgroup: int | None = None
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the piece of a tensor that is laid out as `flat`."""
@@ -73,4 +75,4 @@ def _of_stage_3(zero: Any, parameter: Any, rank: int) -> Piece:
     subgroup, start, size = zero.grad_position[zero.get_param_id(parameter)]
     flat, group = zero.fp32_partitioned_groups_flat[subgroup], zero.sub_group_to_group_id[subgroup]
     offset = rank * size  # the last ranks' pieces are filled up to this size
-    return Piece(flat, group, start, offset, max(0, min(size, parameter.ds_numel - offset)))
+    return Piece(flat, group, start, offset, max(0, min(size, parameter.ds_numel - offset)), subgroup)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from tr_dist.deepspeed.engine_model import EngineModel
 from tr_dist.deepspeed.pieces import Piece, pieces_of
+from tr_dist.deepspeed.swapping import forget_swapped_state, in_memory, refresh_masters
 from tr_dist.rows import Rows
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -36,7 +37,7 @@ class DividedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by the numbers of parameters, `param_groups`, and `masters`; tensors in rows. Collective."""
         rows, state, masters = Rows(), {}, {}
-        for number, (parameter, piece) in enumerate(self._pieces()):
+        for number, (parameter, piece) in enumerate(self._pieces(changed=False)):
             shape = _shape(parameter)
             own = self._optimizer.state.get(piece.flat, {})
             if own:
@@ -68,7 +69,8 @@ class DividedOptimizer:
         rows = Rows()
         numbers = [number for group in saved_groups for number in group["params"]]
         self._optimizer.state.clear()
-        for number, (parameter, piece) in zip(numbers, self._pieces(), strict=True):
+        forget_swapped_state(self._model.engine.optimizer)
+        for number, (parameter, piece) in zip(numbers, self._pieces(changed=True), strict=True):
             own = self._optimizer.state[piece.flat] if number in state_dict["state"] else {}
             for name, value in state_dict["state"].get(number, {}).items():
                 _take(own, name, value, rows, parameter, piece)
@@ -85,10 +87,12 @@ class DividedOptimizer:
         """Return what gives memory for the tensors of a checkpoint that is being read."""
         return Rows()
 
-    def _pieces(self) -> Iterable[tuple[nn.Parameter, Piece]]:
-        groups = self._model.given_groups
-        found = pieces_of(self._model.engine.optimizer, groups, self._stage, self._rank)
-        return zip((parameter for group in groups for parameter in group), found, strict=True)
+    def _pieces(self, *, changed: bool) -> Iterator[tuple[Any, Piece]]:
+        """Yield each parameter and its piece, while that is in memory; `changed` has it written back."""
+        groups, zero = self._model.given_groups, self._model.engine.optimizer
+        found = pieces_of(zero, groups, self._stage, self._rank)
+        parameters = (parameter for group in groups for parameter in group)
+        return in_memory(zero, zip(parameters, found, strict=True), changed=changed)
 
 
 class DividedModel:
@@ -133,7 +137,7 @@ class DividedModel:
                 with gathered(mine, changed_by=0), torch.no_grad():
                     if self._rank == 0 or not _is_divided(mine):
                         mine.copy_(whole)
-        refresh_masters(self._model.engine)
+        refresh_masters(self._model.engine.optimizer)
 
     def tensor_layout(self) -> Rows:
         """Return what gives memory for the tensors of a checkpoint that is being read."""
@@ -157,7 +161,7 @@ class WholeModel:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Take over a module's state, and have the optimizer begin from it."""
         self._model.module.load_state_dict(state_dict)
-        refresh_masters(self._model.engine)
+        refresh_masters(self._model.engine.optimizer)
 
 
 class LossScale:
@@ -177,13 +181,6 @@ class LossScale:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Take over such a state."""
         vars(self._scaler).update(state_dict)
-
-
-def refresh_masters(engine: Any) -> None:
-    """Copy a model's parameters to what the optimizer changes."""
-    refresh = getattr(engine.optimizer, "refresh_fp32_params", None)
-    if refresh is not None:
-        refresh()
 
 
 def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:

@@ -12,12 +12,26 @@ from torch import nn
 
 from tr_dist.deepspeed import configuration as configurations
 from tr_dist.deepspeed.engine_model import EngineModel
-from tr_dist.deepspeed.gradients import clip_gradients, leave_out_step
-from tr_dist.deepspeed.library import forget_process_group, load_deepspeed, read_launch_environment, say_local_rank
-from tr_dist.deepspeed.making import check_optimizer, given_groups, make_engine
+from tr_dist.deepspeed.gradients import (
+    clip_gradients,
+    forget_gradients,
+    hand_over_early_gradients,
+    leave_out_step,
+)
+from tr_dist.deepspeed.library import (
+    check_async_io,
+    forget_process_group,
+    load_deepspeed,
+    read_launch_environment,
+    say_local_rank,
+)
+from tr_dist.deepspeed.making import check_optimizer, check_swap_buffers, given_groups, make_engine
 from tr_dist.deepspeed.states import DividedModel, DividedOptimizer, LossScale, WholeModel, gathered, whole_state
+from tr_dist.deepspeed.swap_folders import SwapFolders, check_swap_paths
+from tr_dist.deepspeed.swapping import keep_unaligned_gradients, prepare_step
 from tr_dist.device import rank_device
 from tr_dist.fsdp.placing import broadcast_values
+from tr_dist.generating import generate_together
 from tr_dist.ranks import Ranks
 from tr_dist.replica import check_trainable
 
@@ -79,8 +93,11 @@ class DeepSpeed(Ranks):
         if precision == "fp16" and device.type == "cpu":
             raise ValueError("fp16.enabled needs an accelerator; on the CPU use bf16 (--bf16), or neither")
         self._dtype = _DTYPES[precision]
+        check_swap_paths(self.configuration)
         self._deepspeed = load_deepspeed(device)
+        check_async_io(configurations.swap_paths(self.configuration))
         super().__init__(environment, device, precision="no", backend=backend, timeout_s=timeout_s)
+        self._swapped = SwapFolders(self.configuration, self.rank)
         self._model: EngineModel | None = None
         self._backwards, self._is_complete = 0, False
 
@@ -132,6 +149,8 @@ class DeepSpeed(Ranks):
         broadcast_values(model, self.device)
         if self.stage < 3:
             model.to(self.device)
+        else:
+            generate_together(model, self.sum, self.device)
         return EngineModel(model, self.device, self._dtype)
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -147,14 +166,17 @@ class DeepSpeed(Ranks):
         """
         inner = self._engine_model(model)
         check_optimizer(optimizer, inner.module, self.stage)
+        check_swap_buffers(self.configuration, inner.module, self.world_size)
         if inner.engine is not None:
             inner.drop_engine()
         groups = given_groups(optimizer)
         say_local_rank(self.local_rank)
-        engine = make_engine(self._deepspeed, inner.module, optimizer, self.configuration, self.device)
+        placed = self._swapped.place(self.configuration)
+        engine = make_engine(self._deepspeed, inner.module, optimizer, placed, self.device)
         inner.take_engine(engine, groups)
         self._model, self._is_complete = inner, False
         self._check_engine(engine)
+        keep_unaligned_gradients(engine.optimizer)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
@@ -222,8 +244,13 @@ class DeepSpeed(Ranks):
         engine, self._is_complete = self._model.engine, False
         if skip is not None and skip.item():  # sync: DeepSpeed itself reads the norm in each step
             leave_out_step(engine, self.stage)
+            forget_gradients(engine.optimizer)
             return True
+        hand_over_early_gradients(engine.optimizer)  # where they were not clipped, which needs them too
+        if self.stage == 3:
+            prepare_step(engine.optimizer)
         engine.step()
+        forget_gradients(engine.optimizer)
         if self.stage:
             engine.optimizer.clip_grad = 0.0  # until the next step's is known
         return bool(engine.was_step_applied())
@@ -269,17 +296,12 @@ class DeepSpeed(Ranks):
         self._model, model = None, self._model
         if model is not None and not failed:
             model.drop_engine()
+        self._swapped.remove()
         super().close(failed=failed)
         forget_process_group()
 
     def _engine_model(self, model: nn.Module) -> EngineModel:
-        inner = getattr(model, "_orig_mod", model)
-        if not isinstance(inner, EngineModel):
-            raise TypeError(
-                f"this needs the module that prepare() returned, not {type(model).__name__}: nothing would average its "
-                "gradients over the ranks"
-            )
-        return inner
+        return self._prepared(model, EngineModel)
 
     def _engine(self, model: nn.Module) -> Any:
         engine = self._engine_model(model).engine
@@ -307,6 +329,10 @@ class DeepSpeed(Ranks):
         }
         wanted = {"stage": self.stage, "world size": self.world_size, "rank": self.rank}
         wanted["divided optimizer"] = self.stage > 0
+        on_disk = configurations.swap_paths(self.configuration)
+        for name, flag in (("offload_optimizer", "swap_optimizer"), ("offload_param", "params_in_nvme_and_cpu")):
+            found[f"{name} to NVMe"] = bool(getattr(engine.optimizer, flag, False))
+            wanted[f"{name} to NVMe"] = name in on_disk
         if differing := [
             f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value
         ]:
