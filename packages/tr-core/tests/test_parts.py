@@ -305,6 +305,7 @@ def test_metrics_are_printed_readably(make_trainer, capsys):
         "n": 3,
     }
     assert metric_lines({"b": 1, "long": 2.5}) == ["  b    =   1", "  long = 2.5"]
+    assert metric_lines({"a\nb": "c\u2028d"}) == ["  a\\nb = c\\u2028d"]  # a name cannot begin a line of its own
     make_trainer().log_metrics("train", {"loss": 1.0})
     assert capsys.readouterr().out == "***** train metrics *****\n  loss = 1.0\n"
 

@@ -57,3 +57,14 @@ def test_text_with_separators_and_line_breaks_stays_one_cell_on_one_line(tmp_pat
     loop.log({"note": 'one, "two"\nthree'})
     assert rows(tmp_path) == [{"step": "0", "note": 'one, "two" three'}]
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2
+
+
+def test_a_name_with_a_line_break_has_one_column_after_a_resume_too(tmp_path, make_loop):
+    first = make_loop([CsvFile()], tmp_path)
+    first.train(stop_at=1)
+    first.log({"a\nb": 1})
+    checkpoint = first.checkpoint()
+    second = make_loop([CsvFile()], tmp_path)
+    second.train(resume=checkpoint, stop_at=1)
+    second.log({"a\nb": 2})
+    assert [row["a b"] for row in rows(tmp_path)] == ["", "1", "2"]

@@ -30,6 +30,14 @@ def test_half_a_line_of_a_crashed_process_is_removed_by_the_next(path, torn):
     assert path.read_bytes() == b"one\ntwo\n"
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\r"])
+def test_only_a_line_feed_ends_a_line(path, separator):
+    file = LineFile(path)
+    file.append(f"one{separator}still one")
+    file.append("two")
+    assert file.read() == [f"one{separator}still one", "two"]
+
+
 def test_a_file_that_is_nothing_but_half_a_line_is_begun_anew(path):
     path.parent.mkdir()
     path.write_bytes(b"half")

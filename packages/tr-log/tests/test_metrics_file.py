@@ -169,3 +169,16 @@ os.kill(os.getpid(), signal.SIGKILL)
         4,
         4,
     ]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_value_with_a_separator_of_lines_is_one_entry_to_a_resumed_run(tmp_path, make_loop, caplog, separator):
+    first = make_loop([MetricsFile()], tmp_path).train(stop_at=1)
+    first.log({"example": f"one{separator}two"})
+    checkpoint = first.checkpoint()
+    before = (tmp_path / "metrics.jsonl").stat()
+    with caplog.at_level(logging.INFO, logger="tr_log"):
+        make_loop([MetricsFile()], tmp_path).train(resume=checkpoint, stop_at=1)
+    after = (tmp_path / "metrics.jsonl").stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    assert caplog.text == ""

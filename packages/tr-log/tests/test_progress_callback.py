@@ -155,3 +155,9 @@ def test_a_training_ended_early_by_itself_names_no_error(stream, tmp_path, make_
     loop.train(stop_at=3, eval_steps=0)
     loop.fire("on_train_end")
     assert lines(stream)[-1].startswith("training stopped at step 3/6 (50%) after ")
+
+
+def test_a_line_break_in_the_name_of_a_metric_forges_no_line(stream, tmp_path, make_loop):
+    loop = make_loop([ProgressCallback(stream)], tmp_path)
+    loop.log({"loss": 0.5, "x\ntraining finished  6 steps": 1})
+    assert stream.getvalue() == "step 0  loss 0.5  x\\ntraining finished  6 steps 1\n"

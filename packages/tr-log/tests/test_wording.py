@@ -37,6 +37,7 @@ def test_speeds_and_positions_in_bytes():
         (None, "None"),
         (7, "7"),
         ("two\nlines", "two lines"),
+        ("\x1b[2Kgone", "\\x1b[2Kgone"),
         ("x" * 120, "x" * 97 + "..."),
     ],
 )
@@ -65,3 +66,18 @@ def test_a_position_counts_full_percents_only():
     assert wording.position(119, 120) == "119/120 (99%)"
     assert wording.position(7, None) == "7"
     assert wording.position(7, 0) == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a\nstep 9/9 (100%)  loss 0.0", "a\\nstep 9/9 (100%)  loss 0.0"),
+        ("a\rb", "a\\rb"),
+        ("a\u2028b", "a\\u2028b"),
+        ("\x1b[2Ka", "\\x1b[2Ka"),
+        ("Genauigkeit über alles", "Genauigkeit über alles"),
+    ],
+)
+def test_a_name_cannot_begin_a_line_of_its_own(name, shown):
+    assert wording.entry({name: 1}) == [f"{shown} 1"]
+    assert wording.evaluation({name: 1, "eval_runtime": 2.0}) == [f"{shown} 1", "2 s"]

@@ -17,6 +17,7 @@ from tr_core.conditions.surroundings import configuration_as_given
 from tr_core.evaluation.evaluation_weights import evaluation_weights, weight_parts
 from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful
+from tr_log.wording import printable
 
 if TYPE_CHECKING:
     from tr_core.run import Run
@@ -176,7 +177,7 @@ def format_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def metric_lines(readable: dict[str, Any]) -> list[str]:
     """Return one aligned line for each of the metrics that `format_metrics` returned, sorted by name."""
-    texts = {name: str(value) for name, value in readable.items()}
+    texts = {printable(name): printable(str(value)) for name, value in readable.items()}
     names, values = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
     return [f"  {name:<{names}} = {texts[name]:>{values}}" for name in sorted(texts)]
 

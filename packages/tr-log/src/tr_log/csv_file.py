@@ -35,7 +35,8 @@ class CsvFile(RunFile):
 
     def append(self, file: LineFile, entry: dict[str, Any]) -> None:
         """Add one row, and columns for its new names."""
-        self._unplaced.append(entry)
+        # A name is a column's, in the file as here: else a resumed run, which reads the file, would add a second one.
+        self._unplaced.append({_one_line(name): value for name, value in entry.items()})
         try:
             rows = self._known(file)
         except OSError as error:  # never write over rows that could not be read
@@ -87,6 +88,10 @@ def _table(rows: Iterable[Entry], columns: list[str]) -> list[str]:
 def _line(row: Entry, columns: list[str]) -> str:
     out = io.StringIO()
     # One row is one line: a line break inside a value would make two of it when a crash is mended.
-    cells = (" ".join(str(plain(row[name])).splitlines()) if name in row else "" for name in columns)
+    cells = (_one_line(plain(row[name])) if name in row else "" for name in columns)
     csv.writer(out, lineterminator="").writerow(cells)
     return out.getvalue()
+
+
+def _one_line(item: Any) -> str:
+    return " ".join(str(item).splitlines())

@@ -66,7 +66,8 @@ class LineFile:
             content = self.path.read_bytes()
         except FileNotFoundError:
             return []
-        return content[: content.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
+        # Not splitlines(), for which a line also ends at NEL, U+2028 and others that may stand within a value.
+        return content.decode("utf-8", "replace").split("\n")[:-1]
 
     def set_aside(self) -> Path | None:
         """Rename the file to the next free one of `metrics-1.jsonl`, `metrics-2.jsonl`, ...

@@ -58,8 +58,15 @@ def value(item: Any) -> str:
         return str(item)
     if isinstance(item, float):
         return number(item)
-    text = " ".join(str(item).split())
+    text = printable(" ".join(str(item).split()))
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return text with what is no printable character escaped, so that it can neither end a line nor steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def entry(logs: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> list[str]:
@@ -72,7 +79,7 @@ def entry(logs: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> list[s
     names = [name for name in logs if name not in leave_out and name != "epoch"]
     if "epoch" in logs and "epoch" not in leave_out:
         names.append("epoch")
-    return [f"{SHORT_NAMES.get(name, name)} {value(logs[name])}" for name in names]
+    return [f"{SHORT_NAMES.get(name) or printable(str(name))} {value(logs[name])}" for name in names]
 
 
 def evaluation(metrics: Mapping[str, Any]) -> list[str]:

@@ -275,7 +275,7 @@ def _shown(value: Any) -> str:
 
 
 def _title(name: str) -> str:
-    return re.sub(r"[-_]+", " ", name).strip().capitalize()
+    return _line(re.sub(r"[-_]+", " ", name)).capitalize()
 
 
 def _line(text: Any) -> str:
