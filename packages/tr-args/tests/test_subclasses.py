@@ -1,11 +1,12 @@
 """Dataclasses that add to training arguments."""
 
+import copy
 import inspect
 from dataclasses import dataclass, field
 
 import pytest
 
-from tr_args import ArgumentsError, TrainingArguments
+from tr_args import ArgumentParser, ArgumentsError, TrainingArguments
 
 
 @dataclass
@@ -104,3 +105,40 @@ def test_a_required_field_that_is_missing_is_named():
         Needy(seed="x")
     assert [problem.field for problem in caught.value.problems] == ["seed", "teacher"]
     assert "teacher is missing; Needy needs it" in str(caught.value)
+
+
+@pytest.mark.parametrize("former", ["gradient_checkpointing_kwargs", "warmup_ratio", "no_cuda", "evaluation_strategy"])
+@pytest.mark.parametrize("default", ["factory", "bare", "value"])
+def test_a_field_with_a_former_name_is_that_field_whatever_its_default(caplog, former, default):
+    declared = {
+        "factory": {former: field(default_factory=lambda: [7])},
+        "bare": {},
+        "value": {former: field(default=None)},
+    }[default]
+    body = {"__annotations__": {former: list[int]}, **declared}
+    own = dataclass(kw_only=True)(type("Own", (TrainingArguments,), body))
+    given = own(**{former: "1, 2"})
+    assert getattr(given, former) == [1, 2]
+    setattr(given, former, [3])
+    assert getattr(given, former) == given.to_dict()[former] == [3]
+    plain = TrainingArguments()
+    for name in ("eval_strategy", "activation_checkpointing_kwargs", "warmup_steps", "use_cpu"):
+        assert getattr(given, name) == getattr(plain, name)
+    if default == "bare":
+        with pytest.raises(ArgumentsError, match=f"{former} is missing"):
+            own()
+    else:
+        assert getattr(own(), former) == ([7] if default == "factory" else None)
+    assert caplog.text == ""
+
+
+def test_a_field_with_a_former_name_on_the_command_line_is_that_field():
+    @dataclass
+    class Own(TrainingArguments):
+        gradient_checkpointing_kwargs: list[str] = field(default_factory=list)
+
+    (args,) = ArgumentParser(Own).parse_args_into_dataclasses(["--gradient_checkpointing_kwargs", "a"])
+    assert args.gradient_checkpointing_kwargs == ["a"]
+    assert not args.activation_checkpointing_kwargs
+    assert copy.deepcopy(args).gradient_checkpointing_kwargs == ["a"]
+    assert Own(**args.to_dict()).gradient_checkpointing_kwargs == ["a"]

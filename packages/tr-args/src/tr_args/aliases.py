@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ class Alias:
     """A class attribute that stands for a field under a former name.
 
     It can be passed to the constructor, set, read, and given in files and on command lines. The first use of
-    each name in a process logs one warning.
+    each name in a process logs one warning. A subclass may declare a field of that name: then it is only that.
 
     Attributes:
         target: name of the field.
@@ -50,12 +52,20 @@ class Alias:
         self.name = name
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
+        if instance is None:  # which `dataclass` would take for the default of a field of this name
+            raise AttributeError(self.name)
+        if self._is_field_of(instance):
+            if self.name not in vars(instance):
+                raise AttributeError(self.name)
+            return vars(instance)[self.name]
         self.notice()
         return self.read(getattr(instance, self.target))
 
     def __set__(self, instance: object, value: Any) -> None:
+        # Without a plain default the class has no attribute that would go before this one.
+        if self._is_field_of(instance):
+            vars(instance)[self.name] = value
+            return
         self.notice()
         setattr(instance, self.target, self.write(value))
 
@@ -65,6 +75,9 @@ class Alias:
             _noticed.add(self.name)
             logger.warning("%s is a former name and still works; the argument is called %s", self.name, self.target)
 
+    def _is_field_of(self, instance: object) -> bool:
+        return self.name in getattr(instance, "__dataclass_fields__", ())
+
     def type_for(self, cls: type) -> Any:
         """Return the type of this name's values in the dataclass `cls`."""
         return self.hint if self.hint is not None else schema(cls)[self.target].hint
@@ -72,11 +85,12 @@ class Alias:
 
 @functools.cache
 def aliases(cls: type) -> dict[str, Alias]:
-    """Return the former names that the dataclass `cls` accepts; a field of that name goes before."""
-    fields = schema(cls)
+    """Return the former names that the dataclass `cls` accepts; what it declares under such a name goes before."""
+    fields, declared = schema(cls), {field.name for field in dataclasses.fields(cls)}
     return {
         name: value
         for base in reversed(cls.__mro__)
         for name, value in vars(base).items()
-        if isinstance(value, Alias) and name not in fields and value.target in fields
+        if value is inspect.getattr_static(cls, name) and isinstance(value, Alias)
+        if name not in declared and value.target in fields
     }

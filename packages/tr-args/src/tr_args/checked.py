@@ -103,7 +103,9 @@ class Checked(metaclass=CheckedType):
     def _refuse_slip(self, name: str) -> None:
         if name.startswith("_") or len(name) < SLIP_LENGTH:
             return
-        if name in self.__dict__ or hasattr(type(self), name) or name in self.__dataclass_fields__:
+        if name in self.__dict__ or name in self.__dataclass_fields__:
+            return
+        if inspect.getattr_static(type(self), name, self) is not self:
             return
         meant = closest(name, schema(type(self)), cutoff=SLIP)
         if meant is not None:
