@@ -10,6 +10,7 @@ from typing import Any
 
 from tr_core.protocols import Stateful
 from tr_core.state import TrainerControl, TrainerState
+from tr_core.watched_list import WatchedList
 
 EVENTS = (
     "on_init_end",
@@ -34,7 +35,7 @@ EVENTS = (
 # Not among them: it may come from another thread, so that it has no control to steer and no state to look at.
 CHECKPOINT = "on_checkpoint"
 
-# The flags that an event finds cleared.
+# The flags that an event finds cleared, unless it is fired within another one.
 _CLEARED = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
@@ -43,6 +44,9 @@ _CLEARED = {
     "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",),
 }
+
+# Events at which it is looked at once more which events every callback defines: methods may be set on it at any time.
+_LOOKED_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
 
 
 class TrainerCallback:
@@ -142,18 +146,29 @@ class CallbackList:
         callbacks: callbacks or their classes.
 
     Attributes:
-        callbacks: the callbacks, in the order they are called.
+        callbacks: the callbacks, in the order they are called; the list may be changed, or another one set.
         wants_outputs: whether one of them wants the outputs of every micro-batch.
     """
 
     def __init__(self, owner: Any, callbacks: Iterable[Any] = ()) -> None:
         self._owner = owner
-        self.callbacks: list[Any] = []
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         self._last: dict[str, list[Any]] = {}
+        self._depth = 0
         self.wants_outputs = False
+        self._callbacks = WatchedList((), self._index)
         for callback in callbacks:
             self.add(callback)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """Return the callbacks, in the order they are called."""
+        return self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Iterable[Any]) -> None:
+        self._callbacks = WatchedList(map(_checked, callbacks), self._index)
+        self._index()
 
     def add(self, callback: Any, *, first: bool = False) -> None:
         """Append a callback, or have it called before all others; a class is instantiated.
@@ -163,14 +178,12 @@ class CallbackList:
         """
         place = 0 if first else len(self.callbacks)
         self.callbacks.insert(place, _checked(callback() if isinstance(callback, type) else callback))
-        self._index()
 
     def pop(self, callback: Any) -> Any:
         """Remove and return a callback: this object, or the first of this class; None if there is none."""
-        for candidate in self.callbacks:
+        for number, candidate in enumerate(self.callbacks):
             if candidate is callback or (isinstance(callback, type) and type(candidate) is callback):
-                self.callbacks.remove(candidate)
-                self._index()
+                del self.callbacks[number]
                 return candidate
         return None
 
@@ -191,11 +204,18 @@ class CallbackList:
             self._index()
 
     def fire(self, event: str, **extra: Any) -> None:
-        """Clear the flags that `event` clears, call every method that defines it, and take in what each returns."""
+        """Clear the flags that `event` clears, call every method that defines it, and take in what each returns.
+
+        Within another event, as where a callback evaluates, no flag is cleared: what the run itself is about to do it
+        does all the same.
+        """
         owner = self._owner
         control = owner.control
-        for flag in _CLEARED.get(event, ()):
-            setattr(control, flag, False)
+        if not self._depth:
+            for flag in _CLEARED.get(event, ()):
+                setattr(control, flag, False)
+        if event in _LOOKED_AT:
+            self._index()
         listeners = self._listeners[event]
         if not listeners:
             return
@@ -208,10 +228,14 @@ class CallbackList:
             **owner.loaders,
             **extra,
         }
-        for method in listeners:
-            answer = method(owner.args, owner.state, control, **context)
-            if answer is not None and answer is not control:
-                _apply(answer, control, method)
+        self._depth += 1
+        try:
+            for method in listeners:
+                answer = method(owner.args, owner.state, control, **context)
+                if answer is not None and answer is not control:
+                    _apply(answer, control, method)
+        finally:
+            self._depth -= 1
 
     def announce(self, folder: Path, step: int) -> None:
         """Tell every callback that defines `on_checkpoint` of a checkpoint that is complete.
@@ -253,6 +277,8 @@ class CallbackList:
                 callback.load_state_dict(state_dict[name])
 
     def _index(self) -> None:
+        for callback in self._callbacks:  # what was put into the list itself is looked at here first
+            _checked(callback)
         # Made once here, so that a step costs nothing for events that nobody listens to.
         self._listeners = {
             event: [getattr(callback, event) for callback in self.callbacks if _defines(callback, event)]
@@ -284,6 +310,8 @@ def _names(method: Any, parameter: str) -> bool:
 
 
 def _checked(callback: Any) -> Any:
+    if isinstance(callback, type):
+        raise TypeError(f"{callback!r} is a class; add_callback makes an instance of it, a list of callbacks does not")
     if isinstance(callback, TrainerCallback) or any(_defines(callback, event) for event in (*EVENTS, CHECKPOINT)):
         return callback
     raise TypeError(

@@ -85,7 +85,13 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         Raises:
             ValueError: nothing to train on, nothing to resume from, a damaged checkpoint was named, or no evaluation
                 can give the metric that chooses the best model.
+            RuntimeError: this Trainer is training already, and something within its run calls this.
         """
+        if self.is_in_train:
+            raise RuntimeError(
+                f"train() was called while this Trainer is training already, at step {self.state.global_step} of "
+                f"{self.state.max_steps}; call it when the run has ended, or train with another Trainer"
+            )
         stop_if_requested(self, resume=resume_from_checkpoint, trains=True)
         check_best_metric(self)
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
