@@ -63,7 +63,7 @@ def value(item: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with what is no printable character escaped, so that it can neither end a line nor steer a terminal."""
+    """Return text with unprintable characters escaped, so that it can neither end a line nor steer a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
