@@ -314,6 +314,27 @@ def test_two_callbacks_of_one_class_keep_their_states(tmp_path):
         assert found == ([10, 100] if side is OURS else [5, 50])  # the reference's began again from 0
 
 
+def test_a_callback_of_the_reference_keeps_its_state_and_what_the_resumed_run_gives_it(tmp_path):
+    from transformers.trainer_callback import ExportableState
+
+    class State(ExportableState):
+        def __init__(self, by=1):
+            self.by, self.count = by, 0
+
+        on_step_end, state = Counts.on_step_end, Counts.state
+
+    for side, expected in ((REFERENCE, (10, 1, False)), (OURS, (5 + 5 * 3, 3, True))):
+        counts = type("Counter", (State, side.callback), {})
+        arguments = {**SAVING, "restore_callback_states_from_checkpoint": True}
+        scenario = Scenario(models.Mlp, data.classes(), arguments=arguments, callbacks=lambda c=counts: [c()])
+        finished(side, scenario, tmp_path)
+        given = counts(3)
+        scenario = Scenario(models.Mlp, data.classes(), arguments=arguments, callbacks=lambda g=given: [g])
+        again = resume(side, scenario, tmp_path, 5)
+        (found,) = [c for c in again.trainer.callback_handler.callbacks if isinstance(c, State)]
+        assert (found.count, found.by, found is given) == expected
+
+
 def test_the_last_checkpoint_stays_beside_the_best_one(tmp_path):
     """The reference deletes it at the end of the run: resuming the finished run then trains from the best one on."""
     evaluation = data.classes(9, seed=8)

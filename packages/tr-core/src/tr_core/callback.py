@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tr_core.protocols import Stateful
+from tr_core.resuming.exported_state import ExportedState, exports_state
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.watched_list import WatchedList
 
@@ -62,8 +63,9 @@ class TrainerCallback:
     step.
     `on_optimizer_step` gets `applied`, False where a float16 overflow left the update out; what `on_nonfinite` leaves
     out is known to the device alone, and `applied` is True.
-    A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it. One that
-    has the model evaluated with other weights than those that train is a `tr_core.protocols.EvaluationWeights`.
+    A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it; so is one that
+    has `state` and `from_state`, as an `ExportableState` of transformers. One that has the model evaluated with other
+    weights than those that train is a `tr_core.protocols.EvaluationWeights`.
 
     Any object with methods of these names will do; only the events that it defines reach it.
     """
@@ -152,6 +154,7 @@ class CallbackList:
 
     def __init__(self, owner: Any, callbacks: Iterable[Any] = ()) -> None:
         self._owner = owner
+        self._exported: dict[int, ExportedState] = {}
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         self._last: dict[str, list[Any]] = {}
         self._depth = 0
@@ -257,13 +260,14 @@ class CallbackList:
         """Return the callbacks that have a state, by class name; a second of one class is `Name#2`."""
         named: dict[str, Stateful] = {}
         for callback in self.callbacks:
-            if isinstance(callback, Stateful):
+            part = self._exported.get(id(callback), callback)
+            if isinstance(part, Stateful):
                 base = name = type(callback).__name__
                 number = 1
                 while name in named:
                     number += 1
                     name = f"{base}#{number}"
-                named[name] = callback
+                named[name] = part
         return named
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,6 +283,8 @@ class CallbackList:
     def _index(self) -> None:
         for callback in self._callbacks:  # what was put into the list itself is looked at here first
             _checked(callback)
+        exporting = [c for c in self._callbacks if exports_state(c) and not isinstance(c, Stateful)]
+        self._exported = {id(c): self._exported.get(id(c)) or ExportedState(c) for c in exporting}
         # Made once here, so that a step costs nothing for events that nobody listens to.
         self._listeners = {
             event: [getattr(callback, event) for callback in self.callbacks if _defines(callback, event)]
