@@ -110,12 +110,12 @@ def check_setup(trainer: Trainer) -> None:
     check_batch_size_search(args)
     check_evaluation(trainer)
     train = trainer.train_dataset
-    if isinstance(train, dict):
+    if isinstance(train, dict) and not overrides_loader(trainer):
         raise TypeError(
             f"train_dataset is a dict of {sorted(map(str, train))}; training takes one data set: pass one of them, as "
             "in train_dataset=data['train']"
         )
-    if train is not None and not has_length(train) and args.max_steps <= 0:
+    if train is not None and not has_length(train) and args.max_steps <= 0 and not overrides_loader(trainer):
         raise ValueError(
             f"train_dataset ({type(train).__name__}) has no length and max_steps={args.max_steps}; set max_steps to "
             "the number of optimizer steps to train"
@@ -123,6 +123,11 @@ def check_setup(trainer: Trainer) -> None:
     # Not before training, where checkpoints would be lost, but here.
     if args.save_strategy != "no" and train is not None:
         trainer.checkpointer()
+
+
+def overrides_loader(trainer: Trainer) -> bool:
+    """Whether a subclass makes its own training loader, to which `train_dataset` may be anything."""
+    return type(trainer).get_train_dataloader.__module__ != "tr_core.trainer"
 
 
 def overrides_eval(trainer: Trainer) -> bool:

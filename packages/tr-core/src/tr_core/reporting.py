@@ -60,6 +60,17 @@ class Reporting(Assembly):
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
 
+    def log_result(self, metrics: dict[str, Any]) -> None:
+        """Log the metrics of an evaluation or a run, and add to them what an override of `log` adds to the entry."""
+        entries = self.state.log_history
+        number = len(entries)
+        self.log(metrics)
+        for entry in entries[number:]:  # an override may have handed on a dict of its own
+            for name, value in entry.items():
+                if name != "step":
+                    metrics.setdefault(name, value)
+        self.stamp(metrics)
+
     def stamp(self, metrics: dict[str, Any]) -> None:
         """Add to metrics where the run is: `epoch`, and `num_input_tokens_seen` where tokens are counted."""
         metrics["epoch"] = self.state.epoch

@@ -15,6 +15,7 @@ from tr_core import plugins
 from tr_core.adapters import adapter_parts, is_adapter, write_adapter_config
 from tr_core.conditions.surroundings import configuration_as_given
 from tr_core.evaluation.evaluation_weights import evaluation_weights, weight_parts
+from tr_core.losses.loss import takes_argument
 from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful
 from tr_log.wording import printable
@@ -52,8 +53,10 @@ def save_model(trainer: Trainer, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             model = trainer.model
             save_pretrained: Any = getattr(model, "save_pretrained", None)
-            if save_pretrained is not None:
+            if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
                 save_pretrained(str(folder), state_dict=state)
+            elif save_pretrained is not None and _holds(model, state):
+                save_pretrained(str(folder))
             else:
                 save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
             save_companions(trainer, folder)
@@ -180,6 +183,17 @@ def metric_lines(readable: dict[str, Any]) -> list[str]:
     texts = {printable(name): printable(str(value)) for name, value in readable.items()}
     names, values = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
     return [f"  {name:<{names}} = {texts[name]:>{values}}" for name in sorted(texts)]
+
+
+def _holds(model: Any, state: dict[str, Any]) -> bool:
+    """Whether a model's own weights are those of `state` and whole, so that a method of its own can write them."""
+    # Not by its state_dict(): under a strategy that is an exchange, and this is rank 0 alone.
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    return all(
+        name in own and not hasattr(own[name], "full_tensor") and own[name].shape == tensor.shape
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor)
+    )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

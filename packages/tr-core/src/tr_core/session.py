@@ -173,12 +173,11 @@ def _finish(trainer: Trainer, run: Run, read_memory: ReadMemory) -> TrainOutput:
     metrics["total_flos"] = state.total_flos
     metrics["train_loss"] = run.mean_loss(steps)
     metrics |= read_memory()
-    trainer.log(dict(metrics))
+    trainer.log_result(metrics)
     _settle_weights(trainer)
     if trainer.args.push_to_hub:
         trainer.save_model()  # what is pushed when training ends is this model, not an older file
         trainer.create_model_card()
-    trainer.stamp(metrics)
     return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
 

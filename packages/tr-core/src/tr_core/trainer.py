@@ -123,13 +123,13 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
             merged: dict[str, float] = {}
             for name, dataset in chosen.items():
                 source = name if eval_dataset is None else dataset
-                merged |= self.evaluate(source, ignore_keys, f"{metric_key_prefix}_{name}")
+                prefix = f"{metric_key_prefix}_{name}"
+                merged |= self.evaluate(eval_dataset=source, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return merged
         loader = evaluation_source(self, eval_dataset)
         with in_evaluation_context(self):
             output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
-            self.log(dict(output.metrics))
-            self.stamp(output.metrics)
+            self.log_result(output.metrics)
             self.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
 
@@ -267,9 +267,12 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         start_s = time.perf_counter()
         # Without a function of all predictions nobody looks at those of an evaluation.
         unseen = self.compute_metrics is None or is_streaming(self.compute_metrics)
-        loss_only = True if description == "Evaluation" and unseen else None
+        options: dict[str, Any] = {"ignore_keys": ignore_keys, "metric_key_prefix": prefix}
+        if description == "Evaluation":
+            options["prediction_loss_only"] = True if unseen else None
         with self.memory.stage(prefix) as read_memory:
-            output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+            # By name: an override may have its parameters in another order, or take them by name alone.
+            output = self.evaluation_loop(loader, description=description, **options)
             output.metrics.update(read_memory())
         steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.world_size))
         output.metrics.update(speed_metrics(prefix, start_s, output.num_samples, steps))

@@ -74,17 +74,30 @@ def check_best_metric(trainer: Trainer) -> None:
 
 
 def _may_add_metrics(trainer: Trainer) -> bool:
+    if adds_to_results(trainer):
+        return True
     functions = (trainer.compute_metrics, trainer.compute_loss_func, trainer.preprocess_logits_for_metrics)
-    methods = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")
-    events = ("on_evaluate", "on_prediction_step")
     return (
         any(function is not None for function in functions)
-        or any(not _is_ours(getattr(type(trainer), name)) for name in methods)
-        or any(
-            not _is_ours(getattr(callback, event, _is_ours))
-            for callback in trainer.callback_handler.callbacks
-            for event in events
-        )
+        or _overrides(trainer, "evaluation_loop", "prediction_step", "compute_loss")
+        or _listens(trainer, "on_prediction_step")
+    )
+
+
+def adds_to_results(trainer: Trainer) -> bool:
+    """Whether an override or a callback of the user's may add metrics once an evaluation has gone through its data."""
+    return _overrides(trainer, "evaluate", "log") or _listens(trainer, "on_evaluate", "on_log")
+
+
+def _overrides(trainer: Trainer, *methods: str) -> bool:
+    return any(not _is_ours(getattr(trainer, name)) for name in methods)
+
+
+def _listens(trainer: Trainer, *events: str) -> bool:
+    return any(
+        not _is_ours(getattr(callback, event, _is_ours))
+        for callback in trainer.callback_handler.callbacks
+        for event in events
     )
 
 

@@ -26,7 +26,7 @@ class Optimizing(Assembly):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Build the optimizer and the schedule, unless they were given."""
         self.create_optimizer()
-        self.create_scheduler(num_training_steps)
+        self.create_scheduler(num_training_steps=num_training_steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer that the arguments name and keep it as `self.optimizer`, unless there is one.
@@ -92,7 +92,7 @@ class Optimizing(Assembly):
     def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
         """Build optimizer and schedule for a new run; those that were given are used as they are."""
         self.optimizer, self.lr_scheduler = self._given_optimizers
-        self.create_optimizer_and_scheduler(num_training_steps)
+        self.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
         if self.optimizer is None or self.lr_scheduler is None:
             raise ValueError(
                 "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; it must set both"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from tr_core.checks import overrides_loader
 from tr_core.data.batches import Batches
 from tr_core.data.first_batches import training_batches
 from tr_core.data.loaders import has_length
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject
 from tr_core.steps import make_plan
-
-if TYPE_CHECKING:
-    from tr_core.trainer import Trainer
 
 _MUCH = 0.1
 """Share of the data that may be left out before it is worth a warning."""
@@ -40,11 +37,6 @@ def check_length(subject: Subject) -> Iterator[Problem]:
         subject.epochs = figures["epochs"] = plan.num_epochs
     figures |= {"samples": batches.num_samples, "samples_per_step": plan.per_step}
     yield from _left_out(subject, batches)
-
-
-def overrides_loader(trainer: Trainer) -> bool:
-    """Whether a subclass makes the training data's loader itself."""
-    return type(trainer).get_train_dataloader.__module__ != "tr_core.trainer"
 
 
 def _origin_of_no_batch(subject: Subject) -> str:

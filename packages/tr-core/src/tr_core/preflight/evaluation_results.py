@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from tr_args.suggestion import did_you_mean
 from tr_core.data.fetch import identity
 from tr_core.data.loaders import has_length
-from tr_core.evaluation.best import metric_name
+from tr_core.evaluation.best import adds_to_results, metric_name
 from tr_core.evaluation.streaming import is_streaming
 from tr_core.preflight.first_batch import collate
 from tr_core.preflight.raised import last_line, passed_through, place
@@ -63,7 +63,9 @@ def _metrics(subject: Subject, prefix: str, batches: list[Any]) -> dict[str, Any
     trainer = subject.trainer
     loader = DataLoader(batches, batch_size=None, collate_fn=identity)  # type: ignore[arg-type]  a list will do
     loss_only = True if trainer.compute_metrics is None or is_streaming(trainer.compute_metrics) else None
-    return trainer.evaluation_loop(loader, "Preflight", loss_only, None, prefix).metrics
+    return trainer.evaluation_loop(
+        loader, description="Preflight", prediction_loss_only=loss_only, ignore_keys=None, metric_key_prefix=prefix
+    ).metrics
 
 
 def _explain(subject: Subject, error: Exception, prefix: str) -> Problem:
@@ -86,6 +88,8 @@ def _watched(subject: Subject, results: dict[str, Any]) -> Iterator[Problem]:
     key, origin = metric_name(watched), subject.origin("metric_for_best_model")
     measured = [f"{prefix}_{name}" for prefix in subject.evaluation_sets() for name in _MEASURED]
     if key not in results and key not in measured:
+        if adds_to_results(subject.trainer):  # only an evaluation itself can say
+            return
         hint = did_you_mean(key, results)
         yield Problem(
             "T601",

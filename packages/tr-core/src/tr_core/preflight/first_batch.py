@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from tr_core.checks import overrides_loader
 from tr_core.data.loaders import is_map_style
 from tr_core.model_io import batch_size_of
-from tr_core.preflight.data_length import overrides_loader
 from tr_core.preflight.raised import last_line, place
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import SAMPLES, Subject

@@ -71,7 +71,7 @@ def _of_batch(subject: Subject) -> list[int]:
 
 def _of_data(subject: Subject) -> Iterator[tuple[int, int]]:
     dataset = subject.trainer.train_dataset
-    if dataset is None or not is_map_style(dataset):
+    if dataset is None or isinstance(dataset, dict) or not is_map_style(dataset):
         return
     limit = _IN_MEMORY if isinstance(dataset, list | tuple) else _ELSEWHERE
     for index in range(0, len(dataset), max(len(dataset) // limit, 1)):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tr_core.callback import CallbackList
-from tr_core.preflight.data_length import overrides_loader
+from tr_core.checks import overrides_loader
 from tr_core.preflight.data_state import keep_data
 from tr_core.randomness import RandomState
 

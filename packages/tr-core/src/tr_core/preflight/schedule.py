@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tr_core.losses.loss import takes_argument
 from tr_core.optimization.schedules import get_scheduler
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject
@@ -20,7 +21,8 @@ def check_schedule(subject: Subject) -> Iterator[Problem]:
     stand_in = _stand_in(subject.optimizer, args.learning_rate)
     try:
         if trainer is not None:
-            trainer.create_scheduler(steps, stand_in)
+            if takes_argument(trainer.create_scheduler, "optimizer"):  # else it would change the run's own
+                trainer.create_scheduler(num_training_steps=steps, optimizer=stand_in)
         else:
             get_scheduler(
                 args.lr_scheduler_type,

@@ -146,7 +146,7 @@ PROCESSES, SAMPLES = "number of processes", "samples of the training data"
 def figures(trainer: Trainer) -> dict[str, Any]:
     """Return what else the numbers of a run depend on: how many processes and samples there are."""
     dataset: Any = trainer.train_dataset
-    if dataset is None:
+    if dataset is None or isinstance(dataset, dict):
         dataset = getattr(trainer.loaders["train_dataloader"], "dataset", None)
     return {PROCESSES: trainer.strategy.world_size, SAMPLES: len(dataset) if has_length(dataset) else None}
 
