@@ -256,6 +256,21 @@ def resume(session: nox.Session) -> None:
     session.run("python", "tests/resume_session.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Plant small faults in what numbers depend on, one at a time, and count those a package's own tests catch.
+
+    `-- --n 300 --seed 1` chooses how many and which; a run that was stopped goes on where it was, and `--again` tries
+    those that survived once more. `--package tr-optim` or `--only metric_window` takes a part.
+    """
+    packages = ("tr-args", "tr-log", "tr-core", "tr-ckpt", "tr-optim")
+    local = [argument for name in packages for argument in ("-e", f"./packages/{name}")]
+    session.install(*PYTEST, "huggingface_hub", *local, *CONSTRAINTS)
+    folder = Path(session.create_tmp()) / "mutants"
+    environment = {**TEST_ENVIRONMENT, "PYTHONPATH": "tools"}
+    session.run("python", "-m", "mutants", "--folder", str(folder), *session.posargs, env=environment)
+
+
 @nox.session(name="bench-step")
 def bench_step(session: nox.Session) -> None:
     """Print what a step costs beside a hand-written loop, transformers and Lightning, in one run."""

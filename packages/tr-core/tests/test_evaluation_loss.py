@@ -113,3 +113,39 @@ def test_many_batches_are_summed_like_few(make_trainer, monkeypatch):
     monkeypatch.setattr(evaluation_loss, "_CHUNK", 3)
     chunked = make_trainer(model=LanguageModel(), eval_dataset=rows, per_device_eval_batch_size=1).evaluate()
     assert chunked["eval_loss"] == plain["eval_loss"]
+
+
+class GivenLoss(nn.Module):
+    """Has the mean of what its samples say for a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, labels=None):
+        return {"loss": x.mean() * self.weight, "logits": x}
+
+
+def given(*values):
+    return [{"x": torch.tensor([value]), "labels": torch.tensor(0)} for value in values]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_batch_whose_loss_is_no_number_counts_neither_above_nor_below_the_line(make_trainer, bad):
+    rows = given(1.0, 2.0, bad, 3.0, 7.0)
+    options = {"model": GivenLoss(), "eval_dataset": rows, "per_device_eval_batch_size": 2}
+    # Batches of (1, 2), (bad, 3) and (7).
+    filtered = make_trainer(**options, logging_nan_inf_filter=True).evaluate()["eval_loss"]
+    assert filtered == pytest.approx((1.5 * 2 + 7.0 * 1) / 3, rel=1e-6)
+    kept = make_trainer(**options, logging_nan_inf_filter=False).evaluate()["eval_loss"]
+    assert math.isnan(kept) if math.isnan(bad) else kept == bad
+
+
+def test_an_evaluation_of_losses_that_are_no_numbers_has_no_number_either(make_trainer):
+    trainer = make_trainer(model=GivenLoss(), eval_dataset=given(math.nan, math.nan), logging_nan_inf_filter=True)
+    assert math.isnan(trainer.evaluate()["eval_loss"])
+
+
+def test_batches_count_by_their_samples_where_the_loss_is_one_of_samples(make_trainer):
+    trainer = make_trainer(model=GivenLoss(), eval_dataset=given(1.0, 2.0, 3.0, 10.0), per_device_eval_batch_size=3)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(4.0, rel=1e-6)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tr_optim import Adafactor
+from tr_optim.moments.adafactor import AdafactorRule
 
 VARIANTS = [
     {"lr": 1e-2, "scale_parameter": False, "relative_step": False},
@@ -55,6 +56,45 @@ def test_weights_are_those_of_transformers_adafactor(variant, dtype):
         tolerance = 1e-6 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(
             mine, other, rtol=tolerance, atol=1e-6, msg=lambda text, shape=shape: f"{shape}: {text}"
+        )
+
+
+def _by_hand(weights, gradients, *, lr, scale_parameter, relative_step, warmup_init=False, beta1=None,
+             weight_decay=0.0, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8):  # fmt: skip
+    """The equations of the paper in float64, as plainly as they are written."""
+    w, row, column, whole, first = weights.double(), 0.0, 0.0, 0.0, 0.0
+    for t, gradient in enumerate([g.double() for g in gradients if g is not None], start=1):
+        new, square = t**decay_rate, gradient**2 + eps[0]
+        if gradient.dim() < 2:
+            whole = (1 - new) * whole + new * square
+            update = gradient / whole.sqrt()
+        else:
+            row = (1 - new) * row + new * square.mean(-1)
+            column = (1 - new) * column + new * square.mean(-2)
+            mean = row.mean(-1, keepdim=True).unsqueeze(-1)
+            update = gradient / (row.unsqueeze(-1) * column.unsqueeze(-2) / mean).sqrt()
+        update = update / max(1.0, float((update**2).mean().sqrt()) / clip_threshold)
+        rate = min(1e-6 * t if warmup_init else 1e-2, t**-0.5) if relative_step else lr
+        rate *= max(eps[1], float((w**2).mean().sqrt())) if scale_parameter else 1.0
+        update = rate * update
+        if beta1 is not None:
+            update = first = beta1 * first + (1 - beta1) * update
+        w = w - weight_decay * rate * w - update
+    return w
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_are_those_of_the_equations(variant):
+    ours, options = _parameters(), dict(variant)
+    gradients = []
+    for step in range(20):
+        _set_gradients(ours, step)
+        gradients.append([None if p.grad is None else p.grad.clone() for p in ours])
+    expected = [_by_hand(p.detach(), of, **variant) for p, of in zip(ours, zip(*gradients, strict=True), strict=True)]
+    found = _train(Adafactor(ours, options.pop("lr"), **options), ours, 20)
+    for shape, mine, other in zip(SHAPES, found, expected, strict=True):
+        torch.testing.assert_close(
+            mine.double(), other, rtol=1e-5, atol=1e-6, msg=lambda text, shape=shape: f"{shape}: {text}"
         )
 
 
@@ -150,13 +190,31 @@ def test_a_resumed_run_ends_with_the_same_bits(dtype):
 
 def test_a_loaded_state_is_not_shared_with_its_source():
     source, target = _parameters(), _parameters()
-    first = Adafactor(source, 1e-2, relative_step=False)
+    first = Adafactor(source, 1e-2, relative_step=False, beta1=0.9)
     _train(first, source, 2)
-    second = Adafactor(target, 1e-2, relative_step=False)
+    second = Adafactor(target, 1e-2, relative_step=False, beta1=0.9)
     second.load_state_dict(first.state_dict())
-    before = first.state[source[0]]["exp_avg_sq_row"].clone()
+    before = copy.deepcopy([first.state[parameter] for parameter in source])
     _train(second, target, 1, start=2)
-    assert torch.equal(first.state[source[0]]["exp_avg_sq_row"], before)
+    for parameter, kept in zip(source, before, strict=True):
+        assert set(kept) >= {"step", "exp_avg"}
+        for name, value in kept.items():
+            assert torch.equal(first.state[parameter][name], value), name
+    assert not torch.equal(second.state[target[0]]["exp_avg"], before[0]["exp_avg"])
+
+
+def test_an_update_is_not_the_moment_that_is_kept():
+    """Who changes the update afterwards, as a projection's scale does, must not change what is remembered."""
+    rule, gradient, weights = AdafactorRule(), torch.randn(3, 4), torch.ones(3, 4)
+    group = {"beta1": 0.9, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "lr": 1e-2}
+    group |= {"relative_step": False, "scale_parameter": False}
+    state = {"step": torch.ones((), dtype=torch.float64)}
+    rule.start(state, gradient, group)
+    update, _ = rule.update(gradient, state, group, weights)
+    kept = state["exp_avg"].clone()
+    assert torch.equal(update, kept)
+    update.mul_(2)
+    assert torch.equal(state["exp_avg"], kept)
 
 
 def test_a_state_of_transformers_adafactor_is_taken_over():

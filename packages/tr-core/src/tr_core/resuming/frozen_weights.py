@@ -12,8 +12,14 @@ from torch import nn
 
 from tr_core.adapters import is_adapter
 
-# Bytes that are looked at together: what is made of them takes three times as much.
-_CHUNK_BYTES = 1 << 26
+# Bytes that are looked at together, a multiple of 8: what is made of them takes three times as much, and on a CPU stays
+# in its cache.
+_CHUNK_BYTES = {"cpu": 1 << 20}
+_CHUNK_BYTES_ELSEWHERE = 1 << 26
+# Constants of splitmix64, as signed numbers.
+# Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", figure 16.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def fingerprint(
@@ -63,14 +69,21 @@ def check_frozen(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of a tensor's bits, each 8 bytes weighted by their place: one 64-bit number where it lies."""
+    """Return a sum of a tensor's bits, each 8 bytes mixed with their place: one 64-bit number where it lies.
+
+    Mixed, because weights that all change by as much, or blocks that change places, cancel in a plain weighted sum.
+    """
     if tensor.device.type not in ("cpu", "cuda"):  # others lack views of 64-bit integers
         tensor = tensor.cpu()
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, chunk in enumerate(data.split(_CHUNK_BYTES)):
-        padded = torch.cat([chunk, chunk.new_zeros(-len(chunk) % 8)]).view(torch.int64)
-        # Odd weights, and sums that wrap around: a change of any one word changes the sum.
-        weights = torch.arange(1, 2 * len(padded), 2, device=tensor.device)
-        total = total * 1_000_003 + (padded * weights).sum() + number
+    start = 0
+    for chunk in data.split(_CHUNK_BYTES.get(tensor.device.type, _CHUNK_BYTES_ELSEWHERE)):
+        words = torch.cat([chunk, chunk.new_zeros(-len(chunk) % 8)]).view(torch.int64)
+        words += torch.arange(start, start + len(words), device=tensor.device).mul_(_GOLDEN)
+        for shift, factor in _MIXING:
+            words ^= words >> shift
+            words *= factor
+        total += words.sum()
+        start += len(words)
     return total
