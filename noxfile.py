@@ -225,6 +225,13 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Compare random runs with transformers, a loop by hand and themselves uninterrupted: `-- --seed 1 --n 5000`."""
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    session.run("python", "tests/fuzz/run.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
 def launching(session: nox.Session) -> None:
     """Start real processes by every launcher, end them in every way, and look at exit codes and messages."""
     deepspeed = BACKEND_PACKAGES["deepspeed"]

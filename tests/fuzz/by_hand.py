@@ -1,0 +1,141 @@
+"""The same run as a plain loop of torch: the oracle that knows no Trainer."""
+
+from types import SimpleNamespace
+
+import torch
+from fuzz_data import IGNORED, evaluation_data, own_loader, stack, training_data
+from fuzz_losses import function_of, loss_between
+from fuzz_models import model_of
+from fuzz_optimizers import optimizer_of, schedule_of
+from fuzz_trace import Trace, figures
+
+
+class ByHand:
+    """A run, with those attributes of a Trainer that habits touch; `tell` has them act at an event."""
+
+    def __init__(self, run, tell):
+        self.run, self.tell, self.model, self.trace = run, tell, model_of(run.model), Trace()
+        self.train_dataset, self.eval_dataset = training_data(run), evaluation_data(run)
+        self.data_collator, self.compute_loss_func, self.compute_metrics = stack, function_of(run), figures
+        self.args, self.optimizer, self.lr_scheduler = SimpleNamespace(max_grad_norm=run.clip), None, None
+        self.state, self.control = SimpleNamespace(global_step=0), SimpleNamespace()
+        self.trace.watch(self.model)
+
+    def train(self):
+        run, epoch, self.state.global_step, self.trace.steps, self.trace.evaluations = self.run, 0, 0, [], []
+        torch.manual_seed(run.seed)
+        self.loader = None if run.loader == "trainer" else own_loader(run, self.train_dataset)
+        self.optimizer = self.optimizer or optimizer_of(run, self.model)
+        self.lr_scheduler = self.lr_scheduler or schedule_of(run, self.optimizer, run.steps)
+        self.control.should_training_stop = self.control.should_evaluate = False
+        self.tell(self, "on_train_begin")
+        self.evaluate_if(run.eval_first)
+        while epoch < run.most_epochs and not self.control.should_training_stop:
+            self.control.should_epoch_stop = False
+            self.tell(self, "on_epoch_begin")
+            batches = list(self.batches(epoch))
+            for first in range(0, len(batches), run.accumulation):
+                self.step(batches[first : first + run.accumulation])
+                self.evaluate_if(False)
+                if self.control.should_epoch_stop or self.control.should_training_stop:
+                    break
+            epoch += 1
+            self.tell(self, "on_epoch_end")
+            self.evaluate_if(run.evaluation == "epoch")
+        self.trace.finish(self.model, self.optimizer)
+        self.optimizer = self.lr_scheduler = None
+
+    def batches(self, epoch):
+        run, data = self.run, self.train_dataset
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        if self.loader is not None:
+            yield from self.loader
+            return
+        seed = run.seed if run.data_seed is None else run.data_seed
+        shuffles = run.order == "random" and not run.is_stream
+        count = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(run.length, generator=count).tolist() if shuffles else range(run.length)
+        rows = list(data) if run.is_stream else data
+        for first in range(0, run.batches_per_epoch * run.batch, run.batch):
+            yield self.data_collator([rows[index] for index in order[first : first + run.batch]])
+
+    def step(self, batches):
+        self.tell(self, "on_step_begin")
+        items, step_loss = sum(self.targets(batch) for batch in batches), 0.0
+        for number, batch in enumerate(batches, start=1):
+            if not self.model.training:
+                self.model.train()
+            loss = self.loss(batch, items) / (1 if self.run.divides else len(batches))
+            loss.backward()
+            step_loss += loss.item()
+            if number < len(batches):
+                self.tell(self, "on_substep_end")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or float("inf"))
+        self.tell(self, "on_pre_optimizer_step")
+        self.optimizer.step()
+        self.tell(self, "on_optimizer_step")
+        self.trace.steps.append((step_loss, norm.item(), self.optimizer.param_groups[0]["lr"]))
+        if not self.follows_metric:
+            self.lr_scheduler.step()
+        self.model.zero_grad()
+        self.state.global_step += 1
+        self.control.should_training_stop = self.state.global_step == self.run.steps
+        self.control.should_evaluate = self.is_due()
+        self.tell(self, "on_step_end")
+
+    # What is not the loop
+
+    def loss(self, batch, items):
+        run, batch = self.run, dict(batch)
+        if run.loss == "model":
+            return self.model(**batch, **({"num_items_in_batch": items} if run.divides else {}))["loss"]
+        labels = batch.pop("labels")
+        outputs, given = self.model(**batch), items if run.divides else None
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func(outputs, labels, **({"num_items_in_batch": given} if run.divides else {}))
+        return loss_between(run, outputs["logits"], labels, given, 0.2 if run.loss == "smoothing" else 0.0)
+
+    def targets(self, batch):
+        labels = batch["labels"][:, 1:] if self.run.shifts else batch["labels"]
+        return labels.ne(IGNORED).sum()
+
+    @property
+    def follows_metric(self):
+        return isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def is_due(self):
+        step, every = self.state.global_step, self.run.eval_steps
+        every = every if every >= 1 else -int(-every * self.run.steps // 1)
+        return (
+            self.run.evaluation == "steps"
+            and step >= self.run.eval_delay
+            and (step % every == 0 or step == self.run.steps)
+        )
+
+    def evaluate_if(self, is_due):
+        if is_due or self.control.should_evaluate:
+            mean = self.evaluate()
+            if self.follows_metric and self.state.global_step:
+                self.lr_scheduler.step(mean)
+
+    def evaluate(self):
+        modes, data, total, weights, kept = [m.training for m in self.model.modules()], self.eval_dataset, 0.0, 0.0, []
+        self.model.eval()
+        with torch.no_grad():
+            for first in range(0, len(data), self.run.eval_batch):
+                rows = [data[i] for i in range(first, min(first + self.run.eval_batch, len(data)))]
+                if self.run.drop_last and len(rows) < self.run.eval_batch:
+                    break
+                batch = self.data_collator(rows)
+                items = self.targets(batch)
+                weight = float(items) if self.run.divides else len(batch["labels"])
+                total, weights = total + float(self.loss(batch, items)) * weight, weights + weight
+                kept.append(batch["labels"])
+        for module, mode in zip(self.model.modules(), modes, strict=True):
+            module.training = mode
+        metrics = self.compute_metrics(SimpleNamespace(label_ids=kept)) if self.run.metrics else {}
+        self.control.should_evaluate = False
+        self.trace.evaluations.append((self.state.global_step, total / weights, metrics))
+        self.tell(self, "on_evaluate")
+        return total / weights

@@ -1,0 +1,157 @@
+"""Make a run in every way that applies, and say where they differ."""
+
+import itertools
+import shutil
+import tempfile
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from by_hand import ByHand
+from fuzz_comparable import by_hand_knows, transformers_is_right
+from fuzz_habits import Acts
+from fuzz_trace import (
+    EXACT,
+    NEAR,
+    difference_of_batches,
+    difference_of_ends,
+    difference_of_evaluations,
+    difference_of_events,
+    difference_of_logs,
+    difference_of_steps,
+)
+from fuzz_trainers import OURS, REFERENCE, Stopped, train
+
+_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def _folder():
+    path = tempfile.mkdtemp(prefix="fuzz_", dir=_MEMORY if _MEMORY.is_dir() else None)
+    try:
+        yield Path(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def ours(run, folder):
+    """Train with ours, without a break."""
+    return train(OURS, run, folder, Acts(run))
+
+
+def reference(run, folder):
+    """Train with transformers, without a break."""
+    return train(REFERENCE, run, folder, Acts(run))
+
+
+def resumed(run, folder):
+    """Train with ours to where the run is stopped, and resume in another Trainer."""
+    first = train(OURS, run, folder, Acts(run, Stopped("stopped on purpose")))
+    if first.error is not None and not isinstance(first.error, Stopped):
+        return first
+    return train(OURS, run, folder, Acts(run), resume=True)
+
+
+def by_hand(run):
+    """Train by hand."""
+    acts = Acts(run)
+    hand = ByHand(run, acts.tell)
+    acts.before(hand)
+    for _ in range(1 + run.twice):
+        hand.train()
+    if run.around == "after":
+        hand.evaluate()
+    return hand.trace
+
+
+def check(run):
+    """Make a run in every way that applies.
+
+    Returns:
+        What was compared, by the oracles' names, and the first discrepancy of each oracle that finds one.
+    """
+    compared, found = [], {}
+    with _folder() as folder:
+        mine = ours(run, folder / "ours")
+        if run.stop is not None:
+            compared.append("uninterrupted")
+            found["uninterrupted"] = _against_uninterrupted(mine, resumed(run, folder / "resumed"))
+        if transformers_is_right(run):
+            compared.append("transformers")
+            found["transformers"] = _against_reference(reference(run, folder / "reference"), mine)
+    if by_hand_knows(run):
+        compared.append("by hand")
+        found["by hand"] = _against_hand(by_hand(run), mine)
+    return compared, {oracle: words for oracle, words in found.items() if words is not None}
+
+
+def _failed(trace):
+    error = trace.error
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {str(error)[:300]}"
+
+
+def _against_hand(hand, mine):
+    if mine.error is not None:
+        return f"it ended with {_failed(mine)}"
+    return (
+        difference_of_batches(hand, mine)
+        or difference_of_steps(hand, mine, NEAR)
+        or difference_of_evaluations(hand, mine, NEAR)
+        or difference_of_ends(hand, mine, NEAR)
+    )
+
+
+def _against_reference(theirs, mine):
+    if theirs.error is not None or mine.error is not None:
+        if theirs.error is not None and mine.error is not None:
+            return None
+        who, trace = ("it", mine) if theirs.error is None else ("transformers", theirs)
+        return f"{who} alone ended with {_failed(trace)}"
+    return (
+        difference_of_batches(theirs, mine)
+        or difference_of_logs(theirs, mine, NEAR)
+        or difference_of_events(theirs, mine)
+        or difference_of_ends(theirs, mine, NEAR)
+    )
+
+
+def _against_uninterrupted(alone, resumed):
+    if alone.error is not None or resumed.error is not None:
+        if alone.error is not None and resumed.error is not None and str(alone.error) == str(resumed.error):
+            return None
+        who, trace = ("resumed, it", resumed) if alone.error is None else ("uninterrupted, it", alone)
+        return f"{who} ended with {_failed(trace)}"
+    return difference_of_logs(_of_all(alone), _of_all(resumed), EXACT) or difference_of_ends(alone, resumed, EXACT)
+
+
+def _of_all(trace):
+    """Leave out the closing entry, which is of the call's own steps."""
+    return replace(trace, logs=[entry for entry in trace.logs if "total_flos" not in entry])
+
+
+def shrink(run, oracle, tries=80):
+    """Return the plainest run that the search reaches in which an oracle still finds something, and what it finds."""
+    words, left, is_done = None, itertools.count(), False
+    while not is_done:
+        is_done = True
+        for plainer in run.plainer():
+            if next(left) >= tries:
+                return run, words
+            try:
+                _, found = check(plainer)
+            except Exception:  # a description that nobody can make a run of
+                continue
+            if oracle in found:
+                run, words, is_done = plainer, found[oracle], False
+                break
+    return run, words
+
+
+def timed_check(run):
+    """Return what `check` returns, and the seconds it took."""
+    began_s = time.perf_counter()
+    compared, found = check(run)
+    return compared, found, time.perf_counter() - began_s

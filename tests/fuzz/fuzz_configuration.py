@@ -1,0 +1,140 @@
+"""What a run is made of: a small set of choices, which one line of Python says."""
+
+from dataclasses import dataclass, fields, replace
+
+LANGUAGE_MODELS = ("gpt2", "llama")
+TAKES_COUNT = ("mlp_counted", "bert", *LANGUAGE_MODELS)  # their forward may be given num_items_in_batch
+USES_COUNT = ("mlp_counted", *LANGUAGE_MODELS)  # and divides by it
+OWN_LOADERS = ("own", "own_shuffled", "own_generator", "own_weighted", "own_batches", "own_list", "own_workers")
+OVERRIDES = ("override", "override_looked", "override_counted", "parts")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run; every default is the plainest choice, which a found run is brought back to as far as it goes.
+
+    Attributes:
+        family: what drew it; of no consequence.
+        rate: the learning rate.
+        habits: what a user does to it, by name, and the completed steps after which.
+        stop: how it ends early, `raise` or `callback`, and after how many steps; it is then resumed.
+        twice: whether `train` is called once more.
+        ranks: processes; their batches together are `batch`.
+    """
+
+    family: str = "plain"
+    seed: int = 42
+    data_seed: int | None = None
+    model: str = "linear"
+    data: str = "list"
+    length: int = 8
+    ragged: bool = False
+    batch: int = 4
+    accumulation: int = 1
+    epochs: float = 1
+    max_steps: int = -1
+    drop_last: bool = False
+    order: str = "random"
+    loader: str = "trainer"
+    workers: int = 0
+    loss: str = "model"
+    optimizer: str = "adamw_torch"
+    rate: float = 0.01
+    decay: float = 0.0
+    schedule: str = "linear"
+    warmup: float = 0
+    clip: float = 1.0
+    logging: str = "steps"
+    logging_steps: float = 1
+    log_first: bool = False
+    evaluation: str = "no"
+    eval_steps: float = 2
+    eval_length: int = 5
+    eval_batch: int = 3
+    eval_delay: float = 0
+    eval_first: bool = False
+    metrics: bool = False
+    save: str = "no"
+    save_steps: int = 1
+    best: bool = False
+    patience: int = 0
+    around: str = ""
+    habits: tuple[tuple[str, int], ...] = ()
+    stop: tuple[str, int] | None = None
+    twice: bool = False
+    ranks: int = 1
+
+    def __repr__(self):
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"Run({', '.join(changed)})"
+
+    @property
+    def kind(self):
+        """What the samples are."""
+        if self.model in LANGUAGE_MODELS:
+            return "tokens"
+        return {"linear": "numbers", "bert": "sentences"}.get(self.model, "classes")
+
+    @property
+    def is_stream(self):
+        """Whether the data has no index."""
+        return self.data in ("stream", "sized_stream")
+
+    @property
+    def counts(self):
+        """Whether the targets of a step are counted."""
+        return self.model in TAKES_COUNT or self.loss in ("function_counted", "smoothing")
+
+    @property
+    def divides(self):
+        """Whether the loss is divided by the count of the step's targets, and not a mean over its own batch."""
+        if self.loss == "model":
+            return self.model in USES_COUNT
+        return self.loss in ("function_counted", "smoothing") or (self.loss == "override_counted" and self.counts)
+
+    @property
+    def shifts(self):
+        """Whether the first label of a row is nobody's target."""
+        return self.model in LANGUAGE_MODELS
+
+    @property
+    def batches_per_epoch(self):
+        """Micro-batches of an epoch."""
+        return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
+
+    @property
+    def steps_per_epoch(self):
+        """Steps of an epoch."""
+        return -(-self.batches_per_epoch // self.accumulation)
+
+    @property
+    def steps(self):
+        """Steps of the run, if nothing ends it early."""
+        return self.max_steps if self.max_steps > 0 else _up(self.epochs * self.steps_per_epoch)
+
+    @property
+    def most_epochs(self):
+        """Epochs after which the run ends, however short they were cut."""
+        if self.data == "stream":
+            return self.max_steps * 100
+        return _up(self.max_steps / self.steps_per_epoch) if self.max_steps > 0 else _up(self.epochs)
+
+    def plainer(self):
+        """Yield this run with one choice after the other brought back, or towards, its default."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name == "family":
+                continue
+            yield replace(self, **{field.name: field.default})
+            if field.name == "habits":
+                yield from (replace(self, habits=(*value[:i], *value[i + 1 :])) for i in range(len(value)))
+            if isinstance(value, int) and not isinstance(value, bool) and value > 2:
+                yield from (replace(self, **{field.name: smaller}) for smaller in {value // 2, value - 1})
+
+
+def _up(number):
+    return int(-(-number // 1))

@@ -1,0 +1,202 @@
+"""Draw runs: each family looks at one part of what users do, among choices from all the others."""
+
+import random
+from dataclasses import replace
+
+from fuzz_configuration import LANGUAGE_MODELS, OVERRIDES, OWN_LOADERS, Run
+from fuzz_habits import HABITS
+from fuzz_models import MODELS
+from fuzz_optimizers import GIVEN, NAMED, SCHEDULES
+
+LOSSES = ("model", "function", "function_counted", "smoothing", *OVERRIDES)
+
+
+def draw(seed, number, family=None):
+    """Draw the run of a seed with this number: the same every time.
+
+    Args:
+        seed: of the whole session.
+        number: of the run in it.
+        family: which one; None draws that too, each as often as its weight says.
+    """
+    rng = random.Random(f"{seed} {number} {family}")
+    if family is None:
+        family = rng.choices(list(FAMILIES), [weight for _, weight in FAMILIES.values()])[0]
+    run = FAMILIES[family][0](rng, _any_run(rng))
+    return _consistent(rng, replace(run, family=family))
+
+
+def _any_run(rng):
+    """Draw what every run has: model, data, length, updates, and what is logged."""
+    model = rng.choice([*MODELS, "linear", "mlp", "mlp_counted", "mlp_masks"])
+    run = Run(
+        seed=rng.randint(0, 99),
+        data_seed=rng.choice([None, None, None, 9]),
+        model=model,
+        data=rng.choice(["list", "list", "torch"]),
+        length=rng.randint(1, 24),
+        batch=rng.randint(1, 7),
+        accumulation=rng.choice([1, 1, 2, 3, 4]),
+        epochs=rng.choice([1, 1, 2, 2, 0.5, 1.5, 3]),
+        max_steps=rng.choice([-1, -1, -1, *range(1, 7)]),
+        rate=rng.choice([0.01, 0.05]),
+        clip=rng.choice([1.0, 1.0, 0.0, 0.01, 100.0]),
+        decay=rng.choice([0.0, 0.0, 0.1]),
+        schedule=rng.choice(["linear", "cosine", "constant"]),
+        logging_steps=rng.choice([1, 1, 1, 2, 3, 0.4]),
+        log_first=rng.random() < 0.2,
+    )
+    if model in LANGUAGE_MODELS:
+        run = replace(run, ragged=rng.random() < 0.5)
+    return run
+
+
+def _consistent(rng, run):
+    """Give a run what its other choices need."""
+    if run.is_stream and run.data == "stream" and run.max_steps < 1:
+        run = replace(run, max_steps=rng.randint(1, 6))
+    if run.data == "noisy" and run.kind not in ("numbers", "classes"):
+        run = replace(run, model="mlp")
+    if run.loss == "smoothing" and run.kind == "numbers":
+        run = replace(run, loss="function_counted")
+    if run.drop_last and run.length < run.batch:
+        run = replace(run, batch=run.length)
+    if run.is_stream:
+        run = replace(run, loader="trainer", order="random")
+    if run.schedule in ("reduce_lr_on_plateau",):
+        run = replace(run, warmup=0, evaluation="epoch" if run.evaluation == "no" else run.evaluation)
+    if run.evaluation == "epoch":
+        run = replace(run, eval_delay=0)
+    limit = 12
+    if run.steps > limit:
+        run = replace(run, max_steps=rng.randint(2, limit))
+    habits = tuple((name, at) for name, at in run.habits if HABITS[name].suits(run))
+    return replace(run, habits=habits)
+
+
+def _updates(rng, run):
+    """Losses, micro-batches and what a step is divided by."""
+    return replace(run, loss=rng.choice(LOSSES), accumulation=rng.randint(1, 4), drop_last=rng.random() < 0.3)
+
+
+def _language(rng, run):
+    """Causal language models, padded and with prompts that are not learnt."""
+    run = replace(run, model=rng.choice(LANGUAGE_MODELS), ragged=rng.random() < 0.7)
+    return replace(_updates(rng, run), evaluation=rng.choice(["no", "epoch"]), length=rng.randint(1, 12))
+
+
+def _data(rng, run):
+    """Data sets of every kind, their order and their ends."""
+    run = replace(
+        run, data=rng.choice(["torch", "epochs", "arrow", "stream", "stream", "sized_stream", "sized_stream"])
+    )
+    order = rng.choice(["random", "random", "sequential"])
+    return replace(
+        run, order=order, drop_last=rng.random() < 0.3, epochs=rng.choice([1, 2, 2.5, 3]), length=rng.randint(1, 40)
+    )
+
+
+def _loaders(rng, run):
+    """A user's own loader of training data."""
+    loaders = [name for name in OWN_LOADERS if name != "own_workers"]
+    return replace(run, loader=rng.choice(loaders), epochs=rng.choice([1, 2, 3]), data=rng.choice(["list", "torch"]))
+
+
+def _optimizers(rng, run):
+    """Optimizers by name, given, and built by the user."""
+    return replace(run, optimizer=rng.choice([*NAMED, *GIVEN]), decay=rng.choice([0.0, 0.1]))
+
+
+def _schedules(rng, run):
+    """Learning rates over a run."""
+    warmup = rng.choice([0, 0, 1, 2, 0.3, 20])
+    return replace(run, schedule=rng.choice(list(SCHEDULES)), warmup=warmup, max_steps=rng.choice([-1, -1, 3, 9]))
+
+
+def _evaluations(rng, run):
+    """When is evaluated, on what, and what that changes."""
+    return replace(
+        run,
+        evaluation=rng.choice(["steps", "steps", "epoch"]),
+        eval_steps=rng.choice([1, 2, 3, 0.4]),
+        eval_length=rng.randint(1, 9),
+        eval_batch=rng.randint(1, 5),
+        eval_delay=rng.choice([0, 0, 0, 2]),
+        eval_first=rng.random() < 0.2,
+        metrics=rng.random() < 0.5,
+        loss=rng.choice(LOSSES),
+        around=rng.choice(["", "", "before", "after"]),
+        logging=rng.choice(["steps", "steps", "epoch", "no"]),
+    )
+
+
+def _best(rng, run):
+    """The best model, and a run that ends because it does not get better."""
+    strategy = rng.choice(["steps", "epoch"])
+    steps = rng.choice([1, 2])
+    run = replace(
+        run, evaluation=strategy, eval_steps=steps, save=strategy, save_steps=steps, max_steps=-1, eval_delay=0
+    )
+    return replace(run, best=rng.random() < 0.8, patience=rng.choice([0, 1, 2]), epochs=rng.choice([2, 3]), rate=0.3)
+
+
+def _habits(rng, run):
+    """What is changed in the middle, and what is put in the place of what was given."""
+    run = replace(
+        run,
+        data=rng.choice(["list", "torch", "torch"]),
+        loss=rng.choice(["model", "model", *LOSSES]),
+        optimizer=rng.choice(["adamw_torch", "adamw_torch", "sgd", "groups", "created"]),
+        evaluation=rng.choice(["no", "steps", "epoch"]),
+        epochs=2,
+    )
+    names = [name for name, found in HABITS.items() if found.suits(run)]
+    chosen = rng.sample(names, rng.choice([1, 1, 2, 3]))
+    return replace(run, habits=tuple((name, rng.randint(0, 3)) for name in chosen))
+
+
+def _resumes(rng, run):
+    """Runs that are stopped in the middle and resumed by another Trainer."""
+    run = rng.choice([_updates, _data, _loaders, _optimizers, _schedules, _evaluations])(rng, run)
+    run = replace(run, epochs=rng.choice([2, 3]), length=rng.randint(6, 20), around="")
+    lasting = [name for name, found in HABITS.items() if found.suits(run) and found.lasts]
+    habits = tuple((name, rng.randint(0, 3)) for name in rng.sample(lasting, rng.choice([0, 0, 1])))
+    run = replace(run, habits=habits, data=rng.choice([run.data, "noisy"]) if run.data == "torch" else run.data)
+    steps = min(max(run.steps, 2), 8)
+    every = rng.choice([1, 1, 2])
+    save = {"save": "steps", "save_steps": every}
+    steps = max(steps, every + 1)
+    stop = (rng.choice(["raise", "callback"]), rng.randint(every + 1, steps))
+    return replace(run, max_steps=steps, stop=stop, **save)
+
+
+def _twice(rng, run):
+    """Two calls of `train` of one Trainer."""
+    return replace(rng.choice([_updates, _data, _loaders])(rng, run), twice=True)
+
+
+def _workers(rng, run):
+    """Data that worker processes load."""
+    run = replace(_resumes(rng, run), data=rng.choice(["torch", "noisy"]), length=rng.randint(6, 12), max_steps=4)
+    own = rng.random() < 0.4
+    return replace(
+        run, workers=0 if own else 2, loader="own_workers" if own else "trainer", stop=("raise", 3), save_steps=1
+    )
+
+
+FAMILIES = {
+    "plain": (lambda rng, run: run, 6),
+    "updates": (_updates, 14),
+    "language": (_language, 8),
+    "data": (_data, 12),
+    "loaders": (_loaders, 8),
+    "optimizers": (_optimizers, 8),
+    "schedules": (_schedules, 8),
+    "evaluations": (_evaluations, 12),
+    "best": (_best, 4),
+    "habits": (_habits, 20),
+    "resumes": (_resumes, 14),
+    "twice": (_twice, 4),
+    "workers": (_workers, 0.4),
+}
+"""How each family draws, and how often it comes up."""

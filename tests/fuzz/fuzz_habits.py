@@ -1,0 +1,398 @@
+"""What users do to a Trainer in the middle of things: one small function each.
+
+A habit acts on anything with a Trainer's attributes: ours, transformers', and the loop by hand, which has the same
+names for what habits touch. Where by hand something else has to be done, `by_hand` says what.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from fuzz_data import Samples, evaluation_data, samples_of, twice
+from fuzz_losses import loss_between
+from fuzz_optimizers import optimizer_of
+from fuzz_trace import figures
+from torch import nn
+
+EVENTS = (
+    "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_substep_end",
+    "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_evaluate", "on_log",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Habit:
+    """Something that users do.
+
+    Attributes:
+        event: when: `before` is between building the Trainer and training.
+        act: what is done to the Trainer, or to the loop by hand if `by_hand` is None.
+        by_hand: what is done to the loop by hand.
+        lasts: whether it is done at every such event from its step on, so that a resumed run does it too.
+        reference: whether transformers' Trainer does it right.
+        suits: whether it can be done to a run.
+    """
+
+    event: str
+    act: Callable[[Any], None]
+    by_hand: Callable[[Any], None] | None = None
+    lasts: bool = False
+    reference: bool = True
+    suits: Callable[[Any], bool] = lambda run: True
+
+
+HABITS: dict[str, Habit] = {}
+
+
+def habit(event, **options):
+    """Register a function as a habit."""
+
+    def register(act):
+        HABITS[act.__name__] = Habit(event, act, **options)
+        return act
+
+    return register
+
+
+def changes(**fields):
+    """Return what changes the description that the loop by hand goes by."""
+
+    def change(hand):
+        hand.run = replace(hand.run, **fields)
+
+    return change
+
+
+def nothing(hand):
+    """Do nothing: this is not to change the training."""
+
+
+# The optimizer and its rates
+
+
+@habit("on_step_begin", lasts=True, reference=False)  # there the log has what the schedule last set
+def lower_the_rate(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 0.1
+
+
+@habit("on_step_begin")
+def decay_more(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["weight_decay"] = 0.3
+
+
+@habit("on_step_end")
+def forget_moments(trainer):
+    trainer.optimizer.state.clear()
+
+
+@habit("on_step_end", suits=lambda run: run.schedule != "reduce_lr_on_plateau" and run.optimizer != "given_both")
+def step_the_schedule_once_more(trainer):
+    trainer.lr_scheduler.step()
+
+
+@habit("on_pre_optimizer_step", lasts=True)
+def clamp_gradients(trainer):
+    for parameter in trainer.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-0.01, 0.01)
+
+
+@habit("on_substep_end")
+def drop_the_gradient_so_far(trainer):
+    trainer.optimizer.zero_grad()
+
+
+@habit("on_step_begin", by_hand=lambda hand: setattr(hand.args, "max_grad_norm", 0.05))
+def clip_at_less(trainer):
+    trainer.args.max_grad_norm = 0.05
+
+
+@habit("on_step_begin", by_hand=lambda hand: setattr(hand.args, "max_grad_norm", 0.0))
+def clip_no_more(trainer):
+    trainer.args.max_grad_norm = 0.0
+
+
+@habit("before", by_hand=lambda hand: setattr(hand, "optimizer", torch.optim.SGD(hand.model.parameters(), lr=0.5)))
+def set_the_optimizer(trainer):
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
+
+
+def _halve_second_group(hand):
+    hand.optimizer = optimizer_of(hand.run, hand.model)
+    hand.optimizer.param_groups[-1]["lr"] *= 0.5
+
+
+@habit("before", by_hand=_halve_second_group, suits=lambda run: run.optimizer not in ("given", "given_both"))
+def create_the_optimizer_and_edit_a_group(trainer):
+    trainer.create_optimizer()
+    trainer.optimizer.param_groups[-1]["lr"] *= 0.5
+
+
+@habit("before", by_hand=changes(rate=0.002), suits=lambda run: run.optimizer in ("adamw_torch", "sgd", "adafactor"))
+def set_another_learning_rate(trainer):
+    trainer.args.learning_rate = 0.002
+
+
+@habit("before", by_hand=changes(max_steps=3))
+def set_max_steps(trainer):
+    trainer.args.max_steps = 3
+
+
+# The model
+
+
+@habit("on_step_end")
+def leave_the_model_in_evaluation_mode(trainer):
+    trainer.model.eval()
+
+
+@habit("on_log", by_hand=nothing, suits=lambda run: run.model != "mlp_norm")
+def sample_in_a_log(trainer):
+    trainer.model.eval()
+
+
+@habit("on_substep_end")
+def leave_evaluation_mode_between_micro_batches(trainer):
+    trainer.model.eval()
+
+
+@habit("on_evaluate")
+def leave_training_mode_after_an_evaluation(trainer):
+    trainer.model.train()
+
+
+@habit("on_step_begin", lasts=True)
+def freeze_a_layer(trainer):
+    next(trainer.model.parameters()).requires_grad_(False)
+
+
+@habit("on_step_begin")
+def unfreeze_all(trainer):
+    trainer.model.requires_grad_(True)
+
+
+@habit("before")
+def freeze_before_training(trainer):
+    next(trainer.model.parameters()).requires_grad_(False)
+
+
+@habit("on_step_end")
+def halve_the_weights(trainer):
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(0.5)
+
+
+def _new_head(trainer):
+    last = trainer.model.last
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        trainer.model.last = nn.Linear(last.in_features, last.out_features)
+
+
+@habit("before", suits=lambda run: run.kind in ("classes", "numbers") and "given" not in run.optimizer)
+def take_a_new_head(trainer):
+    _new_head(trainer)
+
+
+@habit("before", suits=lambda run: run.kind in ("classes", "numbers") and "given" not in run.optimizer)
+def take_a_new_head_after_an_evaluation(trainer):
+    trainer.evaluate()
+    _new_head(trainer)
+
+
+@habit("on_step_end", suits=lambda run: run.kind in ("classes", "numbers"), reference=False)
+def take_a_new_head_in_the_middle(trainer):
+    _new_head(trainer)
+
+
+@habit("on_step_begin", by_hand=lambda hand: _restore(hand))
+def load_weights(trainer):
+    _restore(trainer)
+
+
+def _restore(trainer):
+    trainer.model.load_state_dict(
+        {n: torch.full_like(v, 0.125) if v.is_floating_point() else v for n, v in trainer.model.state_dict().items()}
+    )
+
+
+# What is asked for
+
+
+@habit("on_step_end")
+def stop_training(trainer):
+    trainer.control.should_training_stop = True
+
+
+@habit("on_step_end")
+def stop_the_epoch(trainer):
+    trainer.control.should_epoch_stop = True
+
+
+@habit("on_step_end")
+def ask_for_an_evaluation(trainer):
+    trainer.control.should_evaluate = True
+
+
+@habit("on_step_end", by_hand=nothing)
+def ask_for_a_log(trainer):
+    trainer.control.should_log = True
+
+
+@habit("on_step_end", by_hand=nothing)
+def log_something(trainer):
+    trainer.log({"something": 1.0})
+
+
+@habit("on_step_end", reference=False, by_hand=nothing)
+def log_a_metric(trainer):
+    trainer.log_metric("something", 1.0)
+
+
+@habit("on_step_end", lasts=True)
+def evaluate_in_a_callback(trainer):
+    trainer.evaluate()
+
+
+@habit("on_step_end", by_hand=nothing)
+def predict_in_a_callback(trainer):
+    trainer.predict(trainer.eval_dataset)
+
+
+@habit("before")
+def evaluate_first(trainer):
+    trainer.evaluate()
+
+
+@habit("before", by_hand=nothing)
+def predict_first(trainer):
+    trainer.predict(trainer.eval_dataset)
+
+
+@habit("on_step_end", lasts=True)
+def draw_random_numbers(trainer):
+    torch.rand(3)
+
+
+# Parts put in the place of others
+
+
+@habit("before", by_hand=lambda hand: setattr(hand, "data_collator", twice), suits=lambda run: run.loader == "trainer")
+def set_the_collator(trainer):
+    trainer.data_collator = twice
+
+
+@habit("before", by_hand=changes(metrics=True))
+def set_compute_metrics(trainer):
+    trainer.compute_metrics = figures
+
+
+@habit("on_step_end", by_hand=changes(metrics=True))
+def set_compute_metrics_in_the_middle(trainer):
+    trainer.compute_metrics = figures
+
+
+def _mean_loss(trainer):
+    run = trainer.run_of_fuzz
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: (
+        loss_between(run, outputs["logits"], labels, num_items_in_batch) * 2
+    )
+
+
+def _mean_loss_by_hand(hand):
+    hand.run = replace(hand.run, loss="function_counted")
+    run = hand.run
+    hand.compute_loss_func = lambda outputs, labels, num_items_in_batch: (
+        loss_between(run, outputs["logits"], labels, num_items_in_batch) * 2
+    )
+
+
+@habit("before", by_hand=_mean_loss_by_hand, suits=lambda run: run.loss in ("model", "function", "function_counted"))
+def set_a_loss_function(trainer):
+    _mean_loss(trainer)
+
+
+@habit(
+    "on_step_end", by_hand=_mean_loss_by_hand, reference=False,
+    suits=lambda run: run.loss in ("model", "function", "function_counted"),
+)  # fmt: skip
+def set_a_loss_function_in_the_middle(trainer):
+    _mean_loss(trainer)
+
+
+@habit("before", suits=lambda run: not run.is_stream)
+def set_the_training_data(trainer):
+    run = trainer.run_of_fuzz
+    trainer.train_dataset = Samples(samples_of(run, run.length, seed=7))
+
+
+@habit("on_step_end")
+def set_the_evaluation_data(trainer):
+    trainer.eval_dataset = evaluation_data(replace(trainer.run_of_fuzz, eval_length=4))
+
+
+@habit("on_epoch_begin", suits=lambda run: run.data == "torch", reference=False)
+def change_the_data(trainer):
+    trainer.train_dataset.scale = 2
+
+
+@habit(
+    "on_epoch_begin", by_hand=lambda hand: setattr(hand.train_dataset, "scale", 2), reference=False,
+    suits=lambda run: run.data == "torch" and run.loader == "trainer",
+)  # fmt: skip
+def change_the_data_of_the_loader(trainer):
+    trainer.given_to_callback["train_dataloader"].dataset.scale = 2
+
+
+class Acts:
+    """A callback that does what a run's habits say, and ends it where that is asked for.
+
+    Args:
+        run: whose habits.
+        stopped: what to raise to end it early; None does not end it.
+    """
+
+    def __init__(self, run, stopped=None):
+        self.habits = [(HABITS[name], step) for name, step in run.habits]
+        self.run, self.stop, self.stopped, self.trainer = run, run.stop if stopped else None, stopped, None
+
+    def before(self, trainer):
+        """Act between building a Trainer and training with it."""
+        self.trainer = trainer
+        trainer.run_of_fuzz = self.run
+        if self.run.around == "before":
+            trainer.evaluate()
+        self.tell(trainer, "before")
+
+    def tell(self, trainer, event):
+        """Act at an event, on a Trainer or by hand."""
+        step, is_by_hand = trainer.state.global_step, hasattr(trainer, "batches")
+        for found, at in self.habits:
+            if found.event == event and (event == "before" or step == at or (found.lasts and step > at)):
+                (found.by_hand if is_by_hand and found.by_hand else found.act)(trainer)
+
+    def hear(self, event, state, control, given):
+        """Act at an event of a Trainer."""
+        self.trainer.given_to_callback = given
+        self.tell(self.trainer, event)
+        if event == "on_step_end" and self.stop is not None and state.global_step == self.stop[1]:
+            if self.stop[0] == "raise":
+                raise self.stopped
+            control.should_training_stop = True
+
+
+def _listener(event):
+    def listen(self, args, state, control, **kwargs):
+        self.hear(event, state, control, kwargs)
+
+    return listen
+
+
+for _event in EVENTS:
+    setattr(Acts, _event, _listener(_event))
+for _event in ("init_end", "prediction_step", "predict", "save", "push_begin"):
+    setattr(Acts, f"on_{_event}", lambda self, args, state, control, **kwargs: None)
