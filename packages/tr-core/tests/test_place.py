@@ -4,11 +4,12 @@ import logging
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from tr_core.data.batches import batches_of
-from tr_core.data.fetch import StreamFetch, identity
+from tr_core.data.fetch import StreamFetch
 from tr_core.data.place import Place
+from tr_core.data.seeded_loaders import StreamLoader
 
 
 class Counting(IterableDataset):
@@ -62,7 +63,7 @@ def draw(samples):
 
 def stream(dataset, batch_size=4, workers=0, rank=0, world_size=1):
     fetch = StreamFetch(dataset, draw, batch_size, seed=3, rank=rank, world_size=world_size)
-    loader = DataLoader(fetch, batch_size=None, num_workers=workers, collate_fn=identity)
+    loader = StreamLoader(fetch, num_workers=workers)
     return batches_of(loader, batch_size, world_size)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tr_core.callbacks.agreement import StepAgreement
 from tr_core.conditions.signals import StopSignals, interrupted
-from tr_core.data.fetch import MapFetch, StreamFetch
+from tr_core.data.seeded_loaders import SeededLoader
 from tr_core.data.worker_signals import saves_when_told_to_stop
 from tr_core.randomness import RandomState
 from tr_core.state import TrainerControl, TrainerState
@@ -165,9 +165,8 @@ class Interruption:
     def _after_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._before_evaluation is None:  # an evaluation that a callback makes is that callback's own
             return
-        dataset = getattr(kwargs["eval_dataloader"], "dataset", None)
         # A loader of the user's own may give each rank another number of batches, and so of chances to agree.
-        if self._strategy.world_size > 1 and not isinstance(dataset, MapFetch | StreamFetch):
+        if self._strategy.world_size > 1 and not isinstance(kwargs["eval_dataloader"], SeededLoader):
             return
         if self._is_asked(None):
             raise _EvaluationCut

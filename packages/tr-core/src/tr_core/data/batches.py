@@ -11,6 +11,7 @@ from tr_core.data.fetch import StreamFetch
 from tr_core.data.loaders import has_length
 from tr_core.data.order import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
 from tr_core.data.place import Place
+from tr_core.data.seeded_loaders import SampledLoader, StreamLoader
 from tr_log import progress
 
 
@@ -76,9 +77,10 @@ def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
     if isinstance(loader, Batches):
         return loader
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):
-        return SampledBatches(loader, loader.batch_sampler)
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, StreamFetch):
-        return _Stream(loader, loader.dataset)
+        follows = isinstance(loader, SampledLoader) and loader.follows_epoch
+        return SampledBatches(loader, loader.batch_sampler, loader.fetch.set_epoch if follows else None)
+    if isinstance(loader, StreamLoader):
+        return _Stream(loader, loader.fetch)
     own_batch_size = getattr(loader, "batch_size", None)  # None with a batch sampler
     return _Foreign(loader, (own_batch_size or batch_size) * world_size)
 

@@ -11,7 +11,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tr_core.data.columns import NarrowedSample, required_columns
+from tr_core.data.epochs import epoch_listeners
 from tr_core.data.order import Batch, take_slice
+from tr_core.data.raised import RAISED, explain
 from tr_core.randomness import mix, put_back, seed_host_generators, separate_randomness, set_aside
 from tr_log import get_logger
 
@@ -100,11 +102,14 @@ class MapFetch(Dataset[Any]):
     Args:
         dataset: what the samples come from; its `__getitems__` is used where it has one.
         collate: makes a batch of a list of samples.
+
+    Attributes:
+        epoch: what the data set was last given by `set_epoch`, None before that.
     """
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self.dataset, self.collate = dataset, collate
-        self._get_many = getattr(dataset, "__getitems__", self._get_each)
+    def __init__(self, dataset: Any, collate: Collate, epoch: int | None = None) -> None:
+        self.dataset, self.collate, self.epoch = dataset, collate, epoch
+        self._get_many = getattr(dataset, "__getitems__", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -113,23 +118,52 @@ class MapFetch(Dataset[Any]):
         """Return one sample, as the wrapped data set gives it."""
         return self.dataset[index]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Give the data set the number of the epoch, where it takes one."""
+        self.epoch = epoch
+        for listener in epoch_listeners(self.dataset):
+            listener.set_epoch(epoch)
+
     def __getitems__(self, indices: Batch) -> Any:
         """Return the collated batch of `indices`."""
-        if get_worker_info() is not None:
+        if indices.epoch is not None and indices.epoch != self.epoch:
+            self.set_epoch(indices.epoch)  # the copy of a worker process that lives through several epochs
+        aside = None
+        if get_worker_info() is None:
+            aside = set_aside(indices.seed)
+        else:
             seed_host_generators(indices.seed)  # a worker's generators serve nothing else
-            return self.collate(self._get_many(indices))
-        aside = set_aside(indices.seed)
         try:
-            return self.collate(self._get_many(indices))
+            samples = self._get_each(indices) if self._get_many is None else self._get_together(indices)
+            try:
+                return self.collate(samples)
+            except RAISED as error:
+                explain(error, "the data collator", self.collate, f"samples {list(indices)}")
+                raise
         finally:
-            put_back(aside)
+            if aside is not None:
+                put_back(aside)
+
+    def _get_together(self, indices: list[int]) -> list[Any]:
+        try:
+            return self._get_many(indices)  # type: ignore[misc]  called only where there is one
+        except RAISED as error:
+            explain(error, "the data set", self.dataset, f"samples {list(indices)}")
+            raise
 
     def _get_each(self, indices: list[int]) -> list[Any]:
-        return list(map(self.dataset.__getitem__, indices))
+        samples = []
+        for index in indices:
+            try:
+                samples.append(self.dataset[index])
+            except RAISED as error:
+                explain(error, "the data set", self.dataset, f"sample {index}")
+                raise
+        return samples
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel to worker processes without the bound method."""
-        return {"dataset": self.dataset, "collate": self.collate}
+        return {"dataset": self.dataset, "collate": self.collate, "epoch": self.epoch}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in a worker process."""
@@ -220,22 +254,60 @@ class StreamFetch(IterableDataset[Any]):
             )
         if worker is not None and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        samples = iter(self.dataset)
+        position = skipped_samples + skipped_rounds * self.per_round if is_there else 0
+        reader = _Reader(self, position, "" if worker is None else f" of worker {part}'s own part")
         if not is_there:
-            next(islice(samples, skipped_samples, skipped_samples), None)
+            reader.read(skipped_samples)
         for number in count(skipped_rounds if is_there else part, parts):
             # Round `number` of all workers together: the loader takes one from each worker in turn.
             seed = mix(self.seed, epoch, skipped_samples + number * self.per_round)
             with _randomness(seed):
-                read = list(islice(samples, self.per_round))
+                read = reader.read(self.per_round)
                 if not read or (self.drop_last and len(read) < self.per_round):
                     return
-                batch = self._collate_mine(read) if number >= skipped_rounds else None
+                batch = reader.collate(read) if number >= skipped_rounds else None
             yield Round(batch, len(read))
 
-    def _collate_mine(self, read: list[Any]) -> Any:
-        share = take_slice(0, 0, len(read), self.batch_size, self.rank, self.world_size)
-        return self.collate(read[share.start : share.stop])
+
+class _Reader:
+    """Reads and collates samples of a stream, and notes in errors which they were.
+
+    Args:
+        fetch: whose data set is read.
+        position: number of the first sample, from 0 in the epoch.
+        of: words on what the positions are of, after them.
+    """
+
+    def __init__(self, fetch: StreamFetch, position: int, of: str) -> None:
+        self._fetch, self._position, self._of = fetch, position, of
+        self._samples = self._guarded(lambda: iter(fetch.dataset), [])
+
+    def read(self, number: int) -> list[Any]:
+        """Return the next samples, fewer at the end of the stream."""
+        read: list[Any] = []  # holds what came before an error
+        self._guarded(lambda: read.extend(islice(self._samples, number)), read)
+        self._position += len(read)
+        return read
+
+    def collate(self, read: list[Any]) -> Any:
+        """Return this rank's batch of the samples that were read last."""
+        fetch = self._fetch
+        share = take_slice(0, 0, len(read), fetch.batch_size, fetch.rank, fetch.world_size)
+        try:
+            return fetch.collate(read[share.start : share.stop])
+        except RAISED as error:
+            first = self._position - len(read)
+            where = f"samples {first + share.start} to {first + share.stop - 1} of the stream{self._of}"
+            explain(error, "the data collator", fetch.collate, where)
+            raise
+
+    def _guarded(self, act: Callable[[], Any], read: list[Any]) -> Any:
+        try:
+            return act()
+        except RAISED as error:
+            where = f"sample {self._position + len(read)} of the stream{self._of}"
+            explain(error, "the data set", self._fetch.dataset, where)
+            raise
 
 
 def _randomness(seed: int) -> AbstractContextManager[None]:

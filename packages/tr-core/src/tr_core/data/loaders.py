@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
+from tr_core.data.fetch import Collate, KeepColumns, StreamFetch
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.order import EpochSampler
 from tr_core.data.own_order import OwnOrderSampler
+from tr_core.data.seeded_loaders import SampledLoader, SeededLoader, StreamLoader
 from tr_core.data.worker_signals import leave_signals_to_parent, saves_when_told_to_stop
 from tr_core.model_io import base_model, kept_columns
 from tr_core.protocols import Collectives
@@ -27,7 +28,7 @@ def train_loader(
     input_name: str = "input_ids",
     *,
     sampler: Any = None,
-) -> DataLoader[Any]:
+) -> SeededLoader:
     """Build the loader of the training data: in the seeded order, or in the data's own if that is asked for.
 
     Args:
@@ -46,13 +47,13 @@ def train_loader(
     grouping = None
     if sampler is None and args.train_sampling_strategy == "group_by_length":
         grouping = _grouping(dataset, args, collectives, input_name)
-    order = {"seed": seed, "shuffle": shuffle, "grouping": grouping, "own": sampler}
+    order = {"seed": seed, "shuffle": shuffle, "grouping": grouping, "own": sampler, "follows_epoch": True}
     return _loader(dataset, collate, args, collectives, args.train_batch_size, **order)
 
 
 def eval_loader(
     dataset: Any, collate: Collate, args: Any, collectives: Collectives, *, sampler: Any = None
-) -> DataLoader[Any]:
+) -> SeededLoader:
     """Build the loader of evaluation data: every sample once, in order; or those that `sampler` gives."""
     order = {"seed": args.seed, "shuffle": False, "own": sampler}
     return _loader(dataset, collate, args, collectives, args.eval_batch_size, **order)
@@ -86,7 +87,8 @@ def _loader(
     shuffle: bool,
     grouping: LengthGrouping | None = None,
     own: Any = None,
-) -> DataLoader[Any]:
+    follows_epoch: bool = False,
+) -> SeededLoader:
     drop_last = args.dataloader_drop_last
     ranks: dict[str, Any] = {"rank": collectives.rank, "world_size": collectives.world_size}
     workers = args.dataloader_num_workers
@@ -97,7 +99,6 @@ def _loader(
         "persistent_workers": args.dataloader_persistent_workers and workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context if workers else None,
-        "collate_fn": identity,
         "worker_init_fn": leave_signals_to_parent if workers and saves_when_told_to_stop(args) else None,
         # The loader draws its workers' base seed from here, not from the stream that dropout uses.
         "generator": torch.Generator().manual_seed(seed),
@@ -110,23 +111,23 @@ def _loader(
             sampler = EpochSampler(len(dataset), batch_size, shuffle=shuffle, grouping=grouping, **fixed)
         else:
             sampler = OwnOrderSampler(own, batch_size, **fixed)
-        return DataLoader(MapFetch(dataset, collate), batch_sampler=sampler, **options)
+        return SampledLoader(dataset, sampler, collate, follows_epoch=follows_epoch, **options)
     if own is not None:
         raise ValueError(
             f"{type(own).__name__}, which a sampler method of the Trainer returned, puts samples into an order, but "
             f"{type(dataset).__name__} is iterable data, which has its own; return None for it"
         )
     stream = StreamFetch(dataset, collate, batch_size, seed=seed, drop_last=drop_last, **ranks)
-    return DataLoader(stream, batch_size=None, **options)
+    return StreamLoader(stream, **options)
 
 
 class KeptLoaders:
     """Loaders whose worker processes live on (`dataloader_persistent_workers`), to be used again."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, tuple[tuple[Any, ...], DataLoader[Any]]] = {}
+        self._kept: dict[Hashable, tuple[tuple[Any, ...], SeededLoader]] = {}
 
-    def get(self, name: Hashable, made_of: tuple[Any, ...], build: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
+    def get(self, name: Hashable, made_of: tuple[Any, ...], build: Callable[[], SeededLoader]) -> SeededLoader:
         """Return the loader kept under a name if it is made of these very objects, else build it."""
         earlier, kept = self._kept.get(name, ((), None))
         if kept is not None and all(map(is_, earlier, made_of)):

@@ -6,7 +6,7 @@ takes its slice of it. The position counts samples, so another batch size or wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,18 +65,20 @@ class Batch(list[int]):
 
     Attributes:
         seed: seed for whatever is drawn while they are loaded.
+        epoch: the epoch that the data set is to be in; None leaves it as it is.
     """
 
     seed: int = 0
+    epoch: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to worker processes with the seed."""
-        return _batch, (list(self), self.seed)
+        """Travel to worker processes with the seed and the epoch."""
+        return _batch, (list(self), self.seed, self.epoch)
 
 
-def _batch(indices: list[int], seed: int) -> Batch:
+def _batch(indices: list[int], seed: int, epoch: int | None) -> Batch:
     batch = Batch(indices)
-    batch.seed = seed
+    batch.seed, batch.epoch = seed, epoch
     return batch
 
 
@@ -111,10 +113,17 @@ class EpochSampler(Sampler[list[int]]):
         self.grouping = grouping
         self.rank, self.world_size = rank, world_size
         self.epoch, self.start = 0, 0
+        self._names_epoch = False
 
-    def seek(self, epoch: int, position: int = 0) -> None:
-        """Make the next iteration begin at `position` samples into `epoch`, at no cost."""
-        self.epoch, self.start = epoch, position
+    def seek(self, epoch: int, position: int = 0, *, names_epoch: bool = False) -> None:
+        """Make the next iteration begin at `position` samples into `epoch`, at no cost.
+
+        Args:
+            epoch: the epoch, from 0.
+            position: samples of all ranks.
+            names_epoch: have each micro-batch name the epoch, for a data set that follows it.
+        """
+        self.epoch, self.start, self._names_epoch = epoch, position, names_epoch
 
     def __len__(self) -> int:
         per_step = self.batch_size * self.world_size
@@ -145,6 +154,7 @@ class EpochSampler(Sampler[list[int]]):
                 lower, upper, *_ = take_slice(index, self.start, total, size, rank, world_size)
             batch = Batch(order[lower:upper].tolist())
             batch.seed = first_seed + lower
+            batch.epoch = self.epoch if self._names_epoch else None
             yield batch
 
 
@@ -165,10 +175,18 @@ class MicroBatch(NamedTuple):
 
 
 class SampledBatches:
-    """A map-style data set in the Trainer's own order: any position costs the same."""
+    """A map-style data set in the Trainer's own order: any position costs the same.
 
-    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler) -> None:
-        self._loader, self._sampler = loader, sampler
+    Args:
+        loader: its batch sampler is `sampler`.
+        sampler: gives the order.
+        set_epoch: is given the number of each epoch before its first sample; None leaves the data as it is.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sampler: EpochSampler, set_epoch: Callable[[int], object] | None = None
+    ) -> None:
+        self._loader, self._sampler, self._set_epoch = loader, sampler, set_epoch
         sampler.seek(0)
         self.num_batches: int | None = len(sampler)
         self.per_micro_batch = sampler.batch_size * sampler.world_size
@@ -181,7 +199,9 @@ class SampledBatches:
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of a pass after `position` samples."""
-        self._sampler.seek(epoch, position)
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
+        self._sampler.seek(epoch, position, names_epoch=self._set_epoch is not None)
         sampler, full = self._sampler, self.per_micro_batch
         for index, inputs in enumerate(self._loader):
             begin = position + index * full
