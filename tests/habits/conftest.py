@@ -1,4 +1,4 @@
-"""Build Trainers of a small model: plain gradient descent, batches of two in the data's own order, every step logged."""
+"""Build Trainers of a small model: plain gradient descent, batches of two in the data's own order, all steps logged."""
 
 import os
 import sys
@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-# Read when transformers is imported: nothing is looked up on the network, and its progress is not printed.
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("habit_parts")
 
 from habit_parts import RATE, Net, rows
 
 from tr_core import Trainer, TrainingArguments
+
+# Read when transformers is imported: nothing is looked up on the network, and its progress is not printed.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 
 @pytest.fixture(autouse=True)

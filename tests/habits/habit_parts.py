@@ -100,12 +100,12 @@ def is_refused(call, name):
         text = str(error)
     else:
         return False
-    assert name in text
+    assert name in text, text
     return True
 
 
 def when(**events):
-    """Make a callback of functions by event, called with `args`, `state`, `control` and the rest; it returns nothing."""
+    """Make a callback of functions by event, called with `args`, `state`, `control` and the rest; none answers."""
     return answering(**{event: _silent(function) for event, function in events.items()})
 
 

@@ -193,8 +193,10 @@ def test_a_seed_set_by_a_callback_is_that_of_the_next_dropout(make_trainer):
     ]), Net(dropout=0.5)  # fmt: skip
     trainer.train()
 
-    def seeded(model, batch, step=iter(range(4))):
-        torch.manual_seed(next(step))
+    steps = iter(range(4))
+
+    def seeded(model, batch):
+        torch.manual_seed(next(steps))
         return model(**batch)["loss"]
 
     assert logged(trainer) == pytest.approx(by_hand(other, batches(rows()), loss=seeded))

@@ -4,7 +4,19 @@ from copy import deepcopy
 
 import pytest
 import torch
-from habit_parts import Net, answering, assert_same, at_step, batches, by_hand, is_refused, logged, mended_soon, rows, when
+from habit_parts import (
+    Net,
+    answering,
+    assert_same,
+    at_step,
+    batches,
+    by_hand,
+    is_refused,
+    logged,
+    mended_soon,
+    rows,
+    when,
+)
 from safetensors.torch import load_file
 
 from tr_core import EarlyStoppingCallback, TrainerControl

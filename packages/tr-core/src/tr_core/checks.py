@@ -91,6 +91,33 @@ def check_given_optimizers(args: Any, optimizers: Any, cls_and_kwargs: Any, mode
         )
 
 
+def check_given_parts_fit(model: nn.Module, optimizer: Any, schedule: Any) -> None:
+    """Raise where a given optimizer trains another model, or a given schedule sets the rates of another optimizer."""
+    scheduled: Any = getattr(schedule, "optimizer", None)
+    if scheduled is not None and optimizer is None:
+        raise ValueError(
+            f"Trainer was given a schedule ({type(schedule).__name__}) without the optimizer whose rates it sets, and "
+            "would build another one, on which it had no effect; pass both: optimizers=(schedule.optimizer, schedule)"
+        )
+    if optimizer is None:
+        return
+    groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", []))
+    own = {id(group) for group in groups}
+    if scheduled is not None and not any(id(group) in own for group in scheduled.param_groups):
+        raise ValueError(
+            f"the schedule that was given ({type(schedule).__name__}) sets the rates of another optimizer than the one "
+            f"that was given ({type(optimizer).__name__}), on which it had no effect; build the schedule with this "
+            "optimizer"
+        )
+    of_model = {id(parameter) for parameter in model.parameters()}
+    if groups and not any(id(parameter) in of_model for group in groups for parameter in group["params"]):
+        raise ValueError(
+            f"no parameter of the optimizer that was given ({type(optimizer).__name__}) is one of the model's, so that "
+            "nothing of the model would be trained; build it with the parameters of the very model that the Trainer is "
+            "given"
+        )
+
+
 def check_setup(trainer: Trainer) -> None:
     """Raise where arguments ask for what the Trainer was not given, so that hours are not spent first.
 
@@ -104,6 +131,7 @@ def check_setup(trainer: Trainer) -> None:
             f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
             "eval_dataset or set eval_strategy='no'"
         )
+    check_given_parts_fit(trainer.model, trainer.optimizer, trainer.lr_scheduler)
     check_label_names(trainer)
     check_conditions(trainer)
     check_accelerator_config(args, trainer.strategy.world_size)

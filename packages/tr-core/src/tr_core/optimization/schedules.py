@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
+from weakref import ref
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -229,7 +230,8 @@ def get_scheduler(
         name: a key of `SCHEDULES`; `reduce_lr_on_plateau`, torch's own, or `greedy`, which are stepped with a metric;
             or a function `(step, *, warmup_steps, total_steps, **kwargs) -> multiplier`, also given `base_lr`, the
             first group's, if it takes that.
-        optimizer: whose learning rates, as they are now, are multiplied.
+        optimizer: whose learning rates, as they are now, are multiplied; a group that is added later follows the same
+            function, and what is multiplied is the rate that it came with.
         num_warmup_steps: optimizer steps of the warm-up.
         num_training_steps: optimizer steps of the run.
         scheduler_specific_kwargs: further arguments of the schedule (`num_cycles`).
@@ -248,7 +250,25 @@ def get_scheduler(
     if "base_lr" in parameters:
         extra["base_lr"] = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
     total = 0 if num_training_steps is None else num_training_steps
-    return LambdaLR(optimizer, partial(function, warmup_steps=num_warmup_steps, total_steps=total, **extra))
+    schedule = LambdaLR(optimizer, partial(function, warmup_steps=num_warmup_steps, total_steps=total, **extra))
+    _take_in_new_groups(schedule)
+    return schedule
+
+
+def _take_in_new_groups(schedule: LambdaLR) -> None:
+    """Have a schedule know of a group as soon as its optimizer does: asking in every step would cost every step."""
+    optimizer: Any = schedule.optimizer
+    add, known = optimizer.add_param_group, ref(schedule)
+
+    @wraps(add)
+    def add_and_schedule(param_group: dict[str, Any]) -> None:
+        add(param_group)
+        scheduled, group = known(), optimizer.param_groups[-1]
+        if scheduled is not None:
+            scheduled.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
+            scheduled.lr_lambdas.append(scheduled.lr_lambdas[0])
+
+    optimizer.add_param_group = add_and_schedule
 
 
 def _named(name: str) -> Multiplier:
