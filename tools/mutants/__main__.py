@@ -58,6 +58,17 @@ def chosen(given: argparse.Namespace) -> tuple[list[tuple[str, Change]], dict[st
     return [(owners[change.path], change) for change in found], texts
 
 
+def see(reaches: list[Reach], workers: int) -> None:
+    """See which tests run what, and which of them fail without a fault."""
+    for reach in reaches:
+        reach.collect(workers)
+        reach.load()
+    for first in range(0, len(reaches), workers):
+        begun = [(reach, reach.begin_control()) for reach in reaches[first : first + workers]]
+        for reach, child in begun:
+            reach.end_control(child)
+
+
 def main() -> int:
     """Try the changes that have no result yet, and report on all."""
     given = options()
@@ -74,11 +85,8 @@ def main() -> int:
     print(f"{len(keys)} faults in {len({c.path for _, c in changes})} files, {len(todo)} to try", flush=True)
     if todo:
         warm_up()
-        reaches = {name: Reach(name, folder) for name in {name for name, _ in todo.values()}}
-        for reach in reaches.values():
-            reach.collect(given.workers)
-            reach.load()
-            reach.control()
+        reaches = {name: Reach(name, folder) for name in sorted({name for name, _ in todo.values()})}
+        see(list(reaches.values()), given.workers)
         begun, count = time.monotonic(), 0
 
         def done(result: dict) -> None:
@@ -91,7 +99,7 @@ def main() -> int:
             print(f"[{count}/{len(todo)}, {spent:.0f} s] {result['outcome']} {result['seconds']} s {described(result)}",
                   flush=True)  # fmt: skip
 
-        Trials(reaches, folder, given.workers, given.budget, done).run(todo.values())
+        Trials(reaches, texts, folder, given.workers, given.budget, done).run(todo.values())
     return 0 if print_report([known[key] for key in keys]) >= given.least else 1
 
 

@@ -105,25 +105,36 @@ class Reach:
         (self.texts / digest(content)).write_bytes(content)
         return digest(content)
 
-    def control(self) -> None:
-        """Run all tests as a fault's are run, but without a fault: those that fail then would catch anything."""
-        kept = sorted(cached.name for path in self.test_files() if (cached := self._cached(path)).exists())
-        file = self.folder / "control.json"
-        known = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        if known.get("kept") != kept:
+    def begin_control(self) -> int:
+        """Run all tests as a fault's are run, but without a fault; return the process, 0 where that is known."""
+        if self._control().get("kept") == self._kept():
+            return 0
+        report = self.folder / "control-report.json"
+        report.unlink(missing_ok=True)
+        order = {test: 0.0 for test in sorted(self.seconds, key=lambda test: (self.seconds[test], test))}
+        paths = list(dict.fromkeys(test.partition("::")[0] for test in order))
+        return start(Watcher(report, order), paths, sources_of(self.name), [], {})
+
+    def end_control(self, child: int) -> None:
+        """Leave out the tests that fail without a fault: they would catch anything."""
+        if child:
             report = self.folder / "control-report.json"
-            report.unlink(missing_ok=True)
-            order = {test: 0.0 for test in sorted(self.seconds, key=lambda test: (self.seconds[test], test))}
-            paths = list(dict.fromkeys(test.partition("::")[0] for test in order))
-            child = start(Watcher(report, order), paths, sources_of(self.name), [], {})
             os.waitpid(child, 0)
             end_all_of(child, report)
             tests = json.loads(report.read_text("utf-8"))["tests"]
-            known = {"kept": kept, "failed": [t for t in order if not tests.get(t, {}).get("passed")]}
-            file.write_text(json.dumps(known), encoding="utf-8")
-        for test in known["failed"]:
+            failed = [test for test in self.seconds if not tests.get(test, {}).get("passed")]
+            written = json.dumps({"kept": self._kept(), "failed": failed})
+            (self.folder / "control.json").write_text(written, encoding="utf-8")
+        for test in self._control()["failed"]:
             print(f"  left out, it fails without a fault: {test}", flush=True)
             self.seconds.pop(test, None)
+
+    def _control(self) -> dict:
+        file = self.folder / "control.json"
+        return json.loads(file.read_text("utf-8")) if file.exists() else {}
+
+    def _kept(self) -> list[str]:
+        return sorted(cached.name for path in self.test_files() if (cached := self._cached(path)).exists())
 
     def load(self) -> None:
         """Read what was collected; tests that failed or were skipped are left out."""

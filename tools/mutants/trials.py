@@ -14,7 +14,7 @@ from pathlib import Path
 from mutants.changes import Change
 from mutants.pytest_child import Watcher, end_all_of, start
 from mutants.reach import Reach, sources_of
-from packages import ROOT, package
+from packages import package
 
 FIRST_S = 5.0  # the first stage: the cheapest tests, which catch most, without collecting the files of the others
 SLACK_S = 20.0  # what a test may take beside some times its own time: machines are shared
@@ -65,16 +65,25 @@ class Trials:
 
     Args:
         reaches: what is known of each package's tests.
+        texts: the files as they are at the beginning; they may change while this runs, and the tests had better not.
         budget_s: how much of the tests' own time one change may take; the cheapest tests run first.
         done: is given each result.
     """
 
     def __init__(
-        self, reaches: dict[str, Reach], folder: Path, workers: int, budget_s: float, done: Callable[[dict], None]
+        self,
+        reaches: dict[str, Reach],
+        texts: dict[str, str],
+        folder: Path,
+        workers: int,
+        budget_s: float,
+        done: Callable[[dict], None],
     ) -> None:
-        self.reaches, self.folder, self.budget_s, self.done = reaches, folder, budget_s, done
+        self.reaches, self.texts, self.folder, self.budget_s, self.done = reaches, texts, folder, budget_s, done
         self.free = list(range(workers))
-        self.copies: dict[tuple[int, str], Copy] = {}
+        self.copies = {(n, name): Copy(name, folder / f"copy-{n}" / name) for n in range(workers) for name in reaches}
+        for copy in self.copies.values():
+            copy.make()
         self.running: dict[int, tuple[int, Trial]] = {}
         self.catchers: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
@@ -88,13 +97,8 @@ class Trials:
             self._wait()
 
     def _begin(self, worker: int, name: str, change: Change) -> None:
-        if (worker, name) not in self.copies:
-            copy = Copy(name, self.folder / f"copy-{worker}" / name)
-            copy.make()
-            self.copies[worker, name] = copy
         copy = self.copies[worker, name]
-        text = (ROOT / change.path).read_text("utf-8")
-        copy.write(change.path, change.apply(text))
+        copy.write(change.path, change.apply(self.texts[change.path]))
         report = self.folder / f"trial-{worker}.json"
         trial = Trial(change, name, copy, report, self._stages(name, change))
         self._next_stage(worker, trial)
@@ -155,7 +159,7 @@ class Trials:
 
     def _end(self, worker: int, trial: Trial, result: dict) -> None:
         change = trial.change
-        text = (ROOT / change.path).read_text("utf-8")
+        text = self.texts[change.path]
         trial.copy.write(change.path, text)
         self.free.append(worker)
         result["seconds"] = round(time.monotonic() - trial.begun, 1)
