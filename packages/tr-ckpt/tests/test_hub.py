@@ -219,6 +219,8 @@ def test_other_processes_push_nothing(hub, tmp_path):
         getattr(callback, event)(None, other, None)
     callback._queue.wait()
     assert hub.log == []
+    Run(tmp_path / "main", hub).settle()
+    assert hub.log, "the main process makes the repository at once"
 
 
 @pytest.mark.parametrize("private", [None, True, False])

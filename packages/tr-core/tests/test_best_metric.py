@@ -30,7 +30,8 @@ def test_of_several_data_sets_the_metrics_are_named_before_the_first_step(make_t
     assert "eval_far_loss" in message
     trainer = make_trainer(eval_dataset=data, **{**EVALUATED, "metric_for_best_model": "far_loss"})
     trainer.train()
-    assert trainer.state.best_metric is not None
+    values = [entry["eval_far_loss"] for entry in trainer.state.log_history if "eval_far_loss" in entry]
+    assert trainer.state.best_metric == min(values)
 
 
 def test_early_stopping_does_not_hide_what_is_known(make_trainer):
@@ -42,7 +43,10 @@ def test_early_stopping_does_not_hide_what_is_known(make_trainer):
 def test_metrics_of_every_evaluation_are_accepted(make_trainer, metric):
     trainer = make_trainer(eval_dataset=samples(4), **{**EVALUATED, "metric_for_best_model": metric})
     trainer.train()
-    assert trainer.state.best_metric is not None
+    name = f"eval_{metric.removeprefix('eval_')}"
+    values = [entry[name] for entry in trainer.state.log_history if name in entry]
+    assert len(values) == 5
+    assert trainer.state.best_metric == (min if trainer.args.greater_is_better is False else max)(values)
 
 
 def test_a_metric_that_compute_metrics_does_not_give_is_an_error_at_the_first_evaluation(make_trainer):

@@ -150,6 +150,8 @@ def test_a_micro_batch_that_only_fills_up_counts_nothing():
     counter = TokenCounter("tokens")
     counter.count(MicroBatch({"tokens": torch.ones(2, 3)}, 0.0, 2, 1))
     assert counter.take() == 0
+    counter.count(MicroBatch({"tokens": torch.ones(2, 3)}, 0.5, 2, 1))
+    assert counter.take() == 6
 
 
 @pytest.mark.parametrize("inputs", [{"ids": torch.ones(1), "labels": 1}, (torch.ones(1),)])

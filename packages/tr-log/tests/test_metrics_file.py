@@ -44,6 +44,8 @@ def test_the_log_entry_itself_is_left_as_it_was(tmp_path, make_loop):
 def test_only_the_main_process_writes(tmp_path, make_loop):
     make_loop([MetricsFile()], tmp_path, main=False).train()
     assert list(tmp_path.iterdir()) == []
+    make_loop([MetricsFile()], tmp_path, main=True).train()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize(("saved", "stopped"), [(1, 3), (2, 3), (3, 3), (1, 5), (2, 5), (4, 5), (5, 5)])

@@ -57,3 +57,5 @@ def test_other_processes_report_nothing(caplog, tmp_path, make_loop):
     caplog.set_level(logging.INFO)
     make_loop([RunReport()], tmp_path, main=False).train()
     assert caplog.messages == []
+    make_loop([RunReport()], tmp_path, main=True).train()
+    assert caplog.messages != []

@@ -96,6 +96,8 @@ def test_other_processes_never_open_it(tmp_path, make_loop):
     tracker = Memory()
     make_loop([tracker], tmp_path, main=False).train()
     assert tracker.calls == []
+    make_loop([tracker], tmp_path, main=True).train()
+    assert tracker.calls
 
 
 def test_settings_hold_no_tokens_and_only_plain_values(tmp_path):

@@ -120,6 +120,7 @@ def test_a_copied_model_has_no_hooks():
     net = model()
     taken, hooks = collect(net.parameters())
     hooks.run(loss_of(net))
+    assert taken, "the model itself has them"
     taken.clear()
     hooks.run(loss_of(copy.deepcopy(net)))
     assert taken == []

@@ -68,6 +68,9 @@ def test_noise_does_not_add_up():
         NEFTune(embedding, 5.0),
     ):
         pass
+    assert torch.equal(embedding(IDS), nn.functional.embedding(IDS, embedding.weight))
+    with NEFTune(embedding, 5.0):
+        assert len(embedding._forward_hooks) == 1
     assert not embedding._forward_hooks
 
 
