@@ -149,7 +149,7 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    elsewhere = ("parity", "crash", "kernels", "launching", "robustness", "test_house.py")
+    elsewhere = ("parity", "crash", "fuzz", "kernels", "launching", "robustness", "test_house.py")
     ignored = [f"--ignore=tests/{name}" for name in elsewhere]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 

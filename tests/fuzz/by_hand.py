@@ -115,6 +115,7 @@ class ByHand:
 
     def evaluate_if(self, is_due):
         if is_due or self.control.should_evaluate:
+            self.control.should_evaluate = False
             mean = self.evaluate()
             if self.follows_metric and self.state.global_step:
                 self.lr_scheduler.step(mean)
@@ -135,7 +136,6 @@ class ByHand:
         for module, mode in zip(self.model.modules(), modes, strict=True):
             module.training = mode
         metrics = self.compute_metrics(SimpleNamespace(label_ids=kept)) if self.run.metrics else {}
-        self.control.should_evaluate = False
         self.trace.evaluations.append((self.state.global_step, total / weights, metrics))
         self.tell(self, "on_evaluate")
         return total / weights

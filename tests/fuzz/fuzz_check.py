@@ -12,6 +12,7 @@ from pathlib import Path
 from by_hand import ByHand
 from fuzz_comparable import by_hand_knows, transformers_is_right
 from fuzz_habits import Acts
+from fuzz_ranks import train_in_ranks
 from fuzz_trace import (
     EXACT,
     NEAR,
@@ -38,6 +39,8 @@ def _folder():
 
 def ours(run, folder):
     """Train with ours, without a break."""
+    if run.ranks > 1:
+        return train_in_ranks(run, folder)
     return train(OURS, run, folder, Acts(run))
 
 
@@ -48,6 +51,9 @@ def reference(run, folder):
 
 def resumed(run, folder):
     """Train with ours to where the run is stopped, and resume in another Trainer."""
+    if run.ranks > 1:
+        train_in_ranks(run, folder, stops=True)
+        return train_in_ranks(run, folder, resume=True)
     first = train(OURS, run, folder, Acts(run, Stopped("stopped on purpose")))
     if first.error is not None and not isinstance(first.error, Stopped):
         return first
@@ -97,7 +103,7 @@ def _against_hand(hand, mine):
     if mine.error is not None:
         return f"it ended with {_failed(mine)}"
     return (
-        difference_of_batches(hand, mine)
+        (difference_of_batches(hand, mine) if mine.batches else None)
         or difference_of_steps(hand, mine, NEAR)
         or difference_of_evaluations(hand, mine, NEAR)
         or difference_of_ends(hand, mine, NEAR)

@@ -23,7 +23,7 @@ def _loss_is_divided_otherwise(run):
     if run.loss == "parts":
         return True
     if run.loss == "smoothing":
-        return run.model not in TAKES_COUNT or run.model == "bert"
+        return run.kind != "sentences" and run.kind != "tokens"  # it asks the model for its config
     if run.accumulation > 1 and run.model in TAKES_COUNT and run.loss in ("override", "override_looked"):
         return True
     if run.model == "bert" and run.accumulation > 1 and run.loss == "model":

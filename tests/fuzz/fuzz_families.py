@@ -184,6 +184,20 @@ def _workers(rng, run):
     )
 
 
+def _ranks(rng, run):
+    """Two processes, which together make the run of one."""
+    models = ("linear", "mlp", "mlp_counted", "mlp_tied", "mlp_frozen", *LANGUAGE_MODELS, "bert")
+    run = rng.choice([_updates, _evaluations, _optimizers])(rng, replace(run, model=rng.choice(models)))
+    habits = rng.sample(
+        ("clip_at_less", "lower_the_rate", "stop_training", "evaluate_in_a_callback", "halve_the_weights"), 1
+    )
+    run = replace(run, habits=tuple((name, rng.randint(0, 2)) for name in habits), ranks=2, around="", drop_last=False)
+    run = replace(run, batch=2 * rng.randint(1, 3), length=rng.randint(2, 20), epochs=2, max_steps=-1)
+    if rng.random() < 0.3:
+        run = replace(run, stop=("callback", 2), save="steps", max_steps=3, habits=())
+    return run
+
+
 FAMILIES = {
     "plain": (lambda rng, run: run, 6),
     "updates": (_updates, 14),
@@ -198,5 +212,6 @@ FAMILIES = {
     "resumes": (_resumes, 14),
     "twice": (_twice, 4),
     "workers": (_workers, 0.4),
+    "ranks": (_ranks, 0.4),
 }
 """How each family draws, and how often it comes up."""

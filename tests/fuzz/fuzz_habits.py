@@ -243,7 +243,7 @@ def ask_for_a_log(trainer):
     trainer.control.should_log = True
 
 
-@habit("on_step_end", by_hand=nothing)
+@habit("on_step_end", by_hand=nothing, reference=False)
 def log_something(trainer):
     trainer.log({"something": 1.0})
 
@@ -253,7 +253,7 @@ def log_a_metric(trainer):
     trainer.log_metric("something", 1.0)
 
 
-@habit("on_step_end", lasts=True)
+@habit("on_step_end", lasts=True, reference=False)  # there it takes back the log or evaluation that is due
 def evaluate_in_a_callback(trainer):
     trainer.evaluate()
 

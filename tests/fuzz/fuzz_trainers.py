@@ -136,7 +136,7 @@ def build(side: Side, run: Run, folder, callbacks=()):
     return trainer, trace
 
 
-def train(side: Side, run: Run, folder, habits, resume=None):
+def train(side: Side, run: Run, folder, habits, resume=None, closes=False):
     """Train a run and return what is seen; an exception is noted too.
 
     Args:
@@ -145,6 +145,7 @@ def train(side: Side, run: Run, folder, habits, resume=None):
         folder: where it may write.
         habits: a callback that acts as the user does; `before` and `after` surround the training.
         resume: what to go on from.
+        closes: whether this is a rank, which leaves the others at the end.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if side is REFERENCE else "error")
@@ -161,6 +162,8 @@ def train(side: Side, run: Run, folder, habits, resume=None):
             return trace
         trace.take(trainer.state.log_history)
         trace.finish(trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        if closes:
+            trainer.strategy.close()
         return trace
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from faults import print_table
 from fuzz_check import check, shrink, timed_check
 from fuzz_configuration import Run
 from fuzz_families import FAMILIES, draw
@@ -29,6 +31,8 @@ def main(argv=None):
     settle()
     if options.repeat:
         return repeat(options.repeat)
+    if options.faults:
+        return print_table(options.n, options.seed)
     report = Report(options)
     for results in chunks_of_results(options):
         report.add(results)
@@ -46,6 +50,9 @@ def read_options(argv=None):
     parser.add_argument("--minutes", type=float, help="end after so many")
     parser.add_argument("--family", choices=FAMILIES, help="only this one")
     parser.add_argument("--workers", type=int, default=1, help="processes (%(default)s)")
+    parser.add_argument(
+        "--faults", action="store_true", help="plant faults in our code instead: --n runs must find each"
+    )
     parser.add_argument("--repeat", metavar="LINE", help="make one run again, as a finding prints it")
     parser.add_argument("--shown", type=int, default=20, help="findings to make minimal, the first ones (%(default)s)")
     return parser.parse_args(argv)
@@ -58,8 +65,10 @@ def chunks_of_results(options):
     if options.workers == 1:
         yield from map(results_of, chunks)
         return
-    with get_context("spawn").Pool(options.workers, initializer=settle) as pool:
-        yield from pool.imap_unordered(results_of, chunks)
+    # Not a Pool, whose processes may have none of their own, as ranks and workers are.
+    with ProcessPoolExecutor(options.workers, get_context("spawn"), initializer=settle) as pool:
+        for done in as_completed([pool.submit(results_of, chunk) for chunk in chunks]):
+            yield done.result()
 
 
 def results_of(chunk):

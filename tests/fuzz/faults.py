@@ -1,0 +1,227 @@
+"""Plant faults in our code, one at a time: random runs must find each, or they would not find such a one of our own."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import fuzz_check
+import torch
+from fuzz_families import draw
+from torch import nn
+
+import tr_core
+from tr_core.data import order
+from tr_core.evaluation import evaluation_loop
+from tr_core.evaluation.evaluation_loss import EvaluationLoss
+from tr_core.losses import label_smoothing, loss
+from tr_core.optimization import optimizing
+from tr_core.randomness import RandomState
+from tr_core.run import Run as OurRun
+from tr_core.single_device import SingleDevice
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
+
+
+def fault(plant):
+    """Register a generator function that plants a fault and takes it out again; its first line says what it is."""
+    FAULTS[plant.__doc__.strip(".").lower()] = contextlib.contextmanager(plant)
+    return plant
+
+
+def _wrapped(owner, name, around):
+    """Return a patch that calls `around` with what was there and the arguments."""
+    before = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **options: around(before, *args, **options))
+
+
+@fault
+def _shift():
+    """The first label of a row is taken for a target."""
+    never = lambda model: False  # noqa: E731
+    with patch.object(loss, "shifts_targets", never), patch.object(label_smoothing, "shifts_targets", never):
+        yield
+
+
+@fault
+def _zero_grad():
+    """Gradients are never cleared."""
+    nothing = lambda *args, **options: None  # noqa: E731
+    with patch.object(torch.optim.Optimizer, "zero_grad", nothing), patch.object(nn.Module, "zero_grad", nothing):
+        yield
+
+
+@fault
+def _frozen_list():
+    """What is clipped is what the model had when it was first prepared."""
+
+    def prepare(before, self, model):
+        prepared = before(self, model)
+        self.frozen = list(prepared.parameters())
+        return prepared
+
+    def clip(before, self, model, optimizer, max_norm):
+        held = nn.ParameterList(p for p in self.frozen if p.grad is not None)
+        return nn.utils.clip_grad_norm_(held, max_norm or float("inf"))
+
+    with _wrapped(SingleDevice, "prepare", prepare), _wrapped(SingleDevice, "clip_grad_norm", clip):
+        yield
+
+
+@fault
+def _undivided():
+    """A loss is not divided by the micro-batches of its step."""
+    with _wrapped(loss.LossRule, "normalise", lambda before, self, value, *others, **named: value):
+        yield
+
+
+@fault
+def _order():
+    """Every epoch has the order of the first."""
+    with _wrapped(order, "permutation", lambda before, count, seed, epoch: before(count, seed, 0)):
+        yield
+
+
+@fault
+def _position():
+    """A resumed run begins its epoch again."""
+
+    def load(before, self, state):
+        before(self, {**state, "samples": 0})
+
+    with _wrapped(OurRun, "load_state_dict", load):
+        yield
+
+
+@fault
+def _decay():
+    """Biases and norms decay too."""
+    everything = lambda model: [name for name, _ in model.named_parameters()]  # noqa: E731
+    with patch.object(optimizing, "decay_parameter_names", everything):
+        yield
+
+
+@fault
+def _schedule():
+    """The schedule goes on with every micro-batch."""
+
+    def step(before, self, *args, **named):
+        if self.micro_batches_in_step > 1:
+            self.lr_scheduler.step()
+        return before(self, *args, **named)
+
+    with _wrapped(tr_core.Trainer, "training_step", step):
+        yield
+
+
+@fault
+def _evaluation():
+    """Every batch of an evaluation weighs the same."""
+
+    def add(before, self, *args, **named):
+        before(self, *args, **named)
+        self._weights[-1:] = [torch.ones(()) for _ in self._weights[-1:]]
+
+    with _wrapped(EvaluationLoss, "add", add):
+        yield
+
+
+@fault
+def _dropout():
+    """The model stays in evaluation mode after an evaluation."""
+
+    @contextlib.contextmanager
+    def mode(model):
+        model.eval()
+        yield
+        model.stays = True
+
+    def train(before, self, mode=True):
+        return self if getattr(self, "stays", False) else before(self, mode)
+
+    with patch.object(evaluation_loop, "_evaluation_mode", mode), _wrapped(nn.Module, "train", train):
+        yield
+
+
+@fault
+def _norm():
+    """The gradient's norm is logged as it is after clipping."""
+
+    def clip(before, self, model, optimizer, max_norm):
+        norm = before(self, model, optimizer, max_norm)
+        return norm if max_norm is None else norm.clamp(max=max_norm)
+
+    with _wrapped(SingleDevice, "clip_grad_norm", clip):
+        yield
+
+
+@fault
+def _moments():
+    """A resumed run begins with empty moments."""
+
+    def load(before, self, state):
+        before(self, {**state, "state": {}})
+
+    with _wrapped(torch.optim.Optimizer, "load_state_dict", load):
+        yield
+
+
+@fault
+def _random_state():
+    """A resumed run begins with other random numbers."""
+    with patch.object(RandomState, "load_state_dict", lambda self, state: None):
+        yield
+
+
+@fault
+def _short_step():
+    """The short last step of an epoch is divided as if it were full."""
+
+    def normalise(before, self, value, was_told, size, weight):
+        return before(self, value, was_told, max(size, self.largest(size)), weight)
+
+    def largest(self, size):
+        self.size_so_far = max(size, getattr(self, "size_so_far", 1))
+        return self.size_so_far
+
+    with patch.object(loss.LossRule, "largest", largest, create=True), _wrapped(loss.LossRule, "normalise", normalise):
+        yield
+
+
+def runs_until_found(name, most, seed=1) -> int | None:
+    """Make random runs with a fault planted; return how many it takes to find it, None if `most` do not."""
+    for number in range(most):
+        run = draw(seed, number)
+        if run.ranks > 1 or run.workers or run.loader == "own_workers":
+            continue  # the fault is in this process alone
+        with _planted(name):
+            _, found = fuzz_check.check(run)
+        if found and not fuzz_check.check(run)[1]:
+            return number + 1
+    return None
+
+
+@contextlib.contextmanager
+def _planted(name) -> Iterator[None]:
+    """Plant a fault for as long as ours trains, and not where the others do."""
+
+    def train(before, side, *args, **named):
+        with FAULTS[name]() if side is fuzz_check.OURS else contextlib.nullcontext():
+            return before(side, *args, **named)
+
+    with _wrapped(fuzz_check, "train", train):
+        yield
+
+
+def print_table(most, seed):
+    """Print after how many runs each fault is found; return 1 if one is not."""
+    missed = 0
+    print(f"{'planted':68} {'found after':>12} {'s':>5}")
+    for name in FAULTS:
+        began_s = time.monotonic()
+        found = runs_until_found(name, most, seed)
+        missed += found is None
+        runs = "not found" if found is None else f"{found} runs"
+        print(f"{name:68} {runs:>12} {time.monotonic() - began_s:5.1f}", flush=True)
+    print(f"{len(FAULTS)} faults, {missed} not found in {most} runs each")
+    return int(missed > 0)
