@@ -98,6 +98,23 @@ def test_resuming_a_finished_run_leaves_the_file_alone(tmp_path, make_loop, whol
     assert (tmp_path / "metrics.jsonl").read_text() == whole
 
 
+def test_an_evaluation_that_was_still_to_come_at_the_last_step_is_in_the_file_once(tmp_path, make_loop):
+    first = make_loop([MetricsFile()], tmp_path, max_steps=2).train(eval_steps=0, stop_at=2)
+    step, history = first.checkpoint()
+    first.log({"eval_loss": 0.5})
+    first.log({"train_runtime": 1.0})
+    for _ in range(2):
+        again = make_loop([MetricsFile()], tmp_path, max_steps=2)
+        again.state.global_step, again.state.log_history = step, list(history)
+        again.fire("on_train_begin")
+        again.log({"eval_loss": 0.5})
+        again.log({"train_runtime": 2.0})
+        again.fire("on_train_end")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": entry["step"]} | entry for entry in again.state.log_history]
+    assert len(lines) == 4
+
+
 def test_a_new_run_keeps_the_old_file_beside_its_own(tmp_path, make_loop, whole, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(3):

@@ -33,7 +33,7 @@ def run_epochs(trainer: Trainer, run: Run) -> None:
         if not run.is_pass_complete():  # it is where a run resumes from a checkpoint of a pass's last step
             if not run.reopens_pass:
                 trainer.fire("on_epoch_begin")
-            run.reopens_pass = False
+            run.reopens_pass = run.is_at_epoch_end = False
             for step in iterate_steps(run.data, epoch, first_sample, accumulation, run.count_items):
                 train_step(trainer, run, step, epoch)
                 log_evaluate_save(trainer, run)
@@ -41,10 +41,16 @@ def run_epochs(trainer: Trainer, run: Run) -> None:
                     break
             if trainer.state.global_step == first_step and first_sample == 0:
                 raise ValueError(_no_batch(epoch, trainer))
-        if run.is_pass_complete() or not control.should_training_stop:
-            run.position.epoch, run.position.samples = epoch + 1, 0
-        trainer.fire("on_epoch_end")
-        log_evaluate_save(trainer, run)
+        end_epoch(trainer, run, moves_on=run.is_pass_complete() or not control.should_training_stop)
+
+
+def end_epoch(trainer: Trainer, run: Run, *, moves_on: bool) -> None:
+    """Do what is due at the end of an epoch; `moves_on` says whether the next sample is of the next epoch."""
+    run.is_at_epoch_end = True
+    if moves_on:
+        run.position.epoch, run.position.samples = run.position.epoch + 1, 0
+    trainer.fire("on_epoch_end")
+    log_evaluate_save(trainer, run)
 
 
 def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:

@@ -89,6 +89,8 @@ class Run:
         zero: the scalar that a step's loss begins with, on the device.
         interruption: what ends the run after a signal, None where nothing does.
         owed: what an interruption left out of the last step, `evaluate` and perhaps `save` after it.
+        is_at_epoch_end: whether an epoch has ended since the last step, with what is due then.
+        ends_epoch_early: whether a callback had asked, when a restored checkpoint was saved, to end the epoch there.
         has_saved: whether this call began to save a checkpoint.
     """
 
@@ -131,6 +133,8 @@ class Run:
     loss_before_step: torch.Tensor = field(init=False)
     interruption: Interruption | None = None
     owed: list[str] = field(default_factory=list)
+    is_at_epoch_end: bool = False
+    ends_epoch_early: bool = False
     has_saved: bool = False
 
     def __post_init__(self) -> None:
@@ -204,7 +208,7 @@ class Run:
     def mean_loss(self, steps: int) -> float:
         """Return the mean loss of this call's steps that were applied and logged, of `steps` in all."""
         applied = steps - self.logged_skips
-        return math.nan if steps and not applied else self.logged_loss / max(applied, 1)
+        return self.logged_loss / applied if applied else math.nan
 
     def begin_window(self, logged_loss: float = 0.0, logged_skips: int = 0) -> None:
         """Begin a new log window, after one with this sum of losses and so many updates left out."""
@@ -226,6 +230,8 @@ class Run:
             "learning_rate": self.learning_rate,
             "window": self.window,
             "owed": self.owed,
+            "is_at_epoch_end": self.is_at_epoch_end,
+            "ends_epoch_early": self.ends_epoch_early,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -239,6 +245,9 @@ class Run:
         # For the log at the end of an epoch, if the checkpoint is of its last step.
         self.learning_rate = state_dict["learning_rate"]
         self.owed = list(state_dict.get("owed", ()))
+        # Earlier versions did not say: no sample of an epoch is used where another one has ended.
+        self.is_at_epoch_end = state_dict.get("is_at_epoch_end", state_dict["samples"] == 0)
+        self.ends_epoch_early = state_dict.get("ends_epoch_early", False)
         windows = state_dict["window"]
         if self.position.samples > 0:
             places = [window.get("place") for window in windows]
@@ -257,6 +266,7 @@ class Run:
     def _begin_after(self, saved: dict[str, Any]) -> None:
         """Go on from where a run of another program was, with a new log window."""
         passes, samples = derive_place(saved, self.data, self.plan.per_step)
+        self.is_at_epoch_end = True  # its run ended there, as far as its files tell
         self.position = DataPosition(passes, 0 if self.begins_pass_anew else samples)
         self.last_logged_step = saved["global_step"]
 

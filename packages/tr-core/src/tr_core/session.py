@@ -18,7 +18,7 @@ from tr_core.conditions.surroundings import while_training
 from tr_core.data.first_batches import training_batches
 from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, weight_parts
 from tr_core.loop import run_epochs
-from tr_core.making_up import make_up
+from tr_core.making_up import is_complete, make_up
 from tr_core.optimization.in_backward import consuming_gradients
 from tr_core.protocols import Checkpointer
 from tr_core.randomness import set_seed
@@ -45,7 +45,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     trainer.renew_model()
     with while_training(trainer), trainer.memory.stage("train") as read_memory:
         run = _begin(trainer, resume, ignore_keys)
-        if run.first_step >= run.plan.max_steps and not run.owed:
+        if is_complete(trainer, run):
             return _leave_finished(trainer, run)
         _announce(trainer, run)
         with consuming_gradients(trainer, run), interruptible(trainer, run), _in_training(trainer, run):

@@ -20,7 +20,8 @@ class RunFile(ABC):
 
     The file is a function of the run: a resumed run leaves what one that never stopped would have left, so
     entries from after the resumed step are dropped. A new run in the same folder keeps the old file as
-    `NAME-1.EXT` and so on. A resume of a finished run leaves the file alone.
+    `NAME-1.EXT` and so on. A resume of a run that has made its last step leaves the file alone until something is
+    logged, as an evaluation that was still to come.
 
     Args:
         name: the file's name in the output folder.
@@ -30,6 +31,7 @@ class RunFile(ABC):
         self.name = name
         self._file: LineFile | None = None
         self._is_new = False
+        self._reached: tuple[int, Sequence[Entry]] | None = None
 
     @abstractmethod
     def append(self, file: LineFile, entry: dict[str, Any]) -> None:
@@ -54,23 +56,30 @@ class RunFile(ABC):
         if not state.is_world_process_zero:
             return
         file = self._file_in(args)
-        try:
-            if state.global_step == 0:
+        if state.global_step == 0:
+            try:
                 self._start(file)
-            elif not 0 < state.max_steps <= state.global_step:
-                self._resume(file, state)
-        except OSError as error:
-            file.report(error)
+            except OSError as error:
+                file.report(error)
+        elif 0 < state.max_steps <= state.global_step:
+            self._reached = (state.global_step, list(state.log_history))
+        else:
+            self._resume(file, state.global_step, state.log_history)
         self._is_new = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Entry | None = None, **kwargs: Any) -> None:
         """Append the entry."""
         if logs and state.is_world_process_zero:
             entry = {name: logs[name] for name in logs if name != "step"}
-            self.append(self._file_in(args), {"step": state.global_step} | entry)
+            file = self._file_in(args)
+            if (reached := self._reached) is not None:
+                self._reached = None
+                self._resume(file, *reached)
+            self.append(file, {"step": state.global_step} | entry)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write what could not be written before, if it can be now."""
+        self._reached = None
         if self._file is not None:
             self._file.close()
 
@@ -91,13 +100,17 @@ class RunFile(ABC):
         if aside is not None:
             logger.info("what an earlier run in this folder logged is kept as %s", aside)
 
-    def _resume(self, file: LineFile, state: Any) -> None:
-        left, before = self.wind_back(file, state.global_step, state.log_history)
+    def _resume(self, file: LineFile, step: int, history: Sequence[Entry]) -> None:
+        try:
+            left, before = self.wind_back(file, step, history)
+        except OSError as error:
+            file.report(error)
+            return
         if left != before:
             logger.info(
                 "%s goes on from step %d: %d entries instead of %d",
                 file.path,
-                state.global_step,
+                step,
                 left,
                 before,
             )
