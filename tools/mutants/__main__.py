@@ -39,6 +39,8 @@ def options() -> argparse.Namespace:
 
 def warm_up() -> None:
     """Import what is slow to import."""
+    # For pytest that is the folder; who looks for a function's module, as torch does, remembers the file of each name.
+    del sys.modules["packages"]
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in WARM:
         try:
