@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from tr_core.data.fetch import Collate, KeepColumns, StreamFetch
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
@@ -89,6 +89,12 @@ def _loader(
     own: Any = None,
     follows_epoch: bool = False,
 ) -> SeededLoader:
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "a DataLoader was given as a data set, and the Trainer builds its loaders itself; give it the data, "
+            "loader.dataset, or return this loader from an override of get_train_dataloader, get_eval_dataloader or "
+            "get_test_dataloader"
+        )
     drop_last = args.dataloader_drop_last
     ranks: dict[str, Any] = {"rank": collectives.rank, "world_size": collectives.world_size}
     workers = args.dataloader_num_workers

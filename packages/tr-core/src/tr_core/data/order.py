@@ -187,6 +187,8 @@ class SampledBatches:
         self, loader: DataLoader[Any], sampler: EpochSampler, set_epoch: Callable[[int], object] | None = None
     ) -> None:
         self._loader, self._sampler, self._set_epoch = loader, sampler, set_epoch
+        # A sampler of the user's own may draw from data that grows.
+        self._length = len(loader.dataset) if type(sampler) is EpochSampler else None  # type: ignore[arg-type]
         sampler.seek(0)
         self.num_batches: int | None = len(sampler)
         self.per_micro_batch = sampler.batch_size * sampler.world_size
@@ -198,9 +200,14 @@ class SampledBatches:
         return num_micro_batches(max(sampler.num_samples - position, 0), self.per_micro_batch, sampler.drop_last)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a pass after `position` samples."""
+        """Yield the micro-batches of a pass after `position` samples.
+
+        Raises:
+            ValueError: the data set has another length than when the run began.
+        """
         if self._set_epoch is not None:
             self._set_epoch(epoch)
+        self._check_length(epoch)
         self._sampler.seek(epoch, position, names_epoch=self._set_epoch is not None)
         sampler, full = self._sampler, self.per_micro_batch
         for index, inputs in enumerate(self._loader):
@@ -210,6 +217,15 @@ class SampledBatches:
             else:
                 share = take_slice(0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size)
                 yield MicroBatch(inputs, share.weight, share.end, share.end - begin)
+
+    def _check_length(self, epoch: int) -> None:
+        if self._length is not None and (length := len(self._loader.dataset)) != self._length:  # type: ignore[arg-type]
+            raise ValueError(
+                f"the data set held {self._length} samples when the run began and holds {length} where epoch {epoch} "
+                f"begins; the order and the length of the run are those of {self._length}. Change its samples and keep "
+                "their number, override _get_train_sampler, which may draw from data that grows, or call train() again "
+                "with the changed data"
+            )
 
     def order_state(self) -> dict[str, Any]:
         """Return what the order depends on beside the arguments that a resumed run may not change."""
