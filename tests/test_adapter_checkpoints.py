@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -224,3 +224,47 @@ def test_a_frozen_model_without_an_adapter_is_saved_whole(base, tmp_path):
     make(model, tmp_path / "out", num_train_epochs=1).train()
     saved = load_file(tmp_path / "out/checkpoint-6/model.safetensors")
     assert "model.layers.0.mlp.down_proj.weight" in saved
+
+
+def replaced(base):
+    """A model whose state is replaced by its adapter, as alpaca-lora's script does."""
+    model = adapted(base)
+    old = model.state_dict
+    model.state_dict = (lambda self, *_, **__: get_peft_model_state_dict(self, old())).__get__(model, type(model))
+    return model
+
+
+def test_a_model_whose_state_a_script_replaces_by_the_adapter_is_resumed_and_saved(base, tmp_path):
+    def make(folder, **options):
+        args = TrainingArguments(
+            str(tmp_path / folder),
+            per_device_train_batch_size=4,
+            learning_rate=0.05,
+            logging_steps=1,
+            save_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            num_train_epochs=1,
+            **options,
+        )
+        rows = [{"input_ids": row, "labels": row} for row in ROWS]
+        return Trainer(replaced(base), args, train_dataset=rows, eval_dataset=rows[:4])
+
+    alone = make("alone")
+    alone.train()
+    assert (tmp_path / "alone" / "checkpoint-4" / "adapter_model.safetensors").exists()
+    shutil.copytree(tmp_path / "alone" / "checkpoint-4", tmp_path / "again" / "checkpoint-4")
+    again = make("again")
+    again.train(resume_from_checkpoint=True)
+    theirs = dict(again.model.named_parameters())
+    assert all(torch.equal(value, theirs[name]) for name, value in alone.model.named_parameters())
+    again.save_model(str(tmp_path / "saved"))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
+    assert any("lora_B" in name and value.abs().sum() > 0 for name, value in loaded.named_parameters())
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, theirs[name])

@@ -17,6 +17,7 @@ from tr_core.conditions.surroundings import configuration_as_given
 from tr_core.evaluation.evaluation_weights import evaluation_weights, weight_parts
 from tr_core.losses.loss import takes_argument
 from tr_core.model_io import base_model
+from tr_core.model_state import model_part
 from tr_core.protocols import Checkpointer, Stateful
 from tr_log.wording import printable
 
@@ -142,7 +143,7 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
 
 def model_parts(trainer: Trainer) -> dict[str, Stateful]:
     """Return what holds the model in a checkpoint, by name: all of it, or what an adapter leaves to be trained."""
-    model = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
+    model = model_part(trainer)
     return adapter_parts(trainer.model, model) if is_adapter(trainer.model) else {"model": model}
 
 

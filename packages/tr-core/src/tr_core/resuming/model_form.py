@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tr_core.adapters import ADAPTER, UNFROZEN
+from tr_core.model_state import model_part
 from tr_core.protocols import Stateful
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def restore_either_form(
     if ADAPTER not in parts:
         return checkpointer.restore(parts, source=source, optional=optional)
     either = {*optional, ADAPTER, UNFROZEN, "model"}
-    with _watched(trainer.strategy.stateful(trainer.model_wrapped, None)["model"]) as (whole, loaded):
+    with _watched(model_part(trainer)) as (whole, loaded):
         step = checkpointer.restore({**parts, "model": whole}, source=source, optional=either)
     adapter, unfrozen = (getattr(parts[name], "is_loaded", False) for name in (ADAPTER, UNFROZEN))
     is_whole = len(loaded) > adapter + unfrozen  # these two load into the same module
