@@ -73,12 +73,19 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
+def gpt2_without_loss_type() -> nn.Module:
     """Return a causal language model with tied embeddings, without dropout."""
     config = transformers.GPT2Config(
         vocab_size=17, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
     return transformers.GPT2LMHeadModel(config)
+
+
+def gpt2() -> nn.Module:
+    """Return that model with its kind of loss named, so that the reference counts its targets rightly as well."""
+    model = gpt2_without_loss_type()
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def bert_classifier(dropout: float = 0.0, **settings: Any) -> nn.Module:

@@ -145,3 +145,20 @@ def test_after_a_lost_batch_the_log_recovers(tmp_path):
     ours = run(OURS, Scenario(Survivor, samples), tmp_path)
     assert [math.isnan(loss) for loss in ours.losses].count(True) == 2  # once an epoch
     assert all(weight.isfinite().all() for weight in ours.weights.values())
+
+
+def test_the_loss_of_gpt2_is_over_the_targets_that_it_has(tmp_path):
+    """The reference counts the first label of each row, a target of nobody, for a class without `loss_type`."""
+    rows = data.tokens(masked=False)
+    scenario = Scenario(
+        models.gpt2_without_loss_type, rows, arguments={"max_steps": 1, "per_device_train_batch_size": 4}
+    )
+    first = {side.name: run(side, scenario, tmp_path / side.name).history[0]["loss"] for side in (REFERENCE, OURS)}
+    length = len(rows[0]["labels"])
+    assert first["reference"] == pytest.approx(first["ours"] * (length - 1) / length, rel=1e-5)
+
+
+def test_gpt2_learns_the_same_from_one_batch_and_from_several(tmp_path):
+    found = first_steps(Scenario(models.gpt2_without_loss_type, data.tokens()), tmp_path, 2)
+    for (whole, _), (parts, _) in zip(found["ours", 1], found["ours", 4], strict=True):
+        assert parts == pytest.approx(whole, rel=1e-5)

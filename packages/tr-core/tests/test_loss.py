@@ -6,11 +6,11 @@ from small_models import Base, CountedSum, IgnoresCount, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
-from tr_core.losses.loss import ItemCount, accepts_count, takes_argument
+from tr_core.losses.targets import accepts_count, takes_argument
 from tr_core.model_io import loss_of
 
 
-def first_gradient(make_trainer, model, accumulation, batch_size, **parts):
+def first_gradient(make_trainer, model, accumulation, batch_size, trainer_class=Trainer, **parts):
     """Return the gradient of the first step as the optimizer sees it, with the loss that was logged for it."""
     seen = {}
 
@@ -24,6 +24,7 @@ def first_gradient(make_trainer, model, accumulation, batch_size, **parts):
             module.reset_parameters()
     trainer = make_trainer(
         8,
+        trainer_class,
         model=model,
         callbacks=[Keep()],
         gradient_accumulation_steps=accumulation,
@@ -94,22 +95,6 @@ def test_a_training_step_from_before_the_count_existed_works_unchanged(make_trai
 
     make_trainer(10, Old).train()
     assert calls == [4, 4, 2]
-
-
-def test_looking_at_a_count_is_not_using_it_and_dividing_by_it_is():
-    for use, expected in [
-        (lambda count: count.to("cpu").dim(), False),
-        (lambda count: (count.device, count.dtype, count.shape), False),
-        (lambda count: torch.is_floating_point(count), False),  # as what casts a forward's arguments asks
-        (lambda count: torch.ones(()) / count, True),
-        (lambda count: torch.ones(()) * (1 / count.to(torch.float64)), True),
-        (lambda count: count.item(), True),
-        (lambda count: int(count), True),
-    ]:
-        count = ItemCount.of(torch.tensor(4))
-        use(count)
-        assert bool(count.uses) is expected
-    assert type(torch.ones(()) / ItemCount.of(torch.tensor(4))) is torch.Tensor
 
 
 def test_who_is_told_the_count_depends_on_the_model():

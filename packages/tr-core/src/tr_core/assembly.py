@@ -24,7 +24,8 @@ from tr_core.fast_dev_run import dev_run_arguments
 from tr_core.floating_point import FlopCounter
 from tr_core.launcher_settings import tell_what_launcher_set
 from tr_core.losses.label_smoothing import LabelSmoother
-from tr_core.losses.loss import LossRule, takes_argument
+from tr_core.losses.loss import LossRule
+from tr_core.losses.targets import takes_argument
 from tr_core.model_io import base_model, can_return_loss, find_label_names
 from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
@@ -157,6 +158,7 @@ class Assembly:
             self.loss_function,
             self.strategy,
             average_tokens_across_devices=self.args.average_tokens_across_devices,
+            declared=cast("Trainer", self).declared_loss_kwargs,
         )
         # Overrides written before `num_items_in_batch` existed keep working.
         methods = cast("Trainer", self)

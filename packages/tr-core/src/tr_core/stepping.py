@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from tr_core.evaluation.outputs import map_tensors
+from tr_core.losses.item_count import plain
+from tr_core.losses.loss import Division
 from tr_core.losses.loss_parts import split_loss
 from tr_core.model_io import batch_size_of, loss_of, to_device
 from tr_core.reporting import Reporting
@@ -22,10 +24,15 @@ class Stepping(Reporting):
     Attributes:
         step_loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
         micro_batch_outputs: what the model gave for this micro-batch, where a callback asks for it.
+        loss_is_scaled_for_ga: what `compute_loss` of a subclass returns: True, a loss that is divided for the whole
+            step and is used as it is; False, a mean over its micro-batch, which is divided by their number; None has
+            it observed whether the loss depends on `num_items_in_batch`. It may be set at any time.
     """
 
     step_loss: torch.Tensor | None = None
     micro_batch_outputs: Any = None
+    loss_is_scaled_for_ga: bool | None = None
+    _given_loss_kwargs: bool | None = None
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None = None
@@ -50,14 +57,18 @@ class Stepping(Reporting):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count)
             else:
                 loss = self.compute_loss(model, inputs, **count)
+        parts: dict[str, torch.Tensor] = {}
         if not isinstance(loss, torch.Tensor):
             loss, parts = split_loss(loss)
-            self._log_parts(parts, was_told=bool(count))
-        if count or self.micro_batches_in_step > 1 or self.micro_batch_weight != 1.0:
-            loss = self.loss_rule.normalise(loss, bool(count), self.micro_batches_in_step, self.micro_batch_weight)
+        size, weight, is_scaled = self.micro_batches_in_step, self.micro_batch_weight, self.loss_is_scaled_for_ga
+        if num_items_in_batch is not None or size > 1 or weight != 1.0 or parts:
+            was_told = None if num_items_in_batch is None else bool(count)
+            division = self.loss_rule.judge(loss, was_told, size, weight, is_scaled)
+            loss = self.loss_rule.share(loss, division, size, weight)
+            self._log_parts(parts, division)
         self.strategy.backward(loss)
         if wants_outputs:
-            self.micro_batch_outputs = map_tensors(torch.Tensor.detach, outputs)
+            self.micro_batch_outputs = map_tensors(_detached, outputs)
         return loss.detach()
 
     def compute_loss(
@@ -87,8 +98,10 @@ class Stepping(Reporting):
         function, labels = self.loss_function, None
         if function is not None:
             inputs, labels = self._split_labels(inputs)
-        if num_items_in_batch is not None and self.loss_rule.tells_model:
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        if num_items_in_batch is not None:
+            self.loss_rule.is_own_loss = True
+            if self.loss_rule.tells_model:
+                inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = self.call_model(model, inputs)
         if function is None:
             loss = loss_of(outputs, inputs)
@@ -112,6 +125,24 @@ class Stepping(Reporting):
         usual = all(getattr(getattr(self, name), "__func__", None) is getattr(Stepping, name) for name in names)
         return self.strategy.autocast if usual else self.compute_loss_context_manager
 
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model is given `num_items_in_batch`; found out of its forward, unless it is set.
+
+        Set it to False and nothing is counted for a model: a loss is a mean over its micro-batch. Set it to True and
+        the targets are counted, and a loss that does not depend on the count is refused.
+        """
+        return self.loss_rule.accepts_count
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        self._given_loss_kwargs = bool(value)
+
+    def declared_loss_kwargs(self) -> bool | None:
+        """Return what `model_accepts_loss_kwargs` was set to, on this Trainer or in its class; None if it was not."""
+        in_class = type(self).model_accepts_loss_kwargs
+        return self._given_loss_kwargs if isinstance(in_class, property) else self.model_accepts_loss_kwargs
+
     def call_model(self, model: nn.Module, inputs: Any) -> Any:
         """Call the model with a batch: mappings by keyword, tuples and lists by position."""
         if hasattr(inputs, "keys"):
@@ -121,14 +152,18 @@ class Stepping(Reporting):
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
         count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
-        told = {"num_items_in_batch": count} if self._loss_takes_count else {}
+        told: dict[str, Any] = {}
+        if self._loss_takes_count:
+            told = {"num_items_in_batch": None if count is None else self.loss_rule.hand_over(count)}
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **told)
+        parts: dict[str, torch.Tensor] = {}
         if isinstance(loss, Mapping):
             loss, parts = split_loss(loss)
+        loss = self.loss_rule.judge_evaluation(loss, was_told=self._loss_takes_count and count is not None)
+        if self.metric_window is not None:
             weight = (batch_size_of(inputs) or 0) if count is None else count
-            if self.metric_window is not None:
-                for name, value in parts.items():
-                    self.log_metric(name, value, weight)
+            for name, value in parts.items():
+                self.log_metric(name, plain(value), weight)
         return loss, outputs
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -139,12 +174,12 @@ class Stepping(Reporting):
         """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
         return self.flop_counter.knows or type(self).floating_point_ops is not Stepping.floating_point_ops
 
-    def _log_parts(self, parts: dict[str, torch.Tensor], was_told: bool) -> None:
+    def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""
         window, size, ranks = self.metric_window, self.micro_batches_in_step, self.strategy.world_size
         if window is not None:
             for name, value in parts.items():
-                share = self.loss_rule.normalise(value, was_told, size, self.micro_batch_weight)
+                share = self.loss_rule.share(value, division, size, self.micro_batch_weight)
                 window.add_part(name, share / ranks if ranks > 1 else share, size * ranks)
 
     def _split_labels(self, inputs: Any) -> tuple[Any, Any]:
@@ -153,3 +188,7 @@ class Stepping(Reporting):
             return inputs[:-1], inputs[-1]
         rest = dict(inputs)
         return rest, rest.pop("labels", None)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return plain(tensor.detach())

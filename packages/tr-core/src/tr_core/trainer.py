@@ -245,7 +245,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
 
         Args:
             dataloader: batches of this rank.
-            description: what this is, for the log.
+            description: what this is, for the log; "Prediction" keeps predictions with `batch_eval_metrics` too.
             prediction_loss_only: keep no predictions, and compute no metrics of them but those that stream; None
                 takes the argument of that name.
             ignore_keys: outputs of the model that are left out.
@@ -254,7 +254,8 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self.loaders["eval_dataloader"] = dataloader
         self.logger.debug("%s begins at step %d", description, self.state.global_step)
-        return EvaluationLoop(self, loss_only, ignore_keys, metric_key_prefix).run(dataloader)
+        predicts = description == "Prediction"
+        return EvaluationLoop(self, loss_only, ignore_keys, metric_key_prefix, predicts).run(dataloader)
 
     # Within
 

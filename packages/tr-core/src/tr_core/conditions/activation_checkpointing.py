@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from tr_core.losses.loss import takes_argument
+from tr_core.losses.targets import takes_argument
 
 # What transformers' models are told with. The second is the older name of the first.
 _ENABLING = (

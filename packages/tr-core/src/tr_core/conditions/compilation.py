@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.conditions.rewinding import unchanged
-from tr_core.losses.loss import ItemCount
-
 Call = Callable[..., Any]
 
 
@@ -39,7 +36,7 @@ class Compilation:
     def of(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Compile the calls of `model`, which is on `device`, within the block."""
         if self._model is not model:
-            self._model, self._call = model, self._compile(model, device)
+            self._model, self._call = model, self._compile(model)
         before = model._compiled_call_impl
         # What nn.Module.compile() does; by hand, because that cannot be undone nor put back.
         model._compiled_call_impl = self._call
@@ -57,21 +54,8 @@ class Compilation:
         finally:
             model._compiled_call_impl = meanwhile
 
-    def _compile(self, model: nn.Module, device: torch.device) -> Call:
-        compiled = torch.compile(model._call_impl, **self._options)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            count = kwargs.get("num_items_in_batch")
-            if isinstance(count, ItemCount):
-                # The compiler looks at every side of a tensor, which tells nothing about the loss. So the first call
-                # is made once more beforehand, uncompiled and without a trace.
-                with unchanged(model, device), torch.no_grad():
-                    model._call_impl(*args, **kwargs)
-                with torch._C.DisableTorchFunctionSubclass():
-                    kwargs["num_items_in_batch"] = count.as_subclass(torch.Tensor)
-            return compiled(*args, **kwargs)
-
-        return call
+    def _compile(self, model: nn.Module) -> Call:
+        return torch.compile(model._call_impl, **self._options)
 
 
 def check_compilation(backend: str, mode: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tr_core.losses.loss import takes_argument
+from tr_core.losses.targets import takes_argument
 from tr_core.model_io import base_model, forward_parameters
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tr_core.evaluation.streaming import check_streaming, is_streaming
-from tr_core.losses.loss import takes_argument
+from tr_core.losses.targets import takes_argument
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer

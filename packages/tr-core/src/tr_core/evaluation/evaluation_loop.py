@@ -34,10 +34,16 @@ class EvaluationLoop:
         prediction_loss_only: keep no predictions; metrics that stream get them all the same.
         ignore_keys: outputs of the model that are left out.
         prefix: what the metrics' names begin with.
+        predicts: keep predictions and labels also where metrics are computed batch by batch.
     """
 
     def __init__(
-        self, trainer: Trainer, prediction_loss_only: bool, ignore_keys: list[str] | None, prefix: str
+        self,
+        trainer: Trainer,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None,
+        prefix: str,
+        predicts: bool = False,
     ) -> None:
         self._trainer, self._strategy, self._args = trainer, trainer.strategy, trainer.args
         self._keeps, self._ignore_keys, self._prefix = not prediction_loss_only, ignore_keys, prefix
@@ -47,6 +53,7 @@ class EvaluationLoop:
             self._streaming = StreamingMetrics(compute, self._strategy)
         self._by_batch = compute if self._args.batch_eval_metrics and self._keeps else None
         self._compute = compute if self._keeps and not self._by_batch and not is_streaming(compute) else None
+        self._keeps_batches = predicts or self._by_batch is None
         self._wanted = set(self._args.include_for_metrics)
         self._stores: dict[str, Collected] = {}
         self._loss = EvaluationLoss(trainer)
@@ -91,9 +98,9 @@ class EvaluationLoop:
             "inputs": self._gather(self._main_input(inputs), batch) if "inputs" in self._wanted else None,
             "losses": self._gather(_repeat(loss, rows), batch) if "loss" in self._wanted else None,
         }
-        if self._by_batch is not None:
-            if kept["predictions"] is not None and kept["label_ids"] is not None:
-                self._batch_metrics = self._by_batch(EvalPrediction(**kept), compute_result=is_last)
+        if self._by_batch is not None and kept["predictions"] is not None and kept["label_ids"] is not None:
+            self._batch_metrics = self._by_batch(EvalPrediction(**kept), compute_result=is_last)
+        if not self._keeps_batches:
             return
         every = self._args.eval_accumulation_steps
         for name, store in self._stores.items():

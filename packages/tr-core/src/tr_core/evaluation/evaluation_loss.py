@@ -1,4 +1,4 @@
-"""Reckon the mean loss of an evaluation: over samples, or over targets where the loss is one of targets."""
+"""Compute the mean loss of an evaluation: over samples, or over targets where the loss is one of targets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ if TYPE_CHECKING:
 
 # Losses of so many batches are made one tensor: a scalar on an accelerator takes half a kilobyte.
 _CHUNK = 1024
+_NO_MEAN_OVER_TOKENS = (
+    "eval_perplexity=True needs a mean over tokens, but the loss does not depend on num_items_in_batch, the number of "
+    "tokens: it is a mean of another kind. Divide a summed loss by num_items_in_batch, or set eval_perplexity=False"
+)
+_WEIGHTS_UNKNOWN = (
+    "the loss of this evaluation is {} if its batches count by their samples and {} if they count by their targets, "
+    "and which it is cannot be seen: num_items_in_batch was read as a number, by int(), float(), .item() or the like, "
+    "which leaves no trace in the loss. If the loss is a mean over targets, divide by num_items_in_batch itself, which "
+    "is a tensor; if not, do not read it in an evaluation (model.training is False), or train first"
+)
 
 
 class EvaluationLoss:
     """The losses of the batches of an evaluation, on the device until `mean` reads them.
 
-    A batch counts by its targets where the loss rule counts them, else by its samples: the mean does not depend on
-    the batch size.
+    A batch counts by its targets where its loss, or those of training, depend on the number of targets, else by its
+    samples: the mean does not depend on the batch size.
 
     Args:
         trainer: whose loss rule, strategy and arguments are used.
@@ -27,9 +37,11 @@ class EvaluationLoss:
 
     def __init__(self, trainer: Trainer) -> None:
         self._rule, self._strategy, self._args = trainer.loss_rule, trainer.strategy, trainer.args
+        self._takes_count = trainer._loss_takes_count
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
-        self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._other_weights: list[torch.Tensor] = []
+        self._chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, loss: torch.Tensor | None, inputs: Any, rows: int) -> None:
         """Take in a batch.
@@ -45,10 +57,16 @@ class EvaluationLoss:
         if loss is None:
             return
         targets = self._rule.count_inputs(inputs) if rows and self._rule.counts else None
+        by_targets = self._rule.weighs_targets(self._takes_count) if targets is not None else False
         if self._args.eval_perplexity and rows:
             _check_tokens(inputs)
+            if by_targets is False:
+                raise ValueError(_NO_MEAN_OVER_TOKENS)
+        samples = torch.full((), rows, device=self._strategy.device)
         self._losses.append(loss.detach().float())
-        self._weights.append(torch.full((), rows, device=self._strategy.device) if targets is None else targets)
+        self._weights.append(samples if targets is None or not by_targets else targets)
+        # Where it is not known which of the two weighs the loss, it must not matter.
+        self._other_weights.append(targets if targets is not None and by_targets is None else self._weights[-1])
         if len(self._losses) == _CHUNK:
             self._close_chunk()
 
@@ -67,24 +85,34 @@ class EvaluationLoss:
 
     def _mean(self) -> float | None:
         self._close_chunk()
-        values, weights = torch.zeros(0), torch.zeros(0)
+        values, weights, others = torch.zeros(0), torch.zeros(0), torch.zeros(0)
         if self._chunks:
-            values = torch.cat([losses for losses, _ in self._chunks]).cpu()  # sync: once an evaluation
-            weights = torch.cat([weights for _, weights in self._chunks]).cpu().double()
-        keep = weights > 0
-        if self._args.logging_nan_inf_filter:
-            keep &= torch.isfinite(values)
-        total = float((values.double()[keep] * weights[keep]).sum())
-        sums = self._strategy.gather_objects((total, float(weights[keep].sum()), len(values)))
-        counted, batches = sum(weight for _, weight, _ in sums), sum(number for *_, number in sums)
+            parts = zip(*self._chunks, strict=True)
+            values, weights, others = (torch.cat(part).cpu() for part in parts)  # sync: once an evaluation
+        parts = [*self._sums(values, weights), *self._sums(values, others)]
+        sums = self._strategy.gather_objects((parts, len(values)))
+        total, counted, other_total, other_counted = (
+            sum(numbers) for numbers in zip(*(p for p, _ in sums), strict=True)
+        )
         if not counted:  # nothing that counts, or no loss that is a number
-            return math.nan if batches else None
-        return sum(part for part, *_ in sums) / counted
+            return math.nan if sum(batches for _, batches in sums) else None
+        mean, other = total / counted, other_total / other_counted if other_counted else math.nan
+        if not math.isclose(mean, other, rel_tol=1e-6) and math.isfinite(mean):
+            raise ValueError(_WEIGHTS_UNKNOWN.format(mean, other))
+        return mean
+
+    def _sums(self, losses: torch.Tensor, weights: torch.Tensor) -> tuple[float, float]:
+        keep, weights = weights > 0, weights.double()
+        if self._args.logging_nan_inf_filter:
+            keep &= torch.isfinite(losses)
+        return float((losses.double()[keep] * weights[keep]).sum()), float(weights[keep].sum())
 
     def _close_chunk(self) -> None:
         if self._losses:
-            self._chunks.append((torch.stack(self._losses), torch.stack(self._weights)))
-            self._losses, self._weights = [], []
+            self._chunks.append(
+                (torch.stack(self._losses), torch.stack(self._weights), torch.stack(self._other_weights))
+            )
+            self._losses, self._weights, self._other_weights = [], [], []
 
 
 def perplexity(mean_loss: float) -> float:

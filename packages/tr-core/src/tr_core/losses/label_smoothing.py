@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.losses.loss import IGNORED_TARGET, shifts_targets
+from tr_core.losses.targets import IGNORED_TARGET, shifts_targets
 
 
 class LabelSmoother:

@@ -8,83 +8,40 @@ A step's loss is the mean over what its micro-batches hold, in one of two ways:
 - *Mean*: the loss is a mean over its own micro-batch; it is divided by the number of micro-batches that the step
   really has, and weighted where ranks hold unequal shares of a short one.
 
-Which of the two it is, is not guessed from a signature: the count is handed over as a tensor that notices whether it
-takes part in any arithmetic.
+Which of the two it is, is not guessed from a signature: the count is handed over as an `ItemCount`, which leaves its
+mark on all that is calculated with it, and each micro-batch's loss is looked at for that mark. What a user declares
+goes before it: `loss_is_scaled_for_ga` of the Trainer.
 """
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from tr_core.data.order import MicroBatch
+from tr_core.losses.item_count import ItemCount, plain
+from tr_core.losses.number_reads import divides_by_any
+from tr_core.losses.targets import (
+    IGNORED_TARGET,
+    accepts_count,
+    averages_over_targets,
+    shifts_targets,
+    takes_argument,
+)
 from tr_core.protocols import Strategy
 
-IGNORED_TARGET = -100
 
+class Division(Enum):
+    """What a loss was divided by when it came from `compute_loss`."""
 
-class ItemCount(torch.Tensor):
-    """A scalar tensor that remembers whether it was calculated with; moving it or looking at its shape is no use."""
-
-    uses: list[str]
-
-    @staticmethod
-    def of(count: torch.Tensor, uses: list[str] | None = None) -> ItemCount:
-        """Wrap a count; the names of the operations that use it are appended to `uses`."""
-        wrapped = count.as_subclass(ItemCount)
-        wrapped.uses = [] if uses is None else uses
-        return wrapped
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run every operation on plain tensors, and note those that calculate."""
-        counts = [value for value in args if isinstance(value, ItemCount)]
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if func in _LOOKS:
-            return ItemCount.of(result, counts[0].uses) if counts and isinstance(result, torch.Tensor) else result
-        for count in counts:
-            count.uses.append(getattr(func, "__name__", str(func)))
-        return result.as_subclass(torch.Tensor) if isinstance(result, ItemCount) else result
-
-
-_LOOKS = frozenset(
-    {
-        torch.is_floating_point,  # asked by what casts the arguments of a forward, such as fully_shard's hooks
-        torch.is_complex,
-        torch.Tensor.is_complex,
-        torch.Tensor.get_device,
-        torch.Tensor.record_stream,
-        torch.Tensor.to,
-        torch.Tensor.cuda,
-        torch.Tensor.cpu,
-        torch.Tensor.detach,
-        torch.Tensor.dim,
-        torch.Tensor.size,
-        torch.Tensor.numel,
-        torch.Tensor.__repr__,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    }
-)
+    MEAN = "what its own micro-batch holds"
+    COUNTED = "the count of the whole step"
+    AS_IS = "whatever its user wants"
 
 
 class LossRule:
@@ -95,6 +52,11 @@ class LossRule:
         compute_loss_func: the user's loss function, if any.
         strategy: how counts are summed over ranks.
         average_tokens_across_devices: count over all ranks, not on this one only.
+        declared: what the user says about whether the model takes the count; None where nothing.
+
+    Attributes:
+        observed: whether the last loss that could be looked at depended on the count; None before the first.
+        is_own_loss: set by `Trainer.compute_loss`: the loss is made by the Trainer, not by an override alone.
     """
 
     def __init__(
@@ -104,16 +66,37 @@ class LossRule:
         strategy: Strategy,
         *,
         average_tokens_across_devices: bool = True,
+        declared: Callable[[], bool | None] = lambda: None,
     ) -> None:
         self._strategy = strategy
         self._over_ranks = average_tokens_across_devices and strategy.world_size > 1
-        self.tells_model = compute_loss_func is None and accepts_count(model)
-        self._shifts = shifts_targets(model)
-        self.counts = self.tells_model or (
-            compute_loss_func is not None and takes_argument(compute_loss_func, "num_items_in_batch")
+        self._function, self._declared = compute_loss_func, declared
+        self._model_takes_count = accepts_count(model)
+        self._function_takes_count = compute_loss_func is not None and takes_argument(
+            compute_loss_func, "num_items_in_batch"
         )
-        self._is_counted: bool | None = None
-        self._probe: ItemCount | None = None
+        self._shifts = shifts_targets(model)
+        self._averages_over_targets = compute_loss_func is None and averages_over_targets(model)
+        self._evaluated: tuple[bool | None, ...] = ()
+        self._watches_aliases = False
+        self.observed: bool | None = None
+        self.is_own_loss = False
+
+    @property
+    def accepts_count(self) -> bool:
+        """Whether the model is given the count: as the user says, else as its forward and class say."""
+        declared = self._declared()
+        return self._model_takes_count if declared is None else bool(declared)
+
+    @property
+    def tells_model(self) -> bool:
+        """Whether the model is given the count to compute its own loss with."""
+        return self._function is None and self.accepts_count
+
+    @property
+    def counts(self) -> bool:
+        """Whether anything is given the count."""
+        return self._function_takes_count if self._function is not None else self.accepts_count
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         """Count the targets of a step over all ranks, from host tensors; nothing is read from a device.
@@ -133,35 +116,95 @@ class LossRule:
         targets = self._targets(inputs)
         return None if targets is None else targets.ne(IGNORED_TARGET).sum()
 
-    def hand_over(self, num_items: torch.Tensor) -> torch.Tensor:
-        """Return the count to give to the loss: the first one notices its use."""
-        if self._is_counted is not None:
-            return num_items
-        self._probe = ItemCount.of(num_items)
-        return self._probe
+    def hand_over(self, num_items: torch.Tensor) -> ItemCount:
+        """Return the count to give to a loss; `judge` looks afterwards at what became of it."""
+        ItemCount.reads.clear()
+        self.is_own_loss = False
+        compiler: Any = sys.modules.get("torch._functorch.config")
+        if compiler is not None and getattr(compiler, "check_custom_op_aliasing", False):
+            # At the first call of compiled code this check refuses any subclass of a tensor.
+            compiler.check_custom_op_aliasing, self._watches_aliases = False, True
+        return num_items.as_subclass(ItemCount)
 
-    def normalise(self, loss: torch.Tensor, was_told: bool, size: int, weight: float) -> torch.Tensor:
-        """Turn one micro-batch's loss into its share of the step's loss.
+    def judge(
+        self, loss: torch.Tensor, was_told: bool | None, size: int, weight: float, is_scaled: bool | None = None
+    ) -> Division:
+        """Say what a micro-batch's loss was divided by.
+
+        Args:
+            loss: scalar, as `compute_loss` gave it.
+            was_told: whether the count was handed over for it; None where none was made.
+            size: micro-batches of the step.
+            weight: weight of this rank's share of the micro-batch.
+            is_scaled: the Trainer's `loss_is_scaled_for_ga`; None leaves it to be seen.
+
+        Raises:
+            ValueError: it makes a difference and cannot be seen, or contradicts what the user declared.
+        """
+        used = self._look(loss) if was_told else False
+        if was_told and used is not None:
+            self.observed = used
+        if is_scaled is not None:
+            is_ours = bool(used) and self.is_own_loss
+            return Division.COUNTED if is_scaled and is_ours else Division.AS_IS if is_scaled else Division.MEAN
+        if not used and (size > 1 or weight != 1.0 or self._over_ranks):
+            if used is None:
+                raise ValueError(_cannot_be_seen())
+            if was_told is not None and self._declared():
+                raise ValueError(_contradicts())
+        return Division.COUNTED if used else Division.MEAN
+
+    def judge_evaluation(self, loss: torch.Tensor, was_told: bool) -> torch.Tensor:
+        """Note whether the loss of an evaluation batch depends on the count, and return it as a plain tensor."""
+        self._evaluated = (self._look(loss),) if was_told else ()
+        return plain(loss)
+
+    def weighs_targets(self, without_count: bool) -> bool | None:
+        """Whether the loss of the last evaluation batch is one over its targets, not over its samples.
+
+        It is if it depended on the count, or if the losses of training do; or if it is the model's own, of which the
+        code says so.
+
+        Args:
+            without_count: the answer where neither was seen, because this loss was given no count.
+
+        Returns:
+            True or False; None where the loss may have been divided by a number that was read of the count.
+        """
+        seen, self._evaluated = self._evaluated, ()
+        if True in seen or (self.is_own_loss and self._averages_over_targets):
+            return True
+        if self.observed is not None:
+            return self.observed
+        return seen[0] if seen else without_count
+
+    def share(self, loss: torch.Tensor, division: Division, size: int, weight: float) -> torch.Tensor:
+        """Turn one micro-batch's loss, or a part of it, into its share of the step's loss.
 
         Args:
             loss: scalar, as the model or loss function gave it.
-            was_told: whether the count was handed over for it.
+            division: what it was divided by.
             size: micro-batches of the step.
             weight: weight of this rank's share of the micro-batch.
         """
-        if was_told and self._uses_count():
+        loss = plain(loss)
+        if division is not Division.MEAN:
             if weight == 0.0:  # a sample of another rank's, here so that this one takes part: it is counted there
                 return loss * 0.0
-            return loss * self._strategy.world_size if self._over_ranks else loss
+            return loss * self._strategy.world_size if self._over_ranks and division is Division.COUNTED else loss
         if weight != 1.0:
             loss = loss * weight
         return loss / size if size > 1 else loss
 
-    def _uses_count(self) -> bool:
-        if self._is_counted is None and self._probe is not None:
-            self._is_counted = bool(self._probe.uses)
-            self._probe = None
-        return bool(self._is_counted)
+    def _look(self, loss: torch.Tensor) -> bool | None:
+        """Whether a loss depends on the count it was given; None where that cannot be seen."""
+        if self._watches_aliases:
+            compiler: Any = sys.modules["torch._functorch.config"]
+            compiler.check_custom_op_aliasing = True
+            self._watches_aliases = False
+        if isinstance(loss, ItemCount):
+            return True
+        return divides_by_any(loss, ItemCount.reads) if ItemCount.reads else False
 
     def _count_one(self, inputs: Any) -> int | None:
         targets = self._targets(inputs)
@@ -180,32 +223,20 @@ class LossRule:
         return labels if isinstance(labels, torch.Tensor) else None
 
 
-def accepts_count(model: nn.Module) -> bool:
-    """Whether a model's forward may be given `num_items_in_batch`.
-
-    A class that says `accepts_loss_kwargs` is believed. Else the parameter must be named, or be taken by `**kwargs` of
-    a model that has a `loss_function` to pass it to: any other `**kwargs` may refuse or ignore it.
-    """
-    declared = getattr(model, "accepts_loss_kwargs", None)
-    if declared is not None:
-        return bool(declared)
-    parameters = inspect.signature(model.forward).parameters
-    if "num_items_in_batch" in parameters:
-        return True
-    has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return has_kwargs and "loss_function" in dir(type(model))
+def _cannot_be_seen() -> str:
+    numbers = ", ".join(f"{number:g}" for number in sorted(set(ItemCount.reads)))
+    return (
+        f"the loss was multiplied or divided by a number after num_items_in_batch was read as a number ({numbers}), by "
+        "int(), float(), .item() or the like: whether one comes from the other cannot be seen, and decides what the "
+        "gradients are divided by. Divide by num_items_in_batch itself, which is a tensor, or set "
+        "loss_is_scaled_for_ga of the Trainer: True if compute_loss divides for the whole step, False if its loss is a "
+        "mean over its micro-batch"
+    )
 
 
-def shifts_targets(model: nn.Module) -> bool:
-    """Whether a model predicts the next position itself, so that the first label of a row is no target."""
-    if "loss_function" not in dir(type(model)) or getattr(model, "loss_type", None) is None:
-        return False
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    function = getattr(model, "loss_function", None)
-    return getattr(function, "__name__", "") == "ForCausalLMLoss" and not is_encoder_decoder
-
-
-def takes_argument(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be called with the keyword argument `name`."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+def _contradicts() -> str:
+    return (
+        "model_accepts_loss_kwargs=True was set, which has the loss taken as divided by num_items_in_batch, but the "
+        "loss does not depend on it; set loss_is_scaled_for_ga of the Trainer: True if the loss is divided for the "
+        "whole step all the same, False if it is a mean over its micro-batch; or do not set model_accepts_loss_kwargs"
+    )

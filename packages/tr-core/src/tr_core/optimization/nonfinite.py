@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from tr_core.losses.loss import takes_argument
+from tr_core.losses.targets import takes_argument
 from tr_core.optimization.skipping import skips_on_device
 from tr_core.protocols import Strategy
 from tr_core.scalars import read_scalars

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tr_core.data.order import MicroBatch
-from tr_core.losses.loss import takes_argument
 from tr_core.losses.loss_parts import split_loss
+from tr_core.losses.targets import takes_argument
 from tr_core.model_io import batch_size_of, to_device
 from tr_core.preflight.as_in_training import as_in_training
 from tr_core.preflight.label_range import labels_outside

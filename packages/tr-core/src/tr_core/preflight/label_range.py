@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tr_core.data.loaders import is_map_style
-from tr_core.losses.loss import IGNORED_TARGET
+from tr_core.losses.targets import IGNORED_TARGET
 from tr_core.model_io import base_model
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject

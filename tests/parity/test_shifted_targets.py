@@ -1,0 +1,173 @@
+"""Which labels are targets, for every causal class of transformers that can be built small: its own loss says it."""
+
+import inspect
+
+import pytest
+import torch
+from parity_models import llama
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tr_core import Trainer, TrainingArguments
+from tr_core.losses.targets import shifts_targets
+
+SIZES = {
+    8: "head_dim rotary_dim mamba_d_state state_size qk_rope_head_dim qk_nope_head_dim v_head_dim",
+    16: "q_lora_rank kv_lora_rank mamba_d_head moe_intermediate_size shared_expert_intermediate_size",
+    32: "hidden_size n_embd d_model dim embed_dim emb_dim embedding_size d_embed attention_hidden_size",
+    64: "intermediate_size ffn_dim d_ff dff n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size vocab_size "
+    "max_position_embeddings n_positions n_ctx",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads mamba_n_heads "
+    "num_key_value_heads num_kv_heads num_experts num_local_experts n_routed_experts",
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers "
+    "num_decoder_layers num_experts_per_tok expand num_codebooks eos_token_id",
+    1: "n_group topk_group bos_token_id",
+    0: "pad_token_id",
+}
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+SMALL |= {"use_cache": False, "use_mamba_kernels": False}
+OWN = {
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "Mamba2ForCausalLM": {"num_heads": 8, "n_groups": 1},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+}
+MOST_PARAMETERS = 30_000_000
+CONFIGS = {
+    kind.__name__: config
+    for config, kinds in MODEL_FOR_CAUSAL_LM_MAPPING.items()
+    for kind in (kinds if isinstance(kinds, tuple | list) else (kinds,))
+}
+KINDS = {
+    kind.__name__: kind
+    for kinds in MODEL_FOR_CAUSAL_LM_MAPPING.values()
+    for kind in (kinds if isinstance(kinds, tuple | list) else (kinds,))
+}
+
+
+def small_config(kind, config_class):
+    config = config_class()
+    known = set(inspect.signature(config_class.__init__).parameters) | set(vars(config)) | set(config.attribute_map)
+    given = {name: value for name, value in SMALL.items() if name in known}
+    config = config_class(**given | OWN.get(kind.__name__, {}))
+    text = getattr(config, "text_config", None)
+    if isinstance(text, PretrainedConfig) and kind.config_class is type(text) is not config_class:
+        return small_config(kind, type(text))
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    return config
+
+
+def small_model(kind, config_class):
+    config = small_config(kind, config_class)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size} parameters")
+    torch.manual_seed(0)
+    return kind(config).eval().float()
+
+
+def own_loss(model):
+    """Return the loss that the model computes of labels, with what it would be with and without shifting."""
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(3, 60, (2, 8), generator=generator) for _ in range(2))
+    labels[0, 3] = -100
+    with torch.no_grad():
+        outputs = model(input_ids=ids, labels=labels)
+    logits = outputs.logits.float()
+    return outputs.loss.item(), cross_entropy(logits[:, :-1], labels[:, 1:]), cross_entropy(logits, labels)
+
+
+def cross_entropy(logits, labels):
+    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).item()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_targets_are_shifted_where_the_models_own_loss_shifts_them(name):
+    try:
+        model = small_model(KINDS[name], CONFIGS[name])
+        before = shifts_targets(model)
+        loss, shifted, unshifted = own_loss(model)
+    except Exception as error:  # the sizes here fit most models, not all
+        pytest.skip(f"cannot be built and run small: {type(error).__name__}: {str(error)[:80]}")
+    does_shift = abs(loss - shifted) < 1e-4
+    if not does_shift and abs(loss - unshifted) >= 1e-4:
+        pytest.skip("its own loss is no plain cross entropy")
+    assert before is does_shift
+    assert shifts_targets(model) is does_shift, "after a forward"
+
+
+def test_most_causal_classes_can_be_built_small():
+    """What is skipped above is no proof: there are not many such."""
+    built = 0
+    for name in sorted(KINDS)[::9]:
+        try:
+            small_config(KINDS[name], CONFIGS[name])
+        except Exception:
+            continue
+        built += 1
+    assert built >= len(sorted(KINDS)[::9]) * 0.8
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=17, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+
+
+def rows(number, length=10):
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for index in range(number):
+        ids = torch.randint(1, 17, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: index * 2] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def arguments(path, **changes):
+    return TrainingArguments(
+        **{"output_dir": str(path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+        | changes
+    )
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_evaluation_loss_and_perplexity_are_those_of_the_next_token(tmp_path, build, epsilon):
+    model, data = build().eval(), rows(4)
+    trainer = Trainer(
+        model,
+        arguments(tmp_path, label_smoothing_factor=epsilon, eval_perplexity=True, per_device_eval_batch_size=2),
+        eval_dataset=data,
+    )
+    found = trainer.evaluate()
+    labels = torch.stack([row["labels"] for row in data])[:, 1:]
+    with torch.no_grad():
+        logits = model(torch.stack([row["input_ids"] for row in data])).logits[:, :-1].float()
+    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=epsilon).item()
+    assert found["eval_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert found["eval_perplexity"] == pytest.approx(torch.tensor(wanted).exp().item(), rel=1e-5)
+
+
+def test_a_smoothed_gpt2_learns_the_next_token_and_not_its_input(tmp_path):
+    model, data = (
+        gpt2(),
+        [{"input_ids": (ids := torch.arange(start, start + 10) % 17), "labels": ids} for start in (0, 6, 11)],
+    )
+    trainer = Trainer(
+        model,
+        arguments(tmp_path, label_smoothing_factor=0.1, num_train_epochs=60, learning_rate=0.03, logging_steps=500),
+        train_dataset=data,
+    )
+    trainer.train()
+    ids = torch.stack([row["input_ids"] for row in data])
+    with torch.no_grad():
+        guessed = model.eval()(ids).logits.argmax(-1)
+    assert (guessed[:, :-1] == ids[:, 1:]).float().mean() > 0.9
