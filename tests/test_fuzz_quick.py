@@ -1,0 +1,47 @@
+"""A part of `nox -s fuzz`: 200 random runs, and faults planted in our code that such runs must find."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FUZZ = Path(__file__).parent / "fuzz" / "run.py"
+
+
+def fuzz(*arguments):
+    command = [sys.executable, str(FUZZ), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_200_random_runs_are_those_that_were_described():
+    done = fuzz("--seed", 11, "--n", 200)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert re.search(r"^runs 200, discrepancies 0, ", done.stdout, re.M)
+    compared = dict(re.findall(r"^compared with (.*): (\d+)$", done.stdout, re.M))
+    assert set(compared) == {"transformers", "by hand", "uninterrupted"}
+    assert min(map(int, compared.values())) >= 15
+
+
+def test_planted_faults_are_found():
+    done = fuzz("--faults", "--n", 120)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = re.findall(r"^.*  +(\d+) runs +[\d.]+$", done.stdout, re.M)
+    assert len(found) >= 14
+    assert done.stdout.splitlines()[-1] == f"{len(found)} faults, 0 not found in 120 runs each"
+
+
+def test_one_run_is_repeated_from_its_line():
+    done = fuzz("--repeat", "Run(model='mlp', accumulation=2, habits=(('halve_the_weights', 1),))")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "compared with: transformers, by hand" in done.stdout
+
+
+@pytest.mark.parametrize("line", ["Run(habits=(('no_such_habit', 0),))", "Run(model='none')"])
+def test_a_run_that_is_none_is_an_error(line):
+    done = fuzz("--repeat", line)
+    assert done.returncode == 1
+    assert "KeyError" in done.stderr
