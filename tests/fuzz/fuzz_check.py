@@ -11,7 +11,7 @@ from pathlib import Path
 
 from by_hand import ByHand
 from fuzz_comparable import by_hand_knows, transformers_is_right
-from fuzz_habits import Acts
+from fuzz_habits import Acts, Stopped
 from fuzz_ranks import train_in_ranks
 from fuzz_trace import (
     EXACT,
@@ -23,7 +23,7 @@ from fuzz_trace import (
     difference_of_logs,
     difference_of_steps,
 )
-from fuzz_trainers import OURS, REFERENCE, Stopped, train
+from fuzz_trainers import OURS, REFERENCE, train
 
 _MEMORY = Path("/dev/shm")
 
@@ -50,14 +50,21 @@ def reference(run, folder):
 
 
 def resumed(run, folder):
-    """Train with ours to where the run is stopped, and resume in another Trainer."""
+    """Train with ours to where the run is stopped, and resume in another Trainer, for every stop."""
+    for stop in run.stops:
+        acts = Acts(run, stop)
+        trace = _again(run, folder, acts)
+        if trace.error is None and not acts.has_stopped and run.ranks == 1:
+            return trace
+        if trace.error is not None and not isinstance(trace.error, Stopped | KeyboardInterrupt | SystemExit):
+            return trace
+    return _again(run, folder, Acts(run))
+
+
+def _again(run, folder, acts):
     if run.ranks > 1:
-        train_in_ranks(run, folder, stops=True)
-        return train_in_ranks(run, folder, resume=True)
-    first = train(OURS, run, folder, Acts(run, Stopped("stopped on purpose")))
-    if first.error is not None and not isinstance(first.error, Stopped):
-        return first
-    return train(OURS, run, folder, Acts(run), resume=True)
+        return train_in_ranks(run, folder, acts.stop, "auto")
+    return train(OURS, run, folder, acts, resume="auto")
 
 
 def by_hand(run):
@@ -81,7 +88,7 @@ def check(run):
     compared, found = [], {}
     with _folder() as folder:
         mine = ours(run, folder / "ours")
-        if run.stop is not None:
+        if run.stops:
             compared.append("uninterrupted")
             found["uninterrupted"] = _against_uninterrupted(mine, resumed(run, folder / "resumed"))
         if transformers_is_right(run):

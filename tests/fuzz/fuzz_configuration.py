@@ -17,7 +17,8 @@ class Run:
         family: what drew it; of no consequence.
         rate: the learning rate.
         habits: what a user does to it, by name, and the completed steps after which.
-        stop: how it ends early, `raise` or `callback`, and after how many steps; it is then resumed.
+        stops: how it ends early (`raise`, `interrupt`, `signal`, `callback`), after how many steps and at which event;
+            after each it is resumed.
         twice: whether `train` is called once more.
         ranks: processes; their batches together are `batch`.
     """
@@ -60,7 +61,7 @@ class Run:
     patience: int = 0
     around: str = ""
     habits: tuple[tuple[str, int], ...] = ()
-    stop: tuple[str, int] | None = None
+    stops: tuple[tuple[str, int, str], ...] = ()
     twice: bool = False
     ranks: int = 1
 
@@ -130,8 +131,9 @@ class Run:
             if value == field.default or field.name == "family":
                 continue
             yield replace(self, **{field.name: field.default})
-            if field.name == "habits":
-                yield from (replace(self, habits=(*value[:i], *value[i + 1 :])) for i in range(len(value)))
+            if isinstance(value, tuple) and len(value) > 1:
+                fewer = [(*value[:i], *value[i + 1 :]) for i in range(len(value))]
+                yield from (replace(self, **{field.name: some}) for some in fewer)
             if isinstance(value, int) and not isinstance(value, bool) and value > 2:
                 yield from (replace(self, **{field.name: smaller}) for smaller in {value // 2, value - 1})
 

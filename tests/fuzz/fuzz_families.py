@@ -8,6 +8,15 @@ from fuzz_habits import HABITS
 from fuzz_models import MODELS
 from fuzz_optimizers import GIVEN, NAMED, SCHEDULES
 
+STOPPABLE = (
+    "on_step_begin",
+    "on_substep_end",
+    "on_evaluate",
+    "on_prediction_step",
+    "on_epoch_end",
+    "on_log",
+    "on_save",
+)
 LOSSES = ("model", "function", "function_counted", "smoothing", *OVERRIDES)
 
 
@@ -140,6 +149,13 @@ def _best(rng, run):
     return replace(run, best=rng.random() < 0.8, patience=rng.choice([0, 1, 2]), epochs=rng.choice([2, 3]), rate=0.3)
 
 
+def _best_resumed(rng, run):
+    """The best model of a run that is stopped and resumed."""
+    run = replace(_best(rng, run), length=rng.randint(6, 16))
+    run = replace(run, max_steps=min(max(run.steps, 3), 8))
+    return replace(run, stops=tuple(sorted(_stops(rng, run), key=lambda stop: stop[1])))
+
+
 def _habits(rng, run):
     """What is changed in the middle, and what is put in the place of what was given."""
     run = replace(
@@ -162,12 +178,16 @@ def _resumes(rng, run):
     lasting = [name for name, found in HABITS.items() if found.suits(run) and found.lasts]
     habits = tuple((name, rng.randint(0, 3)) for name in rng.sample(lasting, rng.choice([0, 0, 1])))
     run = replace(run, habits=habits, data=rng.choice([run.data, "noisy"]) if run.data == "torch" else run.data)
-    steps = min(max(run.steps, 2), 8)
-    every = rng.choice([1, 1, 2])
-    save = {"save": "steps", "save_steps": every}
-    steps = max(steps, every + 1)
-    stop = (rng.choice(["raise", "callback"]), rng.randint(every + 1, steps))
-    return replace(run, max_steps=steps, stop=stop, **save)
+    save = {"save": rng.choice(["steps", "steps", "steps", "epoch"]), "save_steps": rng.choice([1, 1, 2])}
+    run = replace(run, max_steps=min(max(run.steps, 3), 8), **save)
+    return replace(run, stops=tuple(sorted(_stops(rng, run), key=lambda stop: stop[1])))
+
+
+def _stops(rng, run):
+    """Draw one or two ways in which a run ends before its end."""
+    ways, events = ("raise", "raise", "callback", "interrupt", "signal"), ("on_step_end", "on_step_end", *STOPPABLE)
+    for _ in range(rng.choice([1, 1, 2])):
+        yield rng.choice(ways), rng.randint(1, run.max_steps), rng.choice(events)
 
 
 def _twice(rng, run):
@@ -194,7 +214,7 @@ def _ranks(rng, run):
     run = replace(run, habits=tuple((name, rng.randint(0, 2)) for name in habits), ranks=2, around="", drop_last=False)
     run = replace(run, batch=2 * rng.randint(1, 3), length=rng.randint(2, 20), epochs=2, max_steps=-1)
     if rng.random() < 0.3:
-        run = replace(run, stop=("callback", 2), save="steps", max_steps=3, habits=())
+        run = replace(run, stops=(("callback", 2, "on_step_end"),), save="steps", max_steps=3, habits=())
     return run
 
 
@@ -208,6 +228,7 @@ FAMILIES = {
     "schedules": (_schedules, 8),
     "evaluations": (_evaluations, 12),
     "best": (_best, 4),
+    "best_resumed": (_best_resumed, 4),
     "habits": (_habits, 20),
     "resumes": (_resumes, 14),
     "twice": (_twice, 4),

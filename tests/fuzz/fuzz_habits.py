@@ -4,6 +4,8 @@ A habit acts on anything with a Trainer's attributes: ours, transformers', and t
 names for what habits touch. Where by hand something else has to be done, `by_hand` says what.
 """
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -348,17 +350,24 @@ def change_the_data_of_the_loader(trainer):
     trainer.given_to_callback["train_dataloader"].dataset.scale = 2
 
 
+class Stopped(Exception):
+    """What ends a run in the middle."""
+
+
 class Acts:
     """A callback that does what a run's habits say, and ends it where that is asked for.
 
     Args:
         run: whose habits.
-        stopped: what to raise to end it early; None does not end it.
+        stop: how to end it, after which step, and at which event; None does not end it.
+
+    Attributes:
+        has_stopped: whether it ended it.
     """
 
-    def __init__(self, run, stopped=None):
+    def __init__(self, run, stop=None):
         self.habits = [(HABITS[name], step) for name, step in run.habits]
-        self.run, self.stop, self.stopped, self.trainer = run, run.stop if stopped else None, stopped, None
+        self.run, self.trainer, self.stop, self.has_stopped = run, None, stop, False
 
     def before(self, trainer):
         """Act between building a Trainer and training with it."""
@@ -377,11 +386,23 @@ class Acts:
 
     def hear(self, event, state, control, given):
         """Act at an event of a Trainer."""
+        if self.trainer is None:
+            return
         self.trainer.given_to_callback = given
         self.tell(self.trainer, event)
-        if event == "on_step_end" and self.stop is not None and state.global_step == self.stop[1]:
-            if self.stop[0] == "raise":
-                raise self.stopped
+        if self.stop is not None and self.stop[1:] == (state.global_step, event) and not self.has_stopped:
+            self._end(state, control)
+
+    def _end(self, state, control):
+        how = self.stop[0]
+        self.has_stopped = how != "callback" or state.global_step < state.max_steps
+        if how == "raise":
+            raise Stopped("stopped on purpose")
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
             control.should_training_stop = True
 
 
@@ -392,7 +413,5 @@ def _listener(event):
     return listen
 
 
-for _event in EVENTS:
+for _event in (*EVENTS, "on_init_end", "on_prediction_step", "on_predict", "on_save", "on_push_begin"):
     setattr(Acts, _event, _listener(_event))
-for _event in ("init_end", "prediction_step", "predict", "save", "push_begin"):
-    setattr(Acts, f"on_{_event}", lambda self, args, state, control, **kwargs: None)

@@ -67,14 +67,17 @@ class CountedDropout(nn.Module):
 
 
 class Norm(nn.Module):
-    """A batch norm that also takes a batch of one: it goes over a feature's five places."""
+    """A batch norm that also takes a batch of one: it goes over the five features.
+
+    The input is added: what comes after is a layer norm, which would leave its scale without a gradient.
+    """
 
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(1)
 
     def forward(self, x):
-        return self.norm(x[:, None]).squeeze(1)
+        return x + self.norm(x[:, None]).squeeze(1)
 
 
 def _tied():

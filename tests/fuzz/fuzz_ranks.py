@@ -9,24 +9,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks load this file by its path
 
-from fuzz_habits import Acts
-from fuzz_trainers import OURS, Stopped, settle, train
+from fuzz_habits import Acts, Stopped
+from fuzz_trainers import OURS, settle, train
 
 from tr_dist.testing import RankError, run_ranks
 
 
-def train_in_ranks(run, folder, stops=False, resume=None):
+def train_in_ranks(run, folder, stop=None, resume=None):
     """Train with ours on a run's ranks; return what the first saw."""
     _fork_server()
     try:
-        return run_ranks(_train, run.ranks, run, str(folder), stops, resume, timeout_s=120)[0]
+        return run_ranks(_train, run.ranks, run, str(folder), stop, resume, timeout_s=120)[0]
     except RankError as error:
         raise RuntimeError(f"{run!r} on {run.ranks} ranks: {error}") from error
 
 
-def _train(run, folder, stops, resume):
+def _train(run, folder, stop, resume):
     settle()
-    trace = train(OURS, run, folder, Acts(run, Stopped("stopped on purpose") if stops else None), resume, closes=True)
+    trace = train(OURS, run, folder, Acts(run, stop), resume, closes=True)
     trace.batches, trace.events = [], []
     if trace.error is not None:
         trace.error = Stopped(str(trace.error)) if isinstance(trace.error, Stopped) else RuntimeError(repr(trace.error))

@@ -157,6 +157,8 @@ def difference_of_ends(expected, found, tolerance):
     if expected.weights.keys() != found.weights.keys():
         return f"weights {sorted(found.weights)} instead of {sorted(expected.weights)}"
     for name, value in expected.weights.items():
+        if name.endswith("key.bias") and tolerance is not EXACT:
+            continue  # its gradient is nothing but rounding: a softmax does not see it
         if not tolerance.tensors(value, found.weights[name]):
             return f"weight {name} ends with {_first(found.weights[name], value)}"
     if len(expected.moments) != len(found.moments):

@@ -41,10 +41,6 @@ def _side(name, module):
 REFERENCE, OURS = _side("transformers", transformers), _side("ours", tr_core)
 
 
-class Stopped(Exception):
-    """What ends a run in the middle."""
-
-
 def arguments_of(run: Run, folder):
     """Return the training arguments that a run says, common to both Trainers."""
     batch = run.batch // run.ranks
@@ -157,7 +153,9 @@ def train(side: Side, run: Run, folder, habits, resume=None, closes=False):
                 trainer.train(resume_from_checkpoint=resume)
             if run.around == "after":
                 trainer.evaluate()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if not isinstance(error, Exception) and not run.stops:
+                raise
             trace.error = error
             return trace
         trace.take(trainer.state.log_history)
