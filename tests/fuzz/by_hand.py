@@ -19,11 +19,13 @@ class ByHand:
         self.data_collator, self.compute_loss_func, self.compute_metrics = stack, function_of(run), figures
         self.args, self.optimizer, self.lr_scheduler = SimpleNamespace(max_grad_norm=run.clip), None, None
         self.state, self.control = SimpleNamespace(global_step=0), SimpleNamespace()
+        self.prepare_inputs = dict
         self.trace.watch(self.model)
 
     def train(self):
         run, epoch, self.state.global_step, self.trace.steps, self.trace.evaluations = self.run, 0, 0, [], []
         torch.manual_seed(run.seed)
+        self.model.train()
         self.loader = None if run.loader == "trainer" else own_loader(run, self.train_dataset)
         self.optimizer = self.optimizer or optimizer_of(run, self.model)
         self.lr_scheduler = self.lr_scheduler or schedule_of(run, self.optimizer, run.steps)
@@ -66,7 +68,7 @@ class ByHand:
         for number, batch in enumerate(batches, start=1):
             if not self.model.training:
                 self.model.train()
-            loss = self.loss(batch, items) / (1 if self.run.divides else len(batches))
+            loss = self.loss(self.prepare_inputs(batch), items) / (1 if self.run.divides else len(batches))
             loss.backward()
             step_loss += loss.item()
             if number < len(batches):
@@ -80,7 +82,7 @@ class ByHand:
             self.lr_scheduler.step()
         self.model.zero_grad()
         self.state.global_step += 1
-        self.control.should_training_stop = self.state.global_step == self.run.steps
+        self.control.should_training_stop |= self.state.global_step == self.run.steps
         self.control.should_evaluate = self.is_due()
         self.tell(self, "on_step_end")
 
@@ -88,7 +90,7 @@ class ByHand:
 
     def loss(self, batch, items):
         run, batch = self.run, dict(batch)
-        if run.loss == "model":
+        if run.loss in ("model", "model_uncounted"):
             return self.model(**batch, **({"num_items_in_batch": items} if run.divides else {}))["loss"]
         labels = batch.pop("labels")
         outputs, given = self.model(**batch), items if run.divides else None

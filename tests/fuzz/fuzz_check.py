@@ -11,7 +11,7 @@ from pathlib import Path
 
 from by_hand import ByHand
 from fuzz_comparable import by_hand_knows, transformers_is_right
-from fuzz_habits import Acts, Stopped
+from fuzz_habits import HABITS, Acts, Stopped
 from fuzz_ranks import train_in_ranks
 from fuzz_trace import (
     EXACT,
@@ -25,6 +25,7 @@ from fuzz_trace import (
 )
 from fuzz_trainers import OURS, REFERENCE, train
 
+REFUSALS = (ValueError, TypeError, AttributeError, RuntimeError)
 _MEMORY = Path("/dev/shm")
 
 
@@ -72,10 +73,13 @@ def by_hand(run):
     acts = Acts(run)
     hand = ByHand(run, acts.tell)
     acts.before(hand)
-    for _ in range(1 + run.twice):
-        hand.train()
-    if run.around == "after":
-        hand.evaluate()
+    try:
+        for _ in range(1 + run.twice):
+            hand.train()
+        if run.around == "after":
+            hand.evaluate()
+    except Exception as error:  # what a user does may be impossible for anybody
+        hand.trace.error = error
     return hand.trace
 
 
@@ -93,11 +97,21 @@ def check(run):
             found["uninterrupted"] = _against_uninterrupted(mine, resumed(run, folder / "resumed"))
         if transformers_is_right(run):
             compared.append("transformers")
-            found["transformers"] = _against_reference(reference(run, folder / "reference"), mine)
+            theirs = reference(run, folder / "reference")
+            is_refused = mine.error is not None and _may_be_refused(run, mine.error)
+            found["transformers"] = None if is_refused else _against_reference(theirs, mine)
     if by_hand_knows(run):
-        compared.append("by hand")
-        found["by hand"] = _against_hand(by_hand(run), mine)
+        is_refused = mine.error is not None and _may_be_refused(run, mine.error)
+        compared.append("refused" if is_refused else "by hand")
+        found["by hand"] = None if is_refused else _against_hand(by_hand(run), mine)
     return compared, {oracle: words for oracle, words in found.items() if words is not None}
+
+
+def _may_be_refused(run, error):
+    """Whether an exception refuses, in words, what may be refused."""
+    return (
+        any(HABITS[name].refusable for name, _ in run.habits) and isinstance(error, REFUSALS) and len(str(error)) > 60
+    )
 
 
 def _failed(trace):
@@ -107,8 +121,10 @@ def _failed(trace):
 
 
 def _against_hand(hand, mine):
-    if mine.error is not None:
-        return f"it ended with {_failed(mine)}"
+    if mine.error is not None or hand.error is not None:
+        if mine.error is not None and hand.error is not None:
+            return None
+        return f"it ended with {_failed(mine)}" if hand.error is None else f"only by hand it ended with {_failed(hand)}"
     return (
         (difference_of_batches(hand, mine) if mine.batches else None)
         or difference_of_steps(hand, mine, NEAR)

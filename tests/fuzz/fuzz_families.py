@@ -186,6 +186,8 @@ def _resumes(rng, run):
 def _stops(rng, run):
     """Draw one or two ways in which a run ends before its end."""
     ways, events = ("raise", "raise", "callback", "interrupt", "signal"), ("on_step_end", "on_step_end", *STOPPABLE)
+    if run.save == "epoch":  # where a callback stops a run, the epoch ends, and is evaluated and saved as one that did
+        ways = tuple(way for way in ways if way != "callback")
     for _ in range(rng.choice([1, 1, 2])):
         yield rng.choice(ways), rng.randint(1, run.max_steps), rng.choice(events)
 

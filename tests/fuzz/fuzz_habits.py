@@ -4,6 +4,7 @@ A habit acts on anything with a Trainer's attributes: ours, transformers', and t
 names for what habits touch. Where by hand something else has to be done, `by_hand` says what.
 """
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Habit:
         by_hand: what is done to the loop by hand.
         lasts: whether it is done at every such event from its step on, so that a resumed run does it too.
         reference: whether transformers' Trainer does it right.
+        refusable: whether it is right, too, to refuse it in words.
         suits: whether it can be done to a run.
     """
 
@@ -41,6 +43,7 @@ class Habit:
     by_hand: Callable[[Any], None] | None = None
     lasts: bool = False
     reference: bool = True
+    refusable: bool = False
     suits: Callable[[Any], bool] = lambda run: True
 
 
@@ -55,6 +58,11 @@ def habit(event, **options):
         return act
 
     return register
+
+
+def follows_metric(run):
+    """Whether the schedule goes by evaluations."""
+    return run.schedule == "reduce_lr_on_plateau" and run.optimizer != "given_both"
 
 
 def changes(**fields):
@@ -90,7 +98,7 @@ def forget_moments(trainer):
     trainer.optimizer.state.clear()
 
 
-@habit("on_step_end", suits=lambda run: run.schedule != "reduce_lr_on_plateau" and run.optimizer != "given_both")
+@habit("on_step_end", suits=lambda run: not follows_metric(run))
 def step_the_schedule_once_more(trainer):
     trainer.lr_scheduler.step()
 
@@ -141,6 +149,61 @@ def set_another_learning_rate(trainer):
 @habit("before", by_hand=changes(max_steps=3))
 def set_max_steps(trainer):
     trainer.args.max_steps = 3
+
+
+def _step_schedule(trainer):
+    trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2, gamma=0.5)
+
+
+def _step_schedule_by_hand(hand):
+    hand.optimizer = optimizer_of(hand.run, hand.model)
+    _step_schedule(hand)
+
+
+@habit(
+    "before", by_hand=_step_schedule_by_hand, suits=lambda run: "given" not in run.optimizer and not follows_metric(run)
+)
+def set_the_schedule(trainer):
+    trainer.create_optimizer()
+    _step_schedule(trainer)
+
+
+@habit("on_step_end", refusable=True)
+def set_the_optimizer_in_the_middle(trainer):
+    trainer.optimizer = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=0.5)
+
+
+@habit("on_step_end", refusable=True, suits=lambda run: not follows_metric(run))
+def set_the_schedule_in_the_middle(trainer):
+    _step_schedule(trainer)
+
+
+@habit("on_step_begin", lasts=True)
+def change_the_betas(trainer):
+    for group in trainer.optimizer.param_groups:
+        if "betas" in group:
+            group["betas"] = (0.5, 0.9)
+
+
+@habit("on_pre_optimizer_step", lasts=True)
+def drop_a_gradient(trainer):
+    next(trainer.model.parameters()).grad = None
+
+
+@habit("on_pre_optimizer_step", lasts=True)
+def scale_the_gradients(trainer):
+    for parameter in trainer.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(3.0)
+
+
+@habit("on_step_begin", refusable=True, suits=lambda run: run.model == "mlp_frozen")
+def unfreeze_and_add_to_the_optimizer(trainer):
+    frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    if frozen:
+        trainer.optimizer.add_param_group({"params": frozen})
 
 
 # The model
@@ -222,12 +285,63 @@ def _restore(trainer):
     )
 
 
+@habit("before")
+def wrap_the_forward(trainer):
+    forward = trainer.model.forward
+
+    @functools.wraps(forward)
+    def doubled(*args, **inputs):
+        outputs = forward(*args, **inputs)
+        if outputs.get("loss") is not None:
+            outputs["loss"] = outputs["loss"] * 2
+        return outputs
+
+    trainer.model.forward = doubled
+
+
+@habit("on_step_begin", lasts=True)
+def change_the_dropout(trainer):
+    for module in trainer.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.6
+
+
+@habit("on_step_begin", lasts=True, reference=False, suits=lambda run: run.model == "mlp_norm")
+def keep_a_norm_in_evaluation_mode(trainer):
+    trainer.model.middle.norm.eval()
+
+
 # What is asked for
 
 
 @habit("on_step_end")
 def stop_training(trainer):
     trainer.control.should_training_stop = True
+
+
+@habit("on_epoch_end")
+def stop_at_the_end_of_an_epoch(trainer):
+    trainer.control.should_training_stop = True
+
+
+@habit("on_evaluate")
+def stop_after_an_evaluation(trainer):
+    trainer.control.should_training_stop = True
+
+
+@habit("on_step_begin")
+def stop_before_a_step(trainer):
+    trainer.control.should_training_stop = True
+
+
+@habit("on_substep_end", reference=False)
+def stop_between_micro_batches(trainer):
+    trainer.control.should_training_stop = True
+
+
+@habit("on_step_end", refusable=True, reference=False, by_hand=changes(eval_steps=1))
+def evaluate_more_often(trainer):
+    trainer.args.eval_steps = 1
 
 
 @habit("on_step_end")
@@ -324,6 +438,68 @@ def set_a_loss_function(trainer):
 )  # fmt: skip
 def set_a_loss_function_in_the_middle(trainer):
     _mean_loss(trainer)
+
+
+@habit(
+    "on_epoch_begin", by_hand=lambda hand: setattr(hand, "data_collator", twice), reference=False, refusable=True,
+    suits=lambda run: run.loader == "trainer",
+)  # fmt: skip
+def set_the_collator_in_the_middle(trainer):
+    trainer.data_collator = twice
+
+
+def _doubled_loss(trainer):
+    before = trainer.compute_loss
+
+    def compute_loss(model, inputs, return_outputs=False, num_items_in_batch=None):
+        found = before(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        return (found[0] * 2, found[1]) if return_outputs else found * 2
+
+    trainer.compute_loss = compute_loss
+
+
+def _doubled_loss_by_hand(hand):
+    before = hand.loss
+    hand.loss = lambda batch, items: before(batch, items) * 2
+
+
+@habit("before", by_hand=_doubled_loss_by_hand, suits=lambda run: run.loss != "parts")
+def set_compute_loss(trainer):
+    _doubled_loss(trainer)
+
+
+@habit("on_step_end", by_hand=_doubled_loss_by_hand, refusable=True, suits=lambda run: run.loss != "parts")
+def set_compute_loss_in_the_middle(trainer):
+    _doubled_loss(trainer)
+
+
+def _doubled_inputs(batch):
+    return {name: value * 2 if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def _step_of_doubled_inputs(trainer):
+    before = trainer.training_step
+    trainer.training_step = lambda model, inputs, items=None: before(model, _doubled_inputs(inputs), items)
+
+
+@habit("before", by_hand=lambda hand: setattr(hand, "prepare_inputs", _doubled_inputs))
+def set_training_step(trainer):
+    _step_of_doubled_inputs(trainer)
+
+
+@habit("on_step_end", by_hand=lambda hand: setattr(hand, "prepare_inputs", _doubled_inputs), refusable=True)
+def set_training_step_in_the_middle(trainer):
+    _step_of_doubled_inputs(trainer)
+
+
+@habit("before", by_hand=lambda hand: _loss_of_its_own_batch(hand))
+def say_that_the_model_takes_no_count(trainer):
+    trainer.model_accepts_loss_kwargs = False
+
+
+def _loss_of_its_own_batch(hand):
+    if hand.run.loss in ("model", "override_counted"):
+        hand.run = replace(hand.run, loss="model_uncounted" if hand.run.loss == "model" else "override")
 
 
 @habit("before", suits=lambda run: not run.is_stream)

@@ -80,6 +80,18 @@ class Norm(nn.Module):
         return x + self.norm(x[:, None]).squeeze(1)
 
 
+class FrozenNorm(Mlp):
+    """A model that keeps its batch norm in evaluation mode, by the usual override."""
+
+    def __init__(self):
+        super().__init__(Norm())
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.middle.eval()
+        return self
+
+
 def _tied():
     model = Mlp(nn.Linear(5, 5))
     model.middle.weight = model.first.weight
@@ -122,6 +134,7 @@ MODELS = {
     "mlp_dropout": lambda: Mlp(nn.Dropout(0.3)),
     "mlp_masks": lambda: Mlp(CountedDropout()),
     "mlp_norm": lambda: Mlp(Norm()),
+    "mlp_frozen_norm": FrozenNorm,
     "mlp_tied": _tied,
     "mlp_frozen": _frozen,
     "gpt2": _gpt2,
