@@ -329,7 +329,7 @@ def stop_after_an_evaluation(trainer):
     trainer.control.should_training_stop = True
 
 
-@habit("on_step_begin")
+@habit("on_step_begin", reference=False)  # there it stops after the first micro-batch
 def stop_before_a_step(trainer):
     trainer.control.should_training_stop = True
 
