@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tr_dist import DDP, LaunchEnvironment, ProcessGroup
+from tr_dist.replica import moved
 from tr_dist.testing import run_ranks
 
 
@@ -193,3 +194,29 @@ def test_an_existing_group_of_another_backend_is_refused():
         pytest.raises(RuntimeError, match=r"the process group that exists has backend .*gloo.*, not fake"),
     ):
         DDP(use_cpu=True, backend="fake")
+
+
+class Fixed(TwoHeads):
+    """Refuses to be moved, as one with quantized weights or hooks of accelerate does."""
+
+    def to(self, *args, **kwargs):
+        raise RuntimeError("cannot be moved")
+
+
+def _train_fixed():
+    with DDP(use_cpu=True, find_unused_parameters=True) as strategy:
+        model = strategy.prepare(Fixed())
+        _step(model, strategy)
+        return strategy.unwrap(model).used.weight.grad is not None
+
+
+def test_a_model_that_is_where_it_is_to_be_is_not_moved():
+    assert run_ranks(_train_fixed, 2) == [True, True]
+
+
+def test_a_model_that_is_divided_over_devices_is_refused():
+    model = TwoHeads()
+    model.hf_device_map = {"body": "cpu", "used": 0}
+    with pytest.raises(ValueError, match=r"divided over devices \(hf_device_map\), and every rank needs one"):
+        moved(model, torch.device("cuda", 0))
+    assert moved(model, torch.device("cpu")) is model

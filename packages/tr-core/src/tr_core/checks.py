@@ -57,6 +57,32 @@ def check_model(model: Any, model_init: Any) -> None:
         )
 
 
+def check_quantized(model: nn.Module) -> None:
+    """Raise where training would change little but the norms of a model: its weights are held in few bits.
+
+    Raises:
+        ValueError: the model has no adapter, or those of its quantization cannot be trained.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
+        return
+    name, method = type(model).__name__, getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    shown = "" if method is None else f" by {getattr(method, 'value', method)}"
+    # `peft_config` is what every form of PEFT's wrappers has.
+    if not hasattr(model, "peft_config") and not getattr(quantizer, "is_qat_trainable", False):
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        raise ValueError(
+            f"{name} is quantized{shown} and has no adapter: its quantized weights cannot be trained, only "
+            f"{trainable:,} numbers beside them; add an adapter, as with peft.get_peft_model, or load the model "
+            "without quantization"
+        )
+    if not getattr(quantizer, "is_trainable", False):
+        raise ValueError(
+            f"{name} is quantized{shown}, which cannot be trained, not even with an adapter; load it without "
+            "quantization, or with one that can, as bitsandbytes in 4 bits"
+        )
+
+
 def check_args(args: Any) -> None:
     """Raise unless arguments are those of tr-args or nothing: scripts half moved pass those of another library."""
     if args is None or isinstance(args, TrainingArguments):

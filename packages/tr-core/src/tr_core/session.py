@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tr_core.callbacks.interruption import interruptible
+from tr_core.checks import check_quantized
 from tr_core.conditions.batch_size_search import run_epochs_within_memory
 from tr_core.conditions.memory_metrics import ReadMemory
 from tr_core.conditions.output_folder import check_that_it_can_be_written_to
@@ -43,6 +44,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     seed = trainer.args.seed + trainer.strategy.rank
     set_seed(seed, deterministic=trainer.args.full_determinism, device=trainer.strategy.device)
     trainer.renew_model()
+    check_quantized(trainer.model)
     with while_training(trainer), trainer.memory.stage("train") as read_memory:
         run = _begin(trainer, resume, ignore_keys)
         if is_complete(trainer, run):

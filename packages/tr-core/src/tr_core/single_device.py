@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tr_core.optimization.skipping import step_unless
+from tr_core.placing import place
 from tr_core.protocols import Stateful
 from tr_log import get_logger, warning_once
 
@@ -47,6 +48,7 @@ class SingleDevice:
         device: where to compute; None chooses (see `choose_device`).
         precision: `no`, `bf16`, or `fp16` with loss scaling.
         use_cpu: choose the CPU even where there is an accelerator.
+        moves_model: whether `prepare` moves the model to the device.
 
     Raises:
         ValueError: the device cannot compute in the precision.
@@ -59,8 +61,14 @@ class SingleDevice:
     forwards_together = False
 
     def __init__(
-        self, device: torch.device | str | None = None, *, precision: str = "no", use_cpu: bool = False
+        self,
+        device: torch.device | str | None = None,
+        *,
+        precision: str = "no",
+        use_cpu: bool = False,
+        moves_model: bool = True,
     ) -> None:
+        self._moves_model = moves_model
         self.device = torch.device(device) if device is not None else choose_device(use_cpu)
         if precision not in ("no", "bf16", "fp16"):
             raise ValueError(f"precision={precision!r} is not known; choose no, bf16 or fp16")
@@ -87,15 +95,16 @@ class SingleDevice:
 
     @classmethod
     def from_arguments(cls, args: Any) -> SingleDevice:
-        """Build from training arguments: `use_cpu`, `bf16`, `fp16`."""
+        """Build from training arguments: `use_cpu`, `bf16`, `fp16`, and the property `place_model_on_device`."""
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         device = choose_device(args.use_cpu)
         tell_of_idle_devices(device)
-        return cls(device, precision=precision)
+        return cls(device, precision=precision, moves_model=getattr(args, "place_model_on_device", True) is not False)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device."""
-        model = model.to(self.device)
+        """Move the model to the device, unless whoever loaded it has put it where it is to be."""
+        if self._moves_model:
+            model = place(model, self.device)
         self._parameters = list(model.parameters())  # once: walking the modules every step costs more than the norm
         return model
 

@@ -12,7 +12,7 @@ from torch import nn
 from tr_dist.device import rank_device
 from tr_dist.environment import read_environment
 from tr_dist.ranks import Ranks, options_of
-from tr_dist.replica import Replica, check_replicas_equal, check_trainable
+from tr_dist.replica import Replica, check_replicas_equal, check_trainable, moved
 
 
 class DDP(Ranks):
@@ -100,7 +100,7 @@ class DDP(Ranks):
         """
         check_trainable(model, self.device)
         # device_ids stays None: it would have every forward search its arguments for tensors to move.
-        return Replica(model.to(self.device), **self._wrapping)
+        return Replica(moved(model, self.device), **self._wrapping)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""

@@ -232,6 +232,23 @@ def check_trainable(model: nn.Module, device: torch.device) -> None:
         )
 
 
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to `device`, unless all of it is there: modules with quantized weights or hooks refuse to be moved.
+
+    Raises:
+        ValueError: whoever loaded it has divided it over several devices.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.device == device for tensor in tensors):
+        return model
+    if len(getattr(model, "hf_device_map", None) or ()) > 1:
+        raise ValueError(
+            f"{type(model).__name__} is divided over devices (hf_device_map), and every rank needs one that is whole "
+            f"on {device}; load it with device_map={{'': {str(device)!r}}} or without, or train in one process"
+        )
+    return model.to(device)
+
+
 def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
     """Check that every rank holds bit for bit the same parameters. Reads once from the device.
 

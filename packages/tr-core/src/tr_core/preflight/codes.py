@@ -80,6 +80,7 @@ CODES: dict[str, Code] = {
     "T510": Code("error", "a step's loss depends on how it is divided into micro-batches"),
     "T511": Code("info", "the loss would depend on the division into micro-batches, if there were several"),
     "T512": Code("info", "the self-test of the loss could not be made"),
+    "T513": Code("error", "the model is quantized and has nothing that can be trained as it is"),
     # Metrics
     "T601": Code("error", "metric_for_best_model is not among the results"),
     "T602": Code("error", "compute_metrics fails"),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from tr_core.assembly import Assembly
+from tr_core.placing import is_left_in_place
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.protocols import Checkpointer
 from tr_core.search.best_run import BestRun
@@ -112,7 +113,7 @@ class Searching(Assembly):
         """
         self._model_is_fresh = False
         self.optimizer, self.lr_scheduler = self._given_optimizers
-        if self._is_prepared and self.strategy.device.type != "cpu":
+        if self._is_prepared and self.strategy.device.type != "cpu" and not is_left_in_place(self.model):
             self.model_wrapped, self._is_prepared = self.model.to("cpu"), False
 
     def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:

@@ -1,0 +1,120 @@
+"""Models that transformers quantized, or put on devices: by what it sets on a module, here on a small one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_models import Classifier, samples
+
+from tr_core import SingleDevice, Trainer
+from tr_core.placing import place
+from tr_core.preflight import check
+
+
+def quantizer(trainable=True, aware=False):
+    config = SimpleNamespace(quant_method="bitsandbytes")
+    return SimpleNamespace(is_trainable=trainable, is_qat_trainable=aware, quantization_config=config)
+
+
+def quantized(**attributes):
+    """A model whose first layer cannot be trained, as where it is held in few bits."""
+    model = Classifier()
+    model.layers[0].requires_grad_(False)
+    for name, value in {"is_quantized": True, "hf_quantizer": quantizer(), **attributes}.items():
+        setattr(model, name, value)
+    return model
+
+
+REFUSED = [
+    ({}, r"is quantized by bitsandbytes and has no adapter: .* only 51 numbers beside them; add an adapter"),
+    ({"hf_quantizer": None}, "is quantized and has no adapter"),
+    ({"hf_quantizer": quantizer(trainable=False), "peft_config": {"default": 1}}, "cannot be trained, not even with"),
+    ({"hf_quantizer": quantizer(trainable=False, aware=True)}, "cannot be trained, not even with"),
+]
+
+
+@pytest.mark.parametrize(("attributes", "message"), REFUSED)
+def test_a_quantized_model_without_what_can_be_trained_is_refused_before_a_step(make_trainer, attributes, message):
+    trainer = make_trainer(model=quantized(**attributes), eval_dataset=samples(8, 1))
+    with pytest.raises(ValueError, match=message) as refusal:
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert "eval_loss" in trainer.evaluate()  # it can be evaluated
+    (problem,) = [problem for problem in check(trainer).problems if problem.severity == "error"]
+    assert (problem.code, problem.message) == ("T513", str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"peft_config": {"default": 1}},
+        {"_hf_peft_config_loaded": True},
+        {"hf_quantizer": quantizer(aware=True)},
+        {"is_quantized": False, "hf_quantizer": None},
+    ],
+)
+def test_one_with_adapters_or_made_for_training_is_trained(make_trainer, attributes):
+    trainer = make_trainer(model=quantized(**attributes))
+    assert trainer.train().global_step == 5
+    assert [problem for problem in check(trainer).problems if problem.severity == "error"] == []
+
+
+def test_one_that_is_given_later_or_made_by_model_init_is_refused_too(make_trainer):
+    with pytest.raises(ValueError, match="has no adapter"):
+        make_trainer(model_init=quantized).train()
+
+
+class Fixed(Classifier):
+    """Refuses to be moved, as one with quantized weights or hooks of accelerate does."""
+
+    def to(self, *args, **kwargs):
+        raise RuntimeError("cannot be moved")
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"hf_device_map": {"layers.0": "cpu", "layers.3": "cpu"}},
+        {"hf_device_map": {"layers.0": 0, "layers.3": 1}},
+        {"hf_device_map": {"": "disk"}},
+        {"quantization_method": "bitsandbytes"},
+        {"quantization_method": "bitsandbytes", "hf_device_map": {"": 0}},
+    ],
+)
+def test_a_model_that_was_put_in_place_is_left_there(make_trainer, attributes):
+    model = Fixed()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    assert make_trainer(model=model).train().global_step == 5
+    assert place(model, torch.device("cuda", 0)) is model
+
+
+def test_one_that_lies_on_another_accelerator_is_refused():
+    model = Classifier()
+    model.hf_device_map = {"": "cuda:1"}
+    with pytest.raises(
+        ValueError, match=r"loaded onto cuda:1 .* computes on cuda:0; load it with device_map={'': 'cuda:0'}"
+    ):
+        place(model, torch.device("cuda", 0))
+
+
+def test_one_that_was_loaded_onto_the_cpu_or_by_no_map_is_moved():
+    model = Classifier()
+    assert SingleDevice("meta").prepare(model).layers[0].weight.device.type == "meta"
+    model = Classifier()
+    model.hf_device_map = {"": "cpu"}
+    assert SingleDevice("meta").prepare(model).layers[0].weight.device.type == "meta"
+
+
+def test_arguments_of_a_subclass_may_leave_the_model_where_it_is(make_args):
+    from tr_core import TrainingArguments
+
+    class Staying(TrainingArguments):
+        @property
+        def place_model_on_device(self):
+            return False
+
+    kept = ("output_dir", "use_cpu", "save_strategy")
+    args = Staying(**{name: value for name, value in vars(make_args()).items() if name in kept})
+    trainer = Trainer(Fixed(), args, train_dataset=samples(8))
+    assert trainer.train().global_step > 0
