@@ -123,3 +123,24 @@ def test_training_within_training_is_refused(make_trainer):
         RuntimeError, match=r"train\(\) was called while this Trainer is training already, at step 1 of 2"
     ):
         trainer.train()
+
+
+def test_a_class_of_the_same_name_from_elsewhere_removes_the_callback_of_these_packages(make_trainer):
+    class PrinterCallback(TrainerCallback):
+        pass
+
+    trainer = make_trainer(4)
+    kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+    assert type(trainer.pop_callback(PrinterCallback)).__module__.startswith("tr_log")
+    kinds.remove("PrinterCallback")
+    assert [type(callback).__name__ for callback in trainer.callback_handler.callbacks] == kinds
+    assert trainer.pop_callback(PrinterCallback) is None
+
+
+def test_a_class_of_ones_own_is_removed_before_one_of_its_name(make_trainer):
+    class PrinterCallback(TrainerCallback):
+        pass
+
+    mine = PrinterCallback()
+    trainer = make_trainer(4, callbacks=[mine])
+    assert trainer.pop_callback(PrinterCallback) is mine

@@ -183,11 +183,16 @@ class CallbackList:
         self.callbacks.insert(place, _checked(callback() if isinstance(callback, type) else callback))
 
     def pop(self, callback: Any) -> Any:
-        """Remove and return a callback: this object, or the first of this class; None if there is none."""
-        for number, candidate in enumerate(self.callbacks):
-            if candidate is callback or (isinstance(callback, type) and type(candidate) is callback):
-                del self.callbacks[number]
-                return candidate
+        """Remove and return a callback: this object, or the first of this class; None if there is none.
+
+        Where none is of the class, the first of these packages that has the class's name is meant: scripts remove
+        `PrinterCallback` as they have imported it from the library that they come from.
+        """
+        for matches in (_is_meant, _has_the_name):
+            for number, candidate in enumerate(self.callbacks):
+                if matches(candidate, callback):
+                    del self.callbacks[number]
+                    return candidate
         return None
 
     def listen(self, event: str, method: Callable[..., Any]) -> None:
@@ -313,6 +318,15 @@ def _defines(callback: Any, event: str) -> bool:
 def _names(method: Any, parameter: str) -> bool:
     """Whether a method names a parameter, rather than take it among others."""
     return parameter in inspect.signature(method).parameters
+
+
+def _is_meant(candidate: Any, callback: Any) -> bool:
+    return candidate is callback or (isinstance(callback, type) and type(candidate) is callback)
+
+
+def _has_the_name(candidate: Any, callback: Any) -> bool:
+    own = type(candidate)
+    return isinstance(callback, type) and own.__name__ == callback.__name__ and own.__module__.startswith("tr_")
 
 
 def _checked(callback: Any) -> Any:
