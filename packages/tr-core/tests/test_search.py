@@ -194,6 +194,7 @@ def test_what_the_default_callbacks_are_built_from_cannot_be_searched(make_args)
     default_callbacks(args, SingleDevice("cpu"))
     choose_strategy(args)
     acts_later = {"logging_strategy", "eval_strategy", "save_strategy", "parameter_rules"}
+    acts_later.add("place_model_on_device")  # a property of a subclass
     assert {name for name in args.read - acts_later if not name.startswith(_FIXED)} == set()
 
 
@@ -570,10 +571,36 @@ def test_resuming_where_nothing_was_begun_begins(make_search):
     assert len(make_search().hyperparameter_search(space, n_trials=2, resume=True).run_summary) == 2
 
 
-def test_a_search_is_not_written_over(make_search):
-    make_search().hyperparameter_search(space, n_trials=2)
-    with pytest.raises(ValueError, match="trials.jsonl holds a search with 2 finished trials; give resume=True"):
-        make_search().hyperparameter_search(space, n_trials=2)
+def test_a_second_search_in_a_folder_is_a_new_one_and_the_first_stays(make_search, tmp_path):
+    folder = tmp_path / "out"
+    trainer = make_search()
+    first = trainer.hyperparameter_search(space, n_trials=2)
+    before = (folder / "trials.jsonl").read_bytes()
+    for number, again in ((2, trainer), (3, make_search())):
+        recorder = Recorder()
+        again.add_callback(recorder)
+        assert again.hyperparameter_search(space, n_trials=3).run_summary[:2] == first.run_summary
+        places = [run["args"]["output_dir"] for run in recorder.runs]
+        assert places == [str(folder / f"search-{number}" / f"run-{trial}") for trial in range(3)]
+    assert (folder / "trials.jsonl").read_bytes() == before
+
+
+def test_the_newest_search_is_gone_on_with(make_search, tmp_path):
+    make_search().hyperparameter_search(space, n_trials=1)
+    with pytest.raises(Interrupted):
+        make_search().hyperparameter_search(space, interrupting(2), n_trials=3, seed=5)
+    alone = make_search(output_dir=str(tmp_path / "alone")).hyperparameter_search(space, n_trials=3, seed=5)
+    recorder = Recorder()
+    resumed = make_search(callbacks=[recorder]).hyperparameter_search(space, n_trials=3, seed=5, resume=True)
+    assert resumed == alone
+    assert {run["args"]["output_dir"].split("/")[-2] for run in recorder.runs} == {"search-2"}
+
+
+def test_a_search_that_had_no_trial_is_begun_again_in_its_place(make_search, tmp_path):
+    with pytest.raises(ValueError, match="hp_space returned None"):
+        make_search().hyperparameter_search(lambda trial: None, n_trials=1)
+    make_search().hyperparameter_search(space, n_trials=1)
+    assert not list((tmp_path / "out").glob("search-*"))
 
 
 def test_another_search_is_not_gone_on_with(make_search):

@@ -66,32 +66,38 @@ class Journal:
         self._file = LineFile(path)
         self.records: dict[int, TrialRecord] = {}
 
-    def open(self, search: Mapping[str, Any], resume: bool) -> None:
-        """Begin the file, or take over what it holds.
+    def has_trials(self) -> bool:
+        """Whether the file holds more than what its search is."""
+        return len(self._file.read()) > 1
+
+    def begin_search(self, search: Mapping[str, Any]) -> None:
+        """Begin the file, in place of one without trials.
 
         Args:
-            search: what the search is: backend, directions and the like; a search that goes on must be the same.
-            resume: go on with the search in the file, if there is one.
+            search: what the search is: backend, directions and the like.
+        """
+        self._file.replace([encode({"search": search})])
+
+    def open(self, search: Mapping[str, Any]) -> None:
+        """Take over what the file holds, to go on with it, or begin it if there is none.
+
+        Args:
+            search: what the search is; a search that goes on must be the same.
 
         Raises:
-            ValueError: there is a search already and `resume` is False, or it is another one, or cannot be read.
+            ValueError: the search is another one, or cannot be read.
         """
         lines = self._file.read()
         if not lines:
-            self._file.append(encode({"search": search}))
+            self.begin_search(search)
             return
         entries = [self._decoded(number, line) for number, line in enumerate(lines, start=1)]
         self.records = _merged(entries[1:])
-        finished = len(self.finished)
-        if not resume:
-            raise ValueError(
-                f"{self.path} holds a search with {finished} finished trials; give resume=True to go on with it, or "
-                "another output_dir for a new one"
-            )
         saved, wanted = entries[0].get("search"), json.loads(encode(search))
         if saved != wanted:
             raise ValueError(
-                f"{self.path} is of another search: {saved}, not {wanted}; give the same, or another output_dir"
+                f"{self.path} is of another search: {saved}, not {wanted}; give the same, or leave resume=True out "
+                "for a new one"
             )
 
     @property

@@ -103,7 +103,7 @@ class Search:
 
     def run(self, resume: bool) -> BestRun | list[BestRun]:
         """Make the trials that are missing and return the best of all."""
-        agree(self._strategy, lambda: self._open(resume))
+        self._folder = Path(agree(self._strategy, lambda: self._open(resume)))
         try:
             while (following := agree(self._strategy, self._draw)) is not None:
                 self.record, goes_on = following
@@ -134,10 +134,28 @@ class Search:
     def _strategy(self) -> Any:
         return self._trainer.strategy
 
-    def _open(self, resume: bool) -> None:
+    def _open(self, resume: bool) -> str:
+        """Begin a search, or go on with the newest in the output folder; return the folder that it has."""
         self._sampler = self._make_sampler()
-        self._journal.open({**self._sampler.settings, "directions": self._plan.directions}, resume)
-        self._sampler.restore([self._journal.records[number] for number in sorted(self._journal.records)])
+        folder, number = newest_search(self._folder)
+        journal = Journal(folder / FILE_NAME)
+        settings = {**self._sampler.settings, "directions": self._plan.directions}
+        if resume:
+            journal.open(settings)
+        elif journal.has_trials():
+            earlier, folder = folder, self._folder / f"search-{number + 1}"
+            self._trainer.logger.info(
+                "%s holds an earlier search, which resume=True would go on with; this one is a new one, in %s",
+                earlier,
+                folder,
+            )
+            journal = Journal(folder / FILE_NAME)
+            journal.begin_search(settings)
+        else:
+            journal.begin_search(settings)
+        self._journal = journal
+        self._sampler.restore([journal.records[number] for number in sorted(journal.records)])
+        return str(folder)
 
     def _draw(self) -> tuple[TrialRecord, bool] | None:
         """Return the next trial, and whether it goes on where an earlier call was interrupted; None at the end."""
@@ -213,6 +231,13 @@ class Search:
             own = trainer.exchange_checkpointer(before)
             if own is not None:
                 own.close()
+
+
+def newest_search(output_dir: Path) -> tuple[Path, int]:
+    """Return the folder of the newest search in an output folder, and its number; the first has the folder itself."""
+    numbers = (path.parent.name.removeprefix("search-") for path in output_dir.glob(f"search-*/{FILE_NAME}"))
+    number = max((int(text) for text in numbers if text.isdecimal()), default=1)
+    return (output_dir if number == 1 else output_dir / f"search-{number}"), number
 
 
 def _are_numbers(values: Sequence[float]) -> bool:

@@ -46,7 +46,8 @@ class Searching(Assembly):
         Every trial has a new model, of `model_init`, and its own folder, `run-<number>` in `output_dir`; where no
         evaluation is made in training, one is made at its end. Afterwards the arguments are as they were, and the model
         is that of the last trial: set `best.hyperparameters` and train to have the best one. The trials are kept in
-        `trials.jsonl`, line by line as they come.
+        `trials.jsonl`, line by line as they come. A further search in the same `output_dir` has a folder of its own in
+        it, `search-2` and so on.
 
         With several processes rank 0 draws the trials and all ranks make their runs together.
 
@@ -61,8 +62,8 @@ class Searching(Assembly):
             backend: `random`, the default, and `grid` need no package; `optuna` adds samplers that learn from earlier
                 trials, and pruning. It is never chosen because it is installed.
             hp_name: `(trial)` → name of the trial, for `state.trial_name`.
-            resume: go on with the search in `output_dir`, if there is one: finished trials are not made again, and one
-                that was interrupted goes on from its newest checkpoint.
+            resume: go on with the newest search in `output_dir`, if there is one: finished trials are not made again,
+                and one that was interrupted goes on from its newest checkpoint.
             **kwargs: for every backend `timeout` (seconds after which no trial begins), `catch` (exceptions that fail a
                 trial and not the search) and `gc_after_trial`; for `random` the `seed` (by default that of the
                 arguments); for `grid` the number of `points` in a range without steps; for `optuna` the arguments of
