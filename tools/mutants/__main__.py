@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mutants.changes import Change, changes_of, sample
 from mutants.reach import Reach
-from mutants.report import described, print_report
+from mutants.report import CAUGHT, described, print_report
 from mutants.scope import SCOPE, mutated_files
 from mutants.trials import Trials
 from packages import ROOT
@@ -60,15 +60,19 @@ def chosen(given: argparse.Namespace) -> tuple[list[tuple[str, Change]], dict[st
     return [(owners[change.path], change) for change in found], texts
 
 
-def see(reaches: list[Reach], workers: int) -> None:
-    """See which tests run what, and which of them fail without a fault."""
-    for reach in reaches:
-        reach.collect(workers)
-        reach.load()
-    for first in range(0, len(reaches), workers):
-        begun = [(reach, reach.begin_control()) for reach in reaches[first : first + workers]]
-        for reach, child in begun:
-            reach.end_control(child)
+def withdraw(known: dict[str, dict], reaches: dict[str, Reach]) -> set[str]:
+    """Run every test that caught something without a fault; return those that fail, whose catches are withdrawn."""
+    failed: set[str] = set()
+    for name, reach in reaches.items():
+        own = [result for result in known.values() if result["path"].startswith(f"packages/{name}/")]
+        if catchers := {result["test"] for result in own if result["outcome"] == "caught"}:
+            print(f"control: {len(catchers)} tests of {name} that caught something, without a fault", flush=True)
+            failed |= reach.control(catchers)
+    for result in known.values():
+        if result.get("test") in failed:
+            print(f"  withdrawn, {result['test']} fails without a fault: {described(result)}")
+            result["outcome"] = "not judged: its test fails without a fault"
+    return failed
 
 
 def main() -> int:
@@ -82,13 +86,17 @@ def main() -> int:
         known = {(result := json.loads(row))["key"]: result for row in file.read_text("utf-8").splitlines()}
     changes, texts = chosen(given)
     keys = {change.key(texts[change.path]): (name, change) for name, change in changes}
-    again = {key for key in known if given.again and known[key]["outcome"] in ("survived", "run by no test")}
+    again = {key for key in known if given.again and known[key]["outcome"] not in CAUGHT}
     todo = {key: pair for key, pair in keys.items() if key not in known or key in again}
     print(f"{len(keys)} faults in {len({c.path for _, c in changes})} files, {len(todo)} to try", flush=True)
     if todo:
         warm_up()
         reaches = {name: Reach(name, folder) for name in sorted({name for name, _ in todo.values()})}
-        see(list(reaches.values()), given.workers)
+        unreliable = folder / "unreliable.json"
+        left_out = set(json.loads(unreliable.read_text("utf-8"))) if unreliable.exists() else set()
+        for reach in reaches.values():
+            reach.collect(given.workers)
+            reach.load(left_out)
         begun, count = time.monotonic(), 0
 
         def done(result: dict) -> None:
@@ -102,6 +110,9 @@ def main() -> int:
                   flush=True)  # fmt: skip
 
         Trials(reaches, texts, folder, given.workers, given.budget, done).run(todo.values())
+        if failed := withdraw({key: known[key] for key in keys}, reaches):
+            unreliable.write_text(json.dumps(sorted(left_out | failed)), encoding="utf-8")
+            file.write_text("".join(json.dumps(result) + "\n" for result in known.values()), encoding="utf-8")
     return 0 if print_report([known[key] for key in keys]) >= given.least else 1
 
 

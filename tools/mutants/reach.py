@@ -106,46 +106,27 @@ class Reach:
         (self.texts / digest(content)).write_bytes(content)
         return digest(content)
 
-    def begin_control(self) -> int:
-        """Run all tests as a fault's are run, but without a fault; return the process, 0 where that is known."""
-        if self._control().get("kept") == self._kept():
-            return 0
-        report = self.folder / "control-report.json"
+    def control(self, tests: set[str]) -> set[str]:
+        """Run tests as a fault's are run, but without one, and return those that fail: they would catch anything."""
+        chosen = {test: 0.0 for test in sorted(tests & set(self.seconds), key=lambda test: (self.seconds[test], test))}
+        report = self.folder / "control.json"
         report.unlink(missing_ok=True)
-        order = {test: 0.0 for test in sorted(self.seconds, key=lambda test: (self.seconds[test], test))}
-        paths = list(dict.fromkeys(test.partition("::")[0] for test in order))
-        return start(Watcher(report, order), paths, sources_of(self.name), [], {})
+        paths = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
+        child = start(Watcher(report, chosen), paths, sources_of(self.name), [], {})
+        os.waitpid(child, 0)
+        end_all_of(child, report)
+        ran = json.loads(report.read_text("utf-8"))["tests"]
+        return {test for test in chosen if not ran.get(test, {}).get("passed")}
 
-    def end_control(self, child: int) -> None:
-        """Leave out the tests that fail without a fault: they would catch anything."""
-        if child:
-            report = self.folder / "control-report.json"
-            os.waitpid(child, 0)
-            end_all_of(child, report)
-            tests = json.loads(report.read_text("utf-8"))["tests"]
-            failed = [test for test in self.seconds if not tests.get(test, {}).get("passed")]
-            written = json.dumps({"kept": self._kept(), "failed": failed})
-            (self.folder / "control.json").write_text(written, encoding="utf-8")
-        for test in self._control()["failed"]:
-            print(f"  left out, it fails without a fault: {test}", flush=True)
-            self.seconds.pop(test, None)
-
-    def _control(self) -> dict:
-        file = self.folder / "control.json"
-        return json.loads(file.read_text("utf-8")) if file.exists() else {}
-
-    def _kept(self) -> list[str]:
-        return sorted(cached.name for path in self.test_files() if (cached := self._cached(path)).exists())
-
-    def load(self) -> None:
-        """Read what was collected; tests that failed or were skipped are left out."""
+    def load(self, left_out: set[str]) -> None:
+        """Read what was collected; tests that failed or were skipped are left out, and those that are named."""
         for test_file in self.test_files():
             cached = self._cached(test_file)
             if not cached.exists():
                 continue
             kept = json.loads(cached.read_text("utf-8"))
             for test, entry in kept["tests"].items():
-                if not entry["passed"]:
+                if not entry["passed"] or test in left_out:
                     continue
                 self.seconds[test] = entry["seconds"]
                 for path, lines in entry["lines"].items():
@@ -170,7 +151,7 @@ class Reach:
         """
         covered = self.lines.get(path, {})
         wanted = covered if static else range(lines[0], lines[1] + 1)
-        found = {test for line in wanted for test in covered.get(line, ()) if test in self.seconds}
+        found = {test for line in wanted for test in covered.get(line, ())}
         if static and not found:
             found = set(self.seconds)
         return sorted(found, key=lambda test: (self.seconds[test], test))
