@@ -77,8 +77,7 @@ def plain_collate(samples):
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls what torch is about to drop
 @pytest.mark.parametrize(
     ("workers", "step", "epochs"),
-    # Without worker processes torchdata 0.11 itself shuffles the passes after the resumed one otherwise.
-    [(0, 1, 1), (0, 6, 1), (0, 10, 1), (2, 1, 3), (2, 6, 3), (2, 11, 3), (2, 15, 3), (2, 30, 3)],
+    [(0, 1, 3), (0, 6, 3), (0, 11, 3), (0, 15, 3), (2, 1, 3), (2, 6, 3), (2, 11, 3), (2, 15, 3), (2, 30, 3)],
 )
 def test_a_loader_with_a_state_goes_on_bit_equal(workers, step, epochs, tmp_path, monkeypatch):
     monkeypatch.setattr(WithOwnLoader, "workers", workers)

@@ -249,9 +249,9 @@ class Run:
         self.is_at_epoch_end = state_dict.get("is_at_epoch_end", state_dict["samples"] == 0)
         self.ends_epoch_early = state_dict.get("ends_epoch_early", False)
         windows = state_dict["window"]
-        if self.position.samples > 0:
-            places = [window.get("place") for window in windows]
-            self.data.restore_place(places, self.strategy.rank, self.strategy.world_size)
+        places = [window.get("place") for window in windows]
+        strategy, in_epoch = self.strategy, self.position.samples > 0
+        self.data.restore_place(places, strategy.rank, strategy.world_size, in_epoch=in_epoch)
         own = share_window(windows, self.strategy.rank, self.strategy.world_size)
         norm = own["grad_norm"]
         self.grad_norm = None if norm is None else torch.full_like(self.loss_sum, norm)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from tr_core.data.fetch import StreamFetch
 from tr_core.data.loaders import has_length
 from tr_core.data.order import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
+from tr_core.data.own_loader import OwnLoaderBatches
 from tr_core.data.place import Place
 from tr_core.data.seeded_loaders import SampledLoader, StreamLoader
 from tr_log import progress
@@ -53,26 +54,28 @@ class Batches(Protocol):
         """Return where this rank's data is in its pass, as the data itself says it; None where it does not."""
         ...
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
-        """Have the next pass begin at a place that was saved, so that nothing before it is read again.
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+        """Have the next epoch begin at a place that was saved, so that nothing before it is read again.
 
-        Without it the pass still begins there, after reading what comes before.
+        Without it the epoch still begins there, after reading what comes before.
 
         Args:
             places: what `place_state` returned on each rank of the run that saved.
             rank: this process's number.
             world_size: number of processes now.
+            in_epoch: the place is inside an epoch that goes on; else only what later epochs draw from is put back.
         """
         ...
 
 
-def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
+def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = False) -> Batches:
     """Return the passes over a loader: one that the Trainer built, or anything iterable.
 
     Args:
         loader: what `get_train_dataloader` or one of its siblings returned.
         batch_size: samples per rank and micro-batch.
         world_size: number of ranks.
+        trains: the data is trained on: where a user made the loader, its data set follows the epoch.
     """
     if isinstance(loader, Batches):
         return loader
@@ -82,7 +85,7 @@ def batches_of(loader: Any, batch_size: int, world_size: int) -> Batches:
     if isinstance(loader, StreamLoader):
         return _Stream(loader, loader.fetch)
     own_batch_size = getattr(loader, "batch_size", None)  # None with a batch sampler
-    return _Foreign(loader, (own_batch_size or batch_size) * world_size)
+    return OwnLoaderBatches(loader, (own_batch_size or batch_size) * world_size, follows_epoch=trains)
 
 
 class _Stream:
@@ -155,52 +158,10 @@ class _Stream:
     def place_state(self) -> Any:
         return self._place.take()
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         # All ranks read the whole stream: any one's place is every one's. With the end of a pass nothing is to be read.
-        if self._place.is_known and places[0] is not None and self._end is None:
+        if in_epoch and self._place.is_known and places[0] is not None and self._end is None:
             self._place.put_back(places[0])
-            self._is_there = True
-
-
-class _Foreign:
-    """A loader that the user made: its order is its own; a position is reached by its state, or by drawing batches."""
-
-    def __init__(self, loader: Any, per_micro_batch: int) -> None:
-        self._loader, self.per_micro_batch = loader, per_micro_batch
-        self._place, self._is_there = Place(loader), False
-        try:
-            self.num_batches: int | None = len(loader)
-        except TypeError:  # no length, or that of an iterable data set
-            self.num_batches = None
-        self.num_samples = None if self.num_batches is None else self.num_batches * per_micro_batch
-
-    def remaining(self, position: int) -> int | None:
-        if self.num_batches is None:
-            return None
-        return max(self.num_batches - position // self.per_micro_batch, 0)
-
-    def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        _set_epoch(self._loader, epoch)
-        if self._is_there and position == 0:  # it was put back to the end of a pass: have it come to that end
-            next(iter(self._loader), None)
-        skipped = 0 if self._is_there else position // self.per_micro_batch
-        self._is_there = False
-        for inputs in _skip(iter(self._loader), skipped):
-            position += self.per_micro_batch
-            yield MicroBatch(inputs, 1.0, position, None)
-
-    def order_state(self) -> dict[str, Any]:
-        return {}
-
-    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
-        """Take nothing: there is nothing to restore."""
-
-    def place_state(self) -> Any:
-        return self._place.take()
-
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
-        if self._place.is_known and len(places) == world_size and places[rank] is not None:
-            self._place.put_back(places[rank])
             self._is_there = True
 
 
@@ -209,10 +170,3 @@ def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:
     for _ in progress(range(number), total=number, description="passing over data already used") if number else ():
         next(batches, None)
     return batches
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for owner in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        set_epoch = getattr(owner, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)

@@ -60,9 +60,9 @@ class FirstBatches:
         """Return where this rank's data is in its pass, as the data itself says it."""
         return self._batches.place_state()
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         """Have the next pass begin at a place that was saved."""
-        self._batches.restore_place(places, rank, world_size)
+        self._batches.restore_place(places, rank, world_size, in_epoch=in_epoch)
 
     def _left(self, position: int) -> int:
         # Rounded up: a short micro-batch, which ends the pass, counts as one.
@@ -102,7 +102,7 @@ def evaluation_source(trainer: Trainer, eval_dataset: Any) -> Any:
 
 
 def _shortened(loader: Any, args: Any, world_size: int) -> Batches:
-    batches = batches_of(loader, args.train_batch_size, world_size)
+    batches = batches_of(loader, args.train_batch_size, world_size, trains=True)
     return batches if args.overfit_batches is None else FirstBatches(batches, _number(args.overfit_batches, batches))
 
 

@@ -255,5 +255,5 @@ class SampledBatches:
     def place_state(self) -> None:
         """Return nothing: the position says it all."""
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int) -> None:
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         """Take nothing: any position is reached at once."""

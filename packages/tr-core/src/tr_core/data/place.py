@@ -31,7 +31,20 @@ class Place:
 
     def take(self) -> Any:
         """Return the place after the last sample that was read; None where it is not known."""
-        return copy.deepcopy(self._source.state_dict()) if self.is_known else None
+        if not self.is_known:
+            return None
+        try:
+            return copy.deepcopy(self._source.state_dict())
+        except Exception as error:  # accelerate's loaders have the method, and not always a state
+            self.is_known = False
+            logger.info(
+                "state_dict of %s raised %s (%s): a resumed run will read its data from the beginning of the epoch to "
+                "its place",
+                type(self._source).__name__,
+                type(error).__name__,
+                error,
+            )
+            return None
 
     def put_back(self, place: Any) -> None:
         """Go to a place: the next iteration begins there."""

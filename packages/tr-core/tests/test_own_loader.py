@@ -1,0 +1,176 @@
+"""A loader of the user's own: epochs, errors, and the generators that its order comes from."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from small_data_sets import Failing, Following
+from small_models import samples
+from torch.utils.data import DataLoader, RandomSampler
+
+from tr_core import Trainer
+from tr_core.data.batches import batches_of
+from tr_core.data.first_batches import training_batches
+from tr_core.data.generators import find_generators, read_states, write_states
+from tr_core.data.place import Place
+
+
+class WithOwnLoader(Trainer):
+    def get_train_dataloader(self):
+        return self.loader
+
+
+def without_epoch(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
+
+
+def epochs_seen(make_trainer, **options):
+    data = Following()
+    trainer = make_trainer(trainer_class=WithOwnLoader, train_dataset=data, num_train_epochs=2, log_level="warning")
+    trainer.loader = DataLoader(data, batch_size=4, collate_fn=without_epoch, **options)
+    trainer.train()
+    return data.calls
+
+
+def test_the_data_set_of_a_loader_follows_the_epoch(make_trainer, caplog):
+    with caplog.at_level("WARNING", logger="tr_core"):
+        assert epochs_seen(make_trainer) == [0, 1]
+    assert "live on" not in caplog.text
+
+
+def test_workers_that_live_on_and_do_not_learn_of_the_epoch_are_named(make_trainer, caplog):
+    with caplog.at_level("WARNING", logger="tr_core"):
+        epochs_seen(make_trainer, num_workers=1, persistent_workers=True)
+    assert "set_epoch(1) does not reach it. Leave persistent_workers out" in caplog.text
+
+
+def test_an_evaluation_leaves_the_epoch_of_a_data_set():
+    data = Following()
+    list(batches_of(DataLoader(data, batch_size=4), 4, 1).iterate(0, 0))
+    assert data.calls == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_stop_iteration_of_a_data_set_ends_no_epoch_in_silence(make_trainer, name, workers):
+    trainer = make_trainer(trainer_class=WithOwnLoader)
+    trainer.loader = DataLoader(Failing(StopIteration()), batch_size=4, num_workers=workers)
+    trainer.get_eval_dataloader = lambda dataset: trainer.loader
+    with pytest.raises(RuntimeError, match="batch 2 of epoch 0 of a DataLoader of your own: the data set"):
+        getattr(trainer, name)(*([] if name == "train" else [samples(4)]))
+
+
+def test_any_other_error_is_noted_with_its_batch():
+    batches = batches_of(DataLoader(Failing(KeyError("text")), batch_size=4), 4, 1)
+    with pytest.raises(KeyError) as caught:
+        list(batches.iterate(3, 0))
+    assert caught.value.__notes__ == ["raised in batch 2 of epoch 3 of a DataLoader of your own"]
+
+
+def test_a_stream_that_ends_is_no_error():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    assert len(list(batches_of(DataLoader(Stream(), batch_size=4), 4, 1).iterate(0, 0))) == 3
+
+
+# Its order
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "generator": torch.Generator()},
+        {"sampler": RandomSampler(range(40), replacement=True, num_samples=60, generator=torch.Generator())},
+    ],
+    ids=["global generator", "own generator", "an order drawn in parts"],
+)
+def test_every_epoch_over_the_first_batches_is_the_same_one(make_args, options):
+    loader = DataLoader(range(40), batch_size=4, **options)
+    batches = training_batches(loader, make_args(overfit_batches=9, eval_strategy="no"), 1)
+    first, second, third = ([batch.inputs.tolist() for batch in batches.iterate(epoch, 0)] for epoch in range(3))
+    assert first == second == third
+    assert len(first) == 9
+
+
+def test_going_back_into_an_epoch_leaves_the_global_generators_as_they_are():
+    batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, 1)
+    whole = [batch.inputs.tolist() for batch in batches.iterate(0, 0)]
+    before = torch.get_rng_state()
+    assert [batch.inputs.tolist() for batch in batches.iterate(0, 8)] == whole[2:]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_number_of_processes_is_said(caplog):
+    batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, 2)
+    place = batches.place_state()
+    with caplog.at_level("WARNING", logger="tr_core"):
+        batches_of(DataLoader(range(20), batch_size=4), 4, 1).restore_place([place, place], 0, 1)
+    assert "inside an epoch of 2 processes over a loader of your own, now there are 1" in caplog.text
+
+
+# Generators
+
+
+class Holder:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def holders():
+    made = [torch.Generator(), np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
+
+    def draw(rows):
+        return made[1].random()
+
+    return made, {
+        "sampler.generator": Holder(sampler=Holder(generator=made[0])),
+        "dataset.transforms.1.rng": Holder(dataset=Holder(transforms=[str, Holder(rng=made[2])])),
+        "collate_fn.made.0": Holder(collate_fn=draw),
+        "collate_fn.rng": Holder(collate_fn=functools.partial(max, rng=made[3])),
+    }
+
+
+WAYS = ["sampler.generator", "dataset.transforms.1.rng", "collate_fn.made.0", "collate_fn.rng"]
+
+
+@pytest.mark.parametrize("path", WAYS)
+def test_a_generator_is_found_by_the_way_to_it(path):
+    assert path in find_generators(holders()[1][path])
+
+
+def test_global_generators_modules_and_running_workers_are_no_part_of_a_loader():
+    held = Holder(a=torch.default_generator, b=np.random.mtrand._rand, c=np.random, _iterator=Holder(d=random.Random()))
+    assert find_generators(held) == {}
+
+
+def test_every_kind_of_generator_goes_back_to_a_state():
+    made, _ = holders()
+    generators = dict(enumerate(made))
+
+    def draw():
+        return [torch.rand((), generator=made[0]).item(), *(generator.random() for generator in made[1:])]
+
+    states = read_states(generators)
+    first = draw()
+    assert draw() != first
+    write_states(generators, states)
+    assert draw() == first
+
+
+def test_a_state_dict_that_raises_is_no_known_place():
+    class Loader:
+        def state_dict(self):
+            raise AttributeError("dl_state_dict")
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    place = Place(Loader())
+    assert place.is_known
+    assert place.take() is None
+    assert not place.is_known

@@ -1,0 +1,52 @@
+"""A run over a loader of the user's own, killed after any step, goes on with the same samples and the same bits."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from own_loaders import EPOCHS, IN_THIS_PROCESS, STEPS_AN_EPOCH, WITH_WORKERS, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls what torch drops
+
+LAST = EPOCHS * STEPS_AN_EPOCH
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def assert_goes_on(kind, folder, steps, **changes):
+    changes = {"max_steps": LAST} | changes if kind == "a stream" else changes
+    samples, weights = train(kind, folder, save_strategy="steps", save_steps=1, **changes)
+    assert len(samples) >= LAST
+    is_ordered = "in order" in kind or kind in ("stateful", "stateful, noise of torch")
+    assert (samples[:STEPS_AN_EPOCH] == samples[STEPS_AN_EPOCH:][:STEPS_AN_EPOCH]) == is_ordered
+    for step in steps:
+        resumed, after = train(kind, folder, resume=str(folder / f"checkpoint-{step}"), seed=99, **changes)
+        assert resumed == samples[-len(resumed) :], step
+        assert all(torch.equal(value, after[name]) for name, value in weights.items()), step
+
+
+@pytest.mark.parametrize("kind", IN_THIS_PROCESS)
+def test_a_run_killed_after_any_step_goes_on_bit_equal(kind, tmp_path):
+    assert_goes_on(kind, tmp_path, range(1, LAST))
+
+
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_a_run_whose_loader_has_workers_goes_on_bit_equal(kind, tmp_path):
+    assert_goes_on(kind, tmp_path, (3, 6, 8, 17))
+
+
+def test_a_run_that_accumulates_gradients_goes_on_bit_equal(tmp_path):
+    assert_goes_on("shuffled", tmp_path, range(1, 9), gradient_accumulation_steps=2)
+
+
+def test_saving_changes_no_number(tmp_path):
+    samples, weights = train("weighted", tmp_path / "a", save_strategy="steps", save_steps=1)
+    others, after = train("weighted", tmp_path / "b")
+    assert samples == others
+    assert all(torch.equal(value, after[name]) for name, value in weights.items())
