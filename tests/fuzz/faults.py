@@ -106,7 +106,7 @@ def _schedule():
     """The schedule goes on with every micro-batch."""
 
     def step(before, self, *args, **named):
-        if self.micro_batches_in_step > 1:
+        if self.scope.size > 1:
             self.lr_scheduler.step()
         return before(self, *args, **named)
 

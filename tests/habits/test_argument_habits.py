@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from habit_parts import RATE, Net, assert_same, batches, by_hand, is_refused, logged, mended_soon, rows, stack, when
+from habit_parts import RATE, Net, assert_same, batches, by_hand, is_refused, logged, rows, stack, when
 
 from tr_core import TrainingArguments
 
@@ -73,7 +73,6 @@ def test_the_batch_size_of_evaluations_changed_before_one_is_used(make_trainer):
     assert sizes == [8]
 
 
-@mended_soon
 def test_the_folder_changed_between_two_runs_is_where_the_second_saves(make_trainer, tmp_path):
     trainer = make_trainer(save_strategy="steps", save_steps=4)
     trainer.train()
@@ -97,7 +96,6 @@ def test_evaluations_asked_for_after_construction_without_data_are_refused(make_
         trainer.train()
 
 
-@mended_soon
 def test_label_smoothing_set_after_construction_acts_or_is_refused(make_trainer):
     class Classes(torch.nn.Module):
         def __init__(self):
@@ -124,7 +122,6 @@ def test_label_smoothing_set_after_construction_acts_or_is_refused(make_trainer)
     assert logged(trainer) == pytest.approx(by_hand(other, batches(data), loss=smoothed))
 
 
-@mended_soon
 @pytest.mark.parametrize(("name", "value"), [("bf16", True), ("use_cpu", False), ("strategy", "ddp")])
 def test_what_the_device_was_chosen_by_cannot_be_changed_in_silence(make_trainer, name, value):
     trainer = make_trainer()
@@ -141,7 +138,6 @@ def test_what_the_device_was_chosen_by_cannot_be_changed_in_silence(make_trainer
     assert dtypes == [torch.bfloat16] * 4
 
 
-@mended_soon
 def test_a_tracker_asked_for_after_construction_reports_or_is_refused(make_trainer, tmp_path):
     trainer = make_trainer(report_to="none")
 

@@ -4,7 +4,7 @@ from types import MethodType
 
 import pytest
 import torch
-from habit_parts import Net, assert_same, at_step, batches, by_hand, logged, mended_soon, rows, when
+from habit_parts import Net, assert_same, at_step, batches, by_hand, logged, rows, when
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
@@ -19,7 +19,6 @@ def loss_of_outputs(outputs, labels):
     return (outputs["logits"] - labels).abs().mean()
 
 
-@mended_soon
 def test_a_loss_function_set_on_the_trainer_is_the_loss_that_is_trained(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.compute_loss_func = loss_of_outputs
@@ -28,7 +27,6 @@ def test_a_loss_function_set_on_the_trainer_is_the_loss_that_is_trained(make_tra
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_a_loss_function_set_by_a_callback_acts_from_the_next_step(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.add_callback(at_step(2, lambda **_: setattr(trainer, "compute_loss_func", loss_of_outputs)))
@@ -38,7 +36,6 @@ def test_a_loss_function_set_by_a_callback_acts_from_the_next_step(make_trainer)
     assert logged(trainer) == pytest.approx(expected)
 
 
-@mended_soon
 def test_a_loss_function_taken_away_leaves_the_models_own_loss(make_trainer):
     trainer, other = make_trainer(compute_loss_func=loss_of_outputs), Net()
     trainer.compute_loss_func = None
@@ -80,7 +77,6 @@ def test_compute_loss_set_on_the_class_acts_on_trainers_that_exist(make_trainer,
     assert logged(trainer) == pytest.approx(expected)
 
 
-@mended_soon
 def test_training_step_bound_to_the_trainer_acts(make_trainer):
     trainer, usual, calls = make_trainer(gradient_accumulation_steps=2, max_steps=2), Trainer.training_step, []
 
@@ -93,7 +89,6 @@ def test_training_step_bound_to_the_trainer_acts(make_trainer):
     assert calls == [["labels", "x"]] * 4
 
 
-@mended_soon
 def test_training_step_wrapped_in_the_middle_of_a_run_acts_from_the_next_step(make_trainer):
     trainer, calls = make_trainer(), []
     usual = trainer.training_step
@@ -258,7 +253,6 @@ def test_create_optimizer_set_by_a_function_makes_the_optimizer(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_smoothing_and_a_loss_function_set_later_use_the_loss_function(make_trainer):
     class Classes(nn.Module):
         def __init__(self):

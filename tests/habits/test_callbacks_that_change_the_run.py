@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from habit_parts import RATE, Net, assert_same, at_step, batches, by_hand, is_refused, logged, mended_soon, rows, when
+from habit_parts import RATE, Net, assert_same, at_step, batches, by_hand, is_refused, logged, rows, when
 from torch import nn
 
 
@@ -22,7 +22,6 @@ class Modes(Net):
 # The mode of the model
 
 
-@mended_soon
 def test_a_model_left_in_evaluation_mode_by_a_callback_trains_in_training_mode(make_trainer):
     model = Modes(dropout=0.5)
 
@@ -35,7 +34,6 @@ def test_a_model_left_in_evaluation_mode_by_a_callback_trains_in_training_mode(m
     assert model.modes == [(True, True)] * 4
 
 
-@mended_soon
 def test_samples_drawn_in_on_log_leave_the_next_step_in_training_mode(make_trainer):
     model = Modes(dropout=0.5)
     texts = []
@@ -217,7 +215,6 @@ def test_random_numbers_drawn_by_a_callback_do_not_change_the_order_of_the_data(
 # Arguments
 
 
-@mended_soon
 def test_the_norm_for_clipping_changed_by_a_callback_acts_from_the_next_step(make_trainer):
     change = at_step(2, lambda args, **_: setattr(args, "max_grad_norm", 0.01))
     trainer, other = make_trainer(max_grad_norm=1e9, callbacks=[change]), Net()
@@ -228,7 +225,6 @@ def test_the_norm_for_clipping_changed_by_a_callback_acts_from_the_next_step(mak
     assert_same(trainer.model, other)
 
 
-@mended_soon
 @pytest.mark.parametrize(("name", "event"), [("logging_steps", "loss"), ("eval_steps", "eval_loss")])
 def test_intervals_of_the_arguments_changed_by_a_callback_act(make_trainer, name, event):
     change = when(on_step_end=lambda args, state, **_: state.global_step == 2 and setattr(args, name, 1))
@@ -256,19 +252,16 @@ def acts_or_is_refused(trainer, name, expected_steps):
     assert trainer.state.global_step == expected_steps
 
 
-@mended_soon
 def test_a_longer_run_asked_for_by_a_callback_is_longer_or_refused(make_trainer):
     change = at_step(2, lambda args, **_: setattr(args, "max_steps", 6))
     acts_or_is_refused(make_trainer(callbacks=[change]), "max_steps", 6)
 
 
-@mended_soon
 def test_more_epochs_asked_for_by_a_callback_are_made_or_refused(make_trainer):
     change = at_step(2, lambda args, **_: setattr(args, "num_train_epochs", 2))
     acts_or_is_refused(make_trainer(callbacks=[change], max_steps=-1, num_train_epochs=1), "num_train_epochs", 8)
 
 
-@mended_soon
 def test_a_rate_of_the_arguments_changed_in_a_run_acts_or_is_refused(make_trainer):
     trainer = make_trainer(callbacks=[at_step(2, lambda args, **_: setattr(args, "learning_rate", 0.01))])
     if is_refused(trainer.train, "learning_rate"):
@@ -276,7 +269,6 @@ def test_a_rate_of_the_arguments_changed_in_a_run_acts_or_is_refused(make_traine
     assert logged(trainer, "learning_rate")[3] == pytest.approx(0.01)
 
 
-@mended_soon
 def test_accumulation_changed_in_a_run_acts_or_is_refused(make_trainer):
     sizes = []
     change = at_step(1, lambda args, **_: setattr(args, "gradient_accumulation_steps", 2))
@@ -287,7 +279,6 @@ def test_accumulation_changed_in_a_run_acts_or_is_refused(make_trainer):
     assert sizes == [0, 1, 1, 2, 2]
 
 
-@mended_soon
 def test_a_batch_size_changed_in_a_run_acts_or_is_refused(make_trainer):
     sizes = []
     change = at_step(1, lambda args, **_: setattr(args, "per_device_train_batch_size", 4))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from habit_parts import Net, assert_same, at_step, batches, by_hand, is_refused, logged, mended_soon, rows, stack, when
+from habit_parts import Net, assert_same, at_step, batches, by_hand, is_refused, logged, rows, stack, when
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from transformers import BatchEncoding
 
@@ -200,7 +200,6 @@ def test_another_data_set_between_two_runs_is_trained_on(make_trainer):
 
 
 @pytest.mark.parametrize("event", ["on_epoch_begin", "on_epoch_end"])
-@mended_soon
 def test_another_data_set_set_between_epochs_is_trained_on_or_refused(make_trainer, event):
     trainer, other = make_trainer(train_dataset=rows(4)), Net()
 

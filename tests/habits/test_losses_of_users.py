@@ -157,7 +157,6 @@ def test_entries_logged_in_compute_loss_are_in_the_history_beside_those_of_the_s
     assert len(logged(trainer)) == 4
 
 
-@mended_soon
 def test_a_model_put_into_evaluation_mode_by_compute_loss_trains_in_training_mode(make_trainer):
     modes = []
 

@@ -14,7 +14,6 @@ from habit_parts import (
     by_hand,
     is_refused,
     logged,
-    mended_soon,
     rows,
     stack,
     when,
@@ -36,7 +35,6 @@ def test_another_model_set_before_training_is_the_one_that_trains(make_trainer):
     assert_same(first, Net())
 
 
-@mended_soon
 def test_another_model_set_after_training_is_evaluated_and_saved(make_trainer, tmp_path):
     trainer, best = make_trainer(eval_dataset=rows(4)), Net(seed=3)
     trainer.train()
@@ -49,7 +47,6 @@ def test_another_model_set_after_training_is_evaluated_and_saved(make_trainer, t
     assert_same(saved, best)
 
 
-@mended_soon
 def test_a_model_set_after_an_evaluation_is_trained_clipped_and_measured(make_trainer):
     trainer, other = make_trainer(eval_dataset=rows(4), max_grad_norm=0.01), Net(seed=3)
     trainer.evaluate()
@@ -60,7 +57,6 @@ def test_a_model_set_after_an_evaluation_is_trained_clipped_and_measured(make_tr
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_a_head_replaced_after_an_evaluation_is_trained_and_clipped(make_trainer):
     trainer, other = make_trainer(eval_dataset=rows(4), max_grad_norm=0.01), Net()
     trainer.evaluate()
@@ -70,7 +66,6 @@ def test_a_head_replaced_after_an_evaluation_is_trained_and_clipped(make_trainer
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_a_head_replaced_in_a_run_is_trained_or_refused(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.add_callback(at_step(2, lambda model, **_: setattr(model, "head", copy.deepcopy(Net(seed=3).head))))
@@ -82,7 +77,6 @@ def test_a_head_replaced_in_a_run_is_trained_or_refused(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_another_model_set_in_a_run_is_trained_or_refused(make_trainer):
     trainer, other = make_trainer(), Net(seed=3)
     trainer.add_callback(at_step(2, lambda **_: setattr(trainer, "model", Net(seed=3))))
@@ -92,7 +86,7 @@ def test_another_model_set_in_a_run_is_trained_or_refused(make_trainer):
     assert_same(trainer.model, other)
 
 
-@pytest.mark.parametrize("way", ["delete", pytest.param("none", marks=mended_soon)])
+@pytest.mark.parametrize("way", ["delete", "none"])
 def test_a_trainer_whose_model_was_taken_away_says_so(make_trainer, way):
     trainer = make_trainer(eval_dataset=rows(4))
     if way == "delete":
@@ -209,7 +203,6 @@ def test_a_layer_frozen_in_a_run_stays_from_then_on(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_a_layer_thawed_in_a_run_is_trained_or_refused(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.model.body.requires_grad_(False)
@@ -236,7 +229,6 @@ def test_a_layer_frozen_and_thawed_again_in_a_run_is_trained(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 @pytest.mark.parametrize("clips", [0, 0.01])
 def test_gradients_outside_the_optimizer_do_not_add_up(make_trainer, clips):
     model = Net()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from habit_parts import RATE, Net, assert_same, at_step, batches, by_hand, is_refused, logged, mended_soon, rows, when
+from habit_parts import RATE, Net, assert_same, at_step, batches, by_hand, is_refused, logged, rows, when
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from tr_core import Trainer
@@ -84,7 +84,6 @@ def test_one_optimizer_of_two_trainers_keeps_its_momentum(make_trainer):
 # Set on the Trainer
 
 
-@mended_soon
 def test_an_optimizer_set_before_training_is_used(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.optimizer = sgd(trainer.model)
@@ -93,7 +92,6 @@ def test_an_optimizer_set_before_training_is_used(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_an_optimizer_and_a_schedule_set_before_training_are_used(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.optimizer = sgd(trainer.model)
@@ -103,7 +101,6 @@ def test_an_optimizer_and_a_schedule_set_before_training_are_used(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_a_schedule_of_the_created_optimizer_is_used(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), linear)
@@ -112,7 +109,6 @@ def test_a_schedule_of_the_created_optimizer_is_used(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_groups_edited_after_create_optimizer_are_used(make_trainer):
     trainer, other = make_trainer(), Net()
     for group in trainer.create_optimizer().param_groups:
@@ -133,7 +129,6 @@ def test_a_group_added_after_create_optimizer_is_trained(make_trainer):
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_optimizer_and_schedule_created_by_hand_with_another_length_are_used(make_trainer):
     trainer, other = make_trainer(lr_scheduler_type="linear"), Net()
     trainer.create_optimizer_and_scheduler(num_training_steps=8)
@@ -157,7 +152,6 @@ def test_a_second_run_without_setting_begins_with_an_optimizer_of_its_own(make_t
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_an_optimizer_set_in_a_run_is_used_from_the_next_step_or_refused(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.add_callback(at_step(2, lambda model, **_: setattr(trainer, "optimizer", sgd(model))))
@@ -167,7 +161,6 @@ def test_an_optimizer_set_in_a_run_is_used_from_the_next_step_or_refused(make_tr
     assert_same(trainer.model, other)
 
 
-@mended_soon
 def test_a_schedule_set_in_a_run_is_used_from_the_next_step_or_refused(make_trainer):
     trainer = make_trainer()
 
@@ -308,7 +301,6 @@ class ScheduleFree(torch.optim.SGD):
         self.calls.append("eval")
 
 
-@mended_soon
 def test_an_optimizer_with_two_sets_of_weights_is_switched_around_an_evaluation(make_trainer):
     model = Net()
     optimizer = ScheduleFree(model.parameters())

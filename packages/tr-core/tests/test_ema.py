@@ -423,6 +423,9 @@ def test_an_average_of_other_weights_is_refused():
 
 def test_a_weight_that_is_trainable_only_since_training_began_is_refused(averaged):
     class Unfreeze(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+            optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+
         def on_step_end(self, args, state, control, model, **kwargs):
             model.layers[0].requires_grad_(True)
 

@@ -96,7 +96,7 @@ def test_outputs_come_detached_where_a_method_names_them(make_trainer, model_cla
     logits = [out["logits"] if isinstance(out, dict) else out[1] for out in watch.outputs]
     assert [tuple(each.shape) for each in logits] == [(4, 3), (4, 3)]
     assert not any(each.requires_grad for each in logits)
-    assert trainer.micro_batch_outputs is None
+    assert trainer.scope.outputs is None
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -150,7 +150,7 @@ def test_nothing_of_a_micro_batch_outlives_its_event(make_trainer, asks):
         24, model=Traced(), callbacks=[Look(), *([Asks()] if asks else [])], gradient_accumulation_steps=3
     )
     trainer.train()
-    assert (alive, trainer.micro_batch_outputs) == ([0, 0], None)
+    assert (alive, trainer.scope.outputs) == ([0, 0], None)
 
 
 def test_a_dict_of_losses_and_outputs_go_together(make_trainer):

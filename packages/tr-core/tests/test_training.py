@@ -90,7 +90,7 @@ def test_no_gradient_survives_the_end_of_a_pass_over_a_stream(make_trainer):
 
     class Count(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            sizes.append(trainer.micro_batches_in_step)
+            sizes.append(trainer.scope.size)
 
     trainer = make_trainer(
         train_dataset=Stream(12), max_steps=4, gradient_accumulation_steps=2, callbacks=[Look(), Count()]

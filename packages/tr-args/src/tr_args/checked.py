@@ -46,8 +46,13 @@ class Checked(metaclass=CheckedType):
 
     Former names (`Alias`) and unknown ones are dealt with before the dataclass's own `__init__` runs, so that
     subclasses declared with `@dataclass` need nothing special.
+
+    Attributes:
+        num_assignments: how many values were assigned since the object was built: who works with the values sees by it
+            that some may have changed.
     """
 
+    num_assignments: ClassVar[int] = 0
     _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -70,6 +75,7 @@ class Checked(metaclass=CheckedType):
         object.__setattr__(self, name, converted)
         if not building:
             object.__setattr__(self, "_origins", {**self._origins, name: origin})
+            object.__setattr__(self, "num_assignments", self.num_assignments + 1)
 
     def origin(self, name: str) -> str:
         """Return where the value of a field came from: `default`, `call`, `file NAME`, `command line`, ..."""

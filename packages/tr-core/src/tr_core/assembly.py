@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,8 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_core import saving
+from tr_core.assignments import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, values_when_built
 from tr_core.callback import CallbackList
-from tr_core.checks import check_args, check_given_optimizers, check_model, check_setup, refuse_unsupported
+from tr_core.checks import (
+    check_args,
+    check_given_optimizers,
+    check_given_parts_fit,
+    check_model,
+    check_setup,
+    refuse_unsupported,
+)
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.conditions.compilation import Compilation
 from tr_core.conditions.liger import apply_liger_kernel
@@ -27,11 +36,13 @@ from tr_core.losses.label_smoothing import LabelSmoother
 from tr_core.losses.loss import LossRule
 from tr_core.losses.targets import takes_argument
 from tr_core.model_io import base_model, can_return_loss, find_label_names
+from tr_core.optimization.chosen import ChosenOptimizer
 from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.randomness import RandomState, separate_randomness
 from tr_core.search.model_init import takes_trial
 from tr_core.state import TrainerControl, TrainerState
+from tr_core.step_scope import StepScope
 from tr_core.strategies import choose_strategy
 from tr_log import configure, get_logger
 
@@ -48,6 +59,11 @@ class Assembly:
 
     logger = get_logger("tr_core.trainer")
     trial: Any = None
+    # Whether something was assigned in a run that acts from its next step.
+    has_assignments = False
+    # Whether an optimizer that knows two sets of weights has put those to judge into the model.
+    is_optimizer_in_evaluation = False
+    _is_built = False
 
     def __init__(  # noqa: PLR0917  the documented order
         self,
@@ -87,22 +103,27 @@ class Assembly:
         self.model_init, self._model_is_fresh = model_init, True
         self._take_model(model if model is not None else self.call_model_init())
         check_given_optimizers(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
-        self._given_optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.optimizer, self.lr_scheduler = optimizers
+        self.chosen = ChosenOptimizer(*optimizers)
         self._checkpointer, self.has_own_checkpointer = checkpointer, checkpointer is not None
+        self._checkpointer_made_of: dict[str, Any] | None = None
         self.random_state = RandomState(self.strategy.device)
         self._prepare_conditions()
         self.control = TrainerControl()
         self.state = TrainerState(
             is_local_process_zero=self.strategy.local_rank == 0, is_world_process_zero=self.strategy.rank == 0
         )
-        self.is_in_train, self.micro_batches_in_step, self.micro_batch_weight = False, 1, 1.0
+        self.is_in_train, self.scope = False, StepScope()
         given = _same("callbacks", callbacks, "callback", callback) or ()
         self.callback_handler = CallbackList(self, [*default_callbacks(self.args, self.strategy), *given])
         self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
         self.kept_loaders = KeptLoaders()
         self.told_columns: set[frozenset[str]] = set()
+        check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
         check_setup(cast("Trainer", self))
+        self._built_with = values_when_built(self.args)
+        self._is_built = True
         if not requested():  # a preflight calls no callback: the Hub's would make a repository now
             self.fire("on_init_end")
 
@@ -130,40 +151,136 @@ class Assembly:
         self._model_is_fresh = False
 
     def prepare(self) -> nn.Module:
-        """Hand the model to the strategy, once, and return it wrapped."""
-        if not self._is_prepared:
-            if self.args.use_liger_kernel:
+        """Take in what was assigned, hand the model to the strategy if it is not there yet, and return it wrapped.
+
+        The strategy is handed the model again where modules or parameters of it were replaced.
+
+        Raises:
+            ValueError: an argument was changed that the Trainer was built with, arguments do not go together any more,
+                or the strategy cannot take in what was replaced.
+        """
+        if self.model is None:
+            raise ValueError("trainer.model is None; assign a model before it is trained, evaluated or saved")
+        if self._is_built:
+            self._settle_arguments()
+        if self._prepared != (now := self._structure()):
+            if self.args.use_liger_kernel and not self._is_prepared:
                 apply_liger_kernel(self.model, self.args.liger_kernel_config)
             self.model_wrapped = self.strategy.prepare(self.model)
-            self._is_prepared = True
+            now = self._structure()
+        self._prepared = now
         return self.model_wrapped
+
+    @property
+    def _is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def _structure(self) -> tuple[Any, ...]:
+        """Return what tells whether modules or parameters of the model were replaced."""
+        modules = [id(module) for module in self.model.modules()]
+        # Where a forward is an exchange, whole parameters take the place of the shards for a while.
+        is_divided = self.strategy.forwards_together
+        parameters = [name if is_divided else id(p) for name, p in self.model.named_parameters()]
+        return (*modules, *parameters)
+
+    def _settle_arguments(self) -> None:
+        args = self.args
+        if args.num_assignments != self._settled_assignments:
+            args.check()
+            check_as_built(args, self._built_with)
+            refuse_unsupported(args)
+        self._derive()
 
     def get_num_trainable_parameters(self) -> int:
         """Count the numbers that training changes."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _take_model(self, model: nn.Module) -> None:
-        self.model = self.model_wrapped = model
-        self._is_prepared = False
-        inner = base_model(model)
-        found = find_label_names(inner)
-        self.label_names: list[str] = found if self.args.label_names is None else self.args.label_names
-        self.can_return_loss = can_return_loss(inner)
+        self._set("model", model)
+        self.model_wrapped, self._prepared = model, None
+        self.can_return_loss = can_return_loss(base_model(model))
         self.flop_counter = FlopCounter(model)
-        self.loss_function = self.compute_loss_func
-        if self.args.label_smoothing_factor and self.compute_loss_func is None:
-            self.loss_function = LabelSmoother(self.args.label_smoothing_factor, inner)
-        self.loss_rule = LossRule(
-            inner,
-            self.loss_function,
-            self.strategy,
-            average_tokens_across_devices=self.args.average_tokens_across_devices,
-            declared=cast("Trainer", self).declared_loss_kwargs,
-        )
+        self._label_names_of: Any = None
+        self._loss_made_of: tuple[Any, ...] = ()
+        self._derive()
+
+    # What is derived, and what may be assigned
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._is_built:
+            object.__setattr__(self, name, value)
+            return
+        if self.is_in_train and name in TAKEN_AT_BEGIN:
+            raise RuntimeError(
+                f"trainer.{name} was assigned while training: the run that is under way took it when it began, so this "
+                f"would change nothing; {TAKEN_AT_BEGIN[name]}"
+            )
+        if name == "model":
+            self._assign_model(value)
+        elif name == "args":
+            self._assign_args(value)
+        else:
+            object.__setattr__(self, name, value)
+        if name in ("optimizer", "lr_scheduler"):
+            self.chosen.assign(name, value)
+        if name in ACTS_NEXT_STEP:
+            if self.is_in_train:
+                self._set("has_assignments", True)
+            else:
+                self._derive()
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set an attribute whose assignment by a user would mean more."""
+        object.__setattr__(self, name, value)
+
+    def _assign_model(self, model: nn.Module | None) -> None:
+        if model is None:  # to free its memory
+            self._set("model", None)
+            self.model_wrapped = self._prepared = None
+            return
+        check_model(model, None)
+        self._take_model(model)
+        self._model_is_fresh = True
+
+    def _assign_args(self, args: TrainingArguments) -> None:
+        check_args(args)
+        if not isinstance(args, type(self.args)):
+            raise TypeError(f"trainer.args is a {type(self.args).__name__}; a {type(args).__name__} cannot replace it")
+        args.check()
+        args = dev_run_arguments(args)
+        refuse_unsupported(args)
+        check_as_built(args, self._built_with)
+        self._set("args", args)
+        self._bind_process()
+        self._derive()
+
+    def _derive(self) -> None:
+        """Make what follows from the model, the methods and the arguments as they are now."""
+        args, methods = self.args, cast("Trainer", self)
+        inner = base_model(self.model)
+        if self._label_names_of is None or self._label_names_of[0] != args.label_names:
+            # Only then: it is an attribute that may be assigned too.
+            self.label_names: list[str] = find_label_names(inner) if args.label_names is None else args.label_names
+            self._label_names_of = (args.label_names,)
+        made_of = (self.compute_loss_func, args.label_smoothing_factor, args.average_tokens_across_devices, inner)
+        if not _same_parts(made_of, self._loss_made_of):
+            self.loss_function = self.compute_loss_func
+            if args.label_smoothing_factor and self.compute_loss_func is None:
+                self.loss_function = LabelSmoother(args.label_smoothing_factor, inner)
+            self.loss_rule = LossRule(
+                inner,
+                self.loss_function,
+                self.strategy,
+                average_tokens_across_devices=args.average_tokens_across_devices,
+                declared=methods.declared_loss_kwargs,
+            )
+            self._loss_made_of = made_of
         # Overrides written before `num_items_in_batch` existed keep working.
-        methods = cast("Trainer", self)
         self._loss_takes_count = takes_argument(methods.compute_loss, "num_items_in_batch")
         self.step_function = _with_count(methods.training_step)
+        self.loss_context = _loss_context(methods)
+        self._settled_assignments = args.num_assignments
+        self._set("has_assignments", False)
 
     # Who listens
 
@@ -199,8 +316,13 @@ class Assembly:
         Raises:
             ValueError: no such checkpointer is installed.
         """
+        made_of = None if self.has_own_checkpointer else saving.checkpointer_arguments(self.args)
+        if self._checkpointer is not None and self._checkpointer_made_of not in (None, made_of):
+            self._checkpointer.close()
+            self._checkpointer = None
         if self._checkpointer is None:
             self._checkpointer = saving.build_checkpointer(cast("Trainer", self))
+        self._checkpointer_made_of = made_of
         return self._checkpointer
 
     def end(self) -> None:
@@ -242,6 +364,17 @@ def _with_count(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     if takes_argument(step, "num_items_in_batch"):
         return step
     return lambda model, inputs, num_items: step(model, inputs)
+
+
+def _loss_context(trainer: Trainer) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes the context of forward and loss: only overrides cost a step the calls of these methods."""
+    names = ("compute_loss_context_manager", "autocast_smart_context_manager")
+    usual = all(getattr(getattr(trainer, name), "__module__", "") == "tr_core.stepping" for name in names)
+    return trainer.strategy.autocast if usual else trainer.compute_loss_context_manager
+
+
+def _same_parts(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    return len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
 
 
 def _same(name: str, value: Any, other_name: str, other: Any) -> Any:

@@ -38,9 +38,8 @@ CHECKPOINT = "on_checkpoint"
 
 # The flags that an event finds cleared, unless it is fired within another one.
 _CLEARED = {
-    "on_train_begin": ("should_training_stop",),
+    "on_train_begin": ("should_training_stop", "should_log", "should_evaluate", "should_save"),
     "on_epoch_begin": ("should_epoch_stop",),
-    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
     "on_log": ("should_log",),
     "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",),
@@ -305,7 +304,7 @@ class CallbackList:
     def _with_loss(self, method: Any) -> Any:
         @wraps(method)
         def call(*args: Any, **context: Any) -> Any:
-            return method(*args, loss=self._owner.step_loss, **context)
+            return method(*args, loss=self._owner.scope.loss, **context)
 
         return call
 

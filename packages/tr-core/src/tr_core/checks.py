@@ -117,8 +117,14 @@ def check_given_optimizers(args: Any, optimizers: Any, cls_and_kwargs: Any, mode
         )
 
 
-def check_given_parts_fit(model: nn.Module, optimizer: Any, schedule: Any) -> None:
-    """Raise where a given optimizer trains another model, or a given schedule sets the rates of another optimizer."""
+def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any) -> None:
+    """Raise where a given optimizer trains another model, or a given schedule sets the rates of another optimizer.
+
+    Args:
+        model: the model; None to look at the other two alone.
+        optimizer: one that was given, or that is to train with the schedule; None if there is none.
+        schedule: one that was given; None if there is none.
+    """
     scheduled: Any = getattr(schedule, "optimizer", None)
     if scheduled is not None and optimizer is None:
         raise ValueError(
@@ -135,6 +141,8 @@ def check_given_parts_fit(model: nn.Module, optimizer: Any, schedule: Any) -> No
             f"that was given ({type(optimizer).__name__}), on which it had no effect; build the schedule with this "
             "optimizer"
         )
+    if model is None:
+        return
     of_model = {id(parameter) for parameter in model.parameters()}
     if groups and not any(id(parameter) in of_model for group in groups for parameter in group["params"]):
         raise ValueError(
@@ -157,7 +165,6 @@ def check_setup(trainer: Trainer) -> None:
             f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
             "eval_dataset or set eval_strategy='no'"
         )
-    check_given_parts_fit(trainer.model, trainer.optimizer, trainer.lr_scheduler)
     check_label_names(trainer)
     check_conditions(trainer)
     check_accelerator_config(args, trainer.strategy.world_size)

@@ -7,12 +7,12 @@ the device: losses and norms stay there until a log is due.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from tr_core.data.batches import Batches
+from tr_core.changes import apply_changes, check_length
 from tr_core.data.order import MicroBatch
 from tr_core.evaluation.best import note_best, watched_metric
 from tr_core.run import JUDGED_TOGETHER, Run
@@ -27,21 +27,28 @@ if TYPE_CHECKING:
 
 def run_epochs(trainer: Trainer, run: Run) -> None:
     """Train from `run.position` until the plan's last step, or until a callback stops the run."""
-    control, accumulation = trainer.control, trainer.args.gradient_accumulation_steps
-    while run.position.epoch < run.plan.num_epochs and not control.should_training_stop:
+    accumulation = trainer.args.gradient_accumulation_steps
+    while run.position.epoch < run.plan.num_epochs and not trainer.control.should_training_stop:
         epoch, first_sample, first_step = run.position.epoch, run.position.samples, trainer.state.global_step
         if not run.is_pass_complete():  # it is where a run resumes from a checkpoint of a pass's last step
             if not run.reopens_pass:
                 trainer.fire("on_epoch_begin")
             run.reopens_pass = run.is_at_epoch_end = False
-            for step in iterate_steps(run.data, epoch, first_sample, accumulation, run.count_items):
+            run.mode.note()
+            apply_changes(trainer, run)
+            for step in iterate_steps(run, epoch, first_sample, accumulation):
                 train_step(trainer, run, step, epoch)
                 log_evaluate_save(trainer, run)
-                if control.should_epoch_stop or control.should_training_stop:
+                # Inline, for a step that changed nothing is to cost no call.
+                is_changed = trainer.args.num_assignments != run.num_assignments or trainer.has_assignments
+                if is_changed or len(run.optimizer.param_groups) != run.num_groups:
+                    apply_changes(trainer, run)
+                if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                     break
             if trainer.state.global_step == first_step and first_sample == 0:
                 raise ValueError(_no_batch(epoch, trainer))
-        end_epoch(trainer, run, moves_on=run.is_pass_complete() or not control.should_training_stop)
+        end_epoch(trainer, run, moves_on=run.is_pass_complete() or not trainer.control.should_training_stop)
+    check_length(trainer, run)
 
 
 def end_epoch(trainer: Trainer, run: Run, *, moves_on: bool) -> None:
@@ -55,13 +62,15 @@ def end_epoch(trainer: Trainer, run: Run, *, moves_on: bool) -> None:
 
 def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
     """Make one optimizer step; its loss and gradient norm stay on the device."""
-    strategy, model, optimizer, state = trainer.strategy, trainer.model_wrapped, run.optimizer, trainer.state
-    fire, number = trainer.callback_handler.fire, 0
+    strategy, model, inner, optimizer = trainer.strategy, trainer.model_wrapped, trainer.model, run.optimizer
+    fire, state, number = trainer.callback_handler.fire, trainer.state, 0
     loss_sum, step_loss = run.loss_sum, run.zero
-    trainer.micro_batches_in_step = step.size
+    trainer.scope.size = step.size
     fire("on_step_begin")
     for number, batch in enumerate(step.micro_batches, start=1):
-        trainer.micro_batch_weight = batch.weight
+        trainer.scope.weight = batch.weight
+        if not inner.training:
+            run.mode.restore()
         with strategy.accumulate(model, sync=run.syncs_each_batch or number == step.size):
             loss = trainer.step_function(model, batch.inputs, step.num_items)
         step_loss = step_loss + loss
@@ -70,13 +79,13 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
         run.position.samples = batch.end
         for count in run.counters:
             count(batch)
-        fire("on_micro_batch_end", loss=loss, inputs=batch.inputs, outputs=trainer.micro_batch_outputs)
-        trainer.micro_batch_outputs = None
+        fire("on_micro_batch_end", loss=loss, inputs=batch.inputs, outputs=trainer.scope.outputs)
+        trainer.scope.outputs = None
         if number < step.size:
             fire("on_substep_end")
     if number < step.size:
         raise ValueError(_too_few_batches(step.size - number))
-    trainer.micro_batch_weight, trainer.step_loss = 1.0, step_loss
+    trainer.scope.weight, trainer.scope.loss = 1.0, step_loss
     run.grad_norm = norm = run.update_strategy.clip_grad_norm(model, optimizer, run.max_grad_norm)
     fire("on_pre_optimizer_step")
     run.loss_before_step, run.loss_sum = run.loss_sum, loss_sum
@@ -87,6 +96,8 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
         run.step_schedule()
         run.unjudged.append((step_loss, norm))
     optimizer.zero_grad(set_to_none=True)
+    if run.outside:
+        run.clear_outside()
     state.global_step += 1
     micro_batches_done = -(-run.position.samples // run.data.per_micro_batch)
     state.epoch = epoch + micro_batches_done / run.plan.batches_per_epoch
@@ -94,19 +105,25 @@ def train_step(trainer: Trainer, run: Run, step: StepData, epoch: int) -> None:
 
 
 def log_evaluate_save(trainer: Trainer, run: Run) -> None:
-    """Do what is due, in this order: log, evaluate, note the best, save."""
+    """Do what is due, in this order: log, evaluate, note the best, save.
+
+    What is asked for after its turn, as a log in `on_save`, is due at the end of the next step.
+    """
     control = trainer.control
     if len(run.unjudged) >= JUDGED_TOGETHER:
         run.count_nonfinite()
-    if control.should_log and trainer.state.global_step > run.last_logged_step:
+    has_news = trainer.state.global_step > run.last_logged_step
+    if control.should_log and has_news:
         log_window(trainer, run)
     if run.guard is not None and (control.should_evaluate or control.should_save):
         run.guard.check()
     if control.should_evaluate:
         evaluate(trainer, run)
+        control.should_evaluate = False  # also where an override fires no event, which would clear it
     if control.should_save:
         trainer.save_checkpoint(run)
         trainer.fire("on_save")
+    control.should_log &= has_news
 
 
 def evaluate(trainer: Trainer, run: Run) -> None:
@@ -120,9 +137,6 @@ def evaluate(trainer: Trainer, run: Run) -> None:
         cast("ReduceLROnPlateau", run.schedule).step(watched_metric(trainer, metrics))
     if is_best and (trainer.args.save_strategy == "best" or trainer.args.load_best_model_at_end):
         trainer.control.should_save = True  # with the latter because between two checkpoints there is nothing to load
-
-
-CountItems = Callable[[Sequence[MicroBatch]], "torch.Tensor | None"]
 
 
 @dataclass(slots=True)
@@ -140,20 +154,18 @@ class StepData:
     num_items: torch.Tensor | None
 
 
-def iterate_steps(
-    data: Batches, epoch: int, position: int, accumulation: int, count_items: CountItems | None
-) -> Iterator[StepData]:
+def iterate_steps(run: Run, epoch: int, position: int, accumulation: int) -> Iterator[StepData]:
     """Yield the steps of a pass after `position` samples; the last one takes what is left.
 
     Micro-batches are loaded as they are used. Only where targets are counted, or where the length of the pass is
     unknown, are all of a step loaded first, and then to the host only.
     """
-    batches = data.iterate(epoch, position)
-    remaining = data.remaining(position)
+    batches = run.data.iterate(epoch, position)
+    remaining = run.data.remaining(position)
     while remaining is None or remaining > 0:
         size = accumulation if remaining is None else min(accumulation, remaining)
         batches_of_step: Iterator[MicroBatch] = islice(batches, size)
-        num_items = None
+        num_items, count_items = None, run.count_items
         if remaining is None or count_items is not None:
             loaded = list(batches_of_step)
             if not loaded and remaining is None:

@@ -154,7 +154,7 @@ def separate_window(trainer: Trainer) -> Iterator[MetricWindow]:
     try:
         yield window
     finally:
-        trainer.metric_window, trainer.micro_batch_weight = outer, 1.0
+        trainer.metric_window, trainer.scope.weight = outer, 1.0
 
 
 def check_name(name: str) -> None:

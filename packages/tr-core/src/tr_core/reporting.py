@@ -46,7 +46,7 @@ class Reporting(Assembly):
                 f"log_metric({name!r}) has nothing to average over: neither training nor an evaluation is going on; "
                 "write values to the log at once with log({...})"
             )
-        if self.micro_batch_weight != 0.0:
+        if self.scope.weight != 0.0:
             self.metric_window.add(name, value, weight)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:

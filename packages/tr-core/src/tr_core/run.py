@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from tr_core.resuming.foreign_place import derive_place
 from tr_core.state import TrainerState
 from tr_core.steps import Plan
 from tr_core.tokens import TokenCounter, build_token_counter
+from tr_core.training_mode import TrainingMode
 from tr_core.window import RankWindow, read_rank_window, share_window, store_counts
 
 if TYPE_CHECKING:
@@ -86,6 +87,13 @@ class Run:
         unjudged: loss and gradient norm of the last applied steps, which `num_nonfinite` does not count yet.
         num_nonfinite: steps since the last log whose loss or norm was not finite, on the device.
         num_skipped: updates since the last log that were left out for it, on the device.
+        mode: which of the model's modules train.
+        parameters: all parameters of the model, as they were when it was last looked at.
+        outside: those of them that the optimizer does not hold, by name.
+        leaves_out_by_choice: whether some of those were trainable when the run began, and so are not to be updated.
+        arguments: the values of all arguments when they were last looked at.
+        num_assignments: assignments to the arguments up to then.
+        num_groups: groups of the optimizer then.
         zero: the scalar that a step's loss begins with, on the device.
         interruption: what ends the run after a signal, None where nothing does.
         owed: what an interruption left out of the last step, `evaluate` and perhaps `save` after it.
@@ -100,6 +108,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
     loss_sum: torch.Tensor
+    mode: TrainingMode
     position: DataPosition = field(default_factory=DataPosition)
     count_items: Any = None
     max_grad_norm: float | None = None
@@ -136,6 +145,12 @@ class Run:
     is_at_epoch_end: bool = False
     ends_epoch_early: bool = False
     has_saved: bool = False
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    outside: dict[str, torch.Tensor] = field(default_factory=dict)
+    leaves_out_by_choice: bool = True
+    arguments: dict[str, Any] = field(default_factory=dict)
+    num_assignments: int = 0
+    num_groups: int = 0
 
     def __post_init__(self) -> None:
         self.metrics = MetricWindow(self.strategy)
@@ -145,23 +160,54 @@ class Run:
         self.update_strategy = self.strategy
 
     def configure(self, trainer: Trainer) -> None:
-        """Take from a Trainer and its arguments what every step needs to know."""
+        """Take from a Trainer and its arguments what a run takes when it begins, and what every step needs to know."""
+        args = trainer.args
+        self.syncs_each_batch = syncs_each_batch(args)
+        self.begins_pass_anew = args.ignore_data_skip
+        self.guard = build_guard(trainer, self)
+        self.tokens = build_token_counter(trainer)
+        self.take_settings(trainer)
+        self.leaves_out_by_choice = any(p.requires_grad for p in self.outside.values())
+
+    def take_settings(self, trainer: Trainer) -> None:
+        """Take what may change during a run as it is now."""
         args = trainer.args
         self.count_items = trainer.loss_rule.count if trainer.loss_rule.counts else None
         self.max_grad_norm = args.max_grad_norm or None
         self.schedule_follows_metric = isinstance(self.schedule, ReduceLROnPlateau)
-        if not self.schedule_follows_metric:
-            self.step_schedule = self.schedule.step
+        self.step_schedule = (lambda: None) if self.schedule_follows_metric else self.schedule.step
         self.hides_nan = args.logging_nan_inf_filter
-        self.syncs_each_batch = syncs_each_batch(args)
-        self.begins_pass_anew = args.ignore_data_skip
-        self.guard = build_guard(trainer, self)
         self.update_strategy = self.guard or self.strategy
-        self.tokens = build_token_counter(trainer)
-        if self.tokens is not None:
-            self.counters.append(self.tokens.count)
+        self.counters = [] if self.tokens is None else [self.tokens.count]
         if trainer.counts_floating_point_ops():
             self.counters.append(lambda batch: self._count_flops(trainer.floating_point_ops(batch.inputs)))
+        self.note_arguments(args)
+        self._take_parameters(trainer)
+
+    def note_arguments(self, args: Any) -> None:
+        """Take the arguments to be as they are: what the loop itself changed is no change of a user's."""
+        self.arguments, self.num_assignments = argument_values(args), args.num_assignments
+
+    def _take_parameters(self, trainer: Trainer) -> None:
+        groups = self.optimizer.param_groups
+        self.parameters, self.num_groups = list(trainer.model.parameters()), len(groups)
+        # A strategy that divides parameters, or makes an engine of the optimizer, clears gradients itself.
+        divides = self.strategy.forwards_together or hasattr(self.strategy, "bind_optimizer")
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        named = {} if divides else dict(trainer.model.named_parameters())
+        self.outside = {name: parameter for name, parameter in named.items() if id(parameter) not in held}
+
+    def clear_outside(self) -> None:
+        """Clear the gradients of parameters that no optimizer holds: they would add up from step to step.
+
+        Raises:
+            ValueError: a parameter was unfrozen which the optimizer, that had all trainable ones, does not hold.
+        """
+        for name, parameter in self.outside.items():
+            if parameter.grad is not None:
+                if not self.leaves_out_by_choice:
+                    raise ValueError(_unfrozen(name))
+                parameter.grad = None
 
     def is_pass_complete(self) -> bool:
         """Whether the pass that `position` is in has no batch left; False where that cannot be known."""
@@ -285,3 +331,16 @@ class Run:
 
     def _count_flops(self, operations: float) -> None:
         self.flops += operations
+
+
+def argument_values(args: Any) -> dict[str, Any]:
+    """Return the arguments by name."""
+    return {field.name: getattr(args, field.name) for field in fields(args) if field.init}
+
+
+def _unfrozen(name: str) -> str:
+    return (
+        f"the parameter {name} was unfrozen during training: it has a gradient, but is in no "
+        "group of the optimizer, which holds those that were trainable when training began, and would never be "
+        "updated. Add it with optimizer.add_param_group, or begin with it trainable and freeze it in on_train_begin"
+    )

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tr_core import plugins
 from tr_core.adapters import adapter_parts, is_adapter, write_adapter_config
 from tr_core.conditions.surroundings import configuration_as_given
-from tr_core.evaluation.evaluation_weights import evaluation_weights, weight_parts
+from tr_core.evaluation.evaluation_weights import evaluation_weights, optimizer_in_evaluation, weight_parts
 from tr_core.losses.loss import takes_argument
 from tr_core.model_io import base_model
 from tr_core.model_state import model_part
@@ -43,6 +43,12 @@ def build_checkpointer(trainer: Trainer) -> Checkpointer:
             "set save_strategy='no'"
         ) from error
     return factory(args, trainer.strategy)
+
+
+def checkpointer_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments that a checkpointer is made of: where one of them changes, another one is made."""
+    names = ("checkpointer", "output_dir", "save_total_limit", "save_keep_every", "save_async", "save_on_each_node")
+    return {name: getattr(args, name) for name in names}
 
 
 def save_model(trainer: Trainer, folder: Path) -> None:
@@ -101,13 +107,15 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
         if is_adapter(trainer.model):
             write_adapter_config(trainer.model, path)
 
-    checkpointer.save(
-        state.global_step,
-        parts,
-        write_extra=write_extra,
-        protected=() if best is None else (best,),
-        on_commit=partial(_announce, trainer, step=state.global_step),
-    )
+    # An optimizer with two sets of weights is saved with those to judge, so that they can be loaded as the best.
+    with optimizer_in_evaluation(trainer):
+        checkpointer.save(
+            state.global_step,
+            parts,
+            write_extra=write_extra,
+            protected=() if best is None else (best,),
+            on_commit=partial(_announce, trainer, step=state.global_step),
+        )
 
 
 def _announce(trainer: Trainer, folder: Path, *, step: int) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tr_core.callbacks.interruption import interruptible
-from tr_core.checks import check_quantized
+from tr_core.changes import watching_modules
+from tr_core.checks import check_quantized, check_setup
 from tr_core.conditions.batch_size_search import run_epochs_within_memory
 from tr_core.conditions.memory_metrics import ReadMemory
 from tr_core.conditions.output_folder import check_that_it_can_be_written_to
 from tr_core.conditions.surroundings import while_training
 from tr_core.data.first_batches import training_batches
-from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, weight_parts
+from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, switch_optimizer, weight_parts
 from tr_core.loop import run_epochs
 from tr_core.making_up import is_complete, make_up
 from tr_core.optimization.in_backward import consuming_gradients
@@ -31,7 +32,8 @@ from tr_core.run import Run
 from tr_core.saving import model_parts
 from tr_core.speed import speed_metrics
 from tr_core.state import TrainerState
-from tr_core.steps import make_plan
+from tr_core.steps import make_plan, resolve_steps
+from tr_core.training_mode import TrainingMode
 from tr_core.window import close_window
 
 if TYPE_CHECKING:
@@ -50,12 +52,14 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
         if is_complete(trainer, run):
             return _leave_finished(trainer, run)
         _announce(trainer, run)
-        with consuming_gradients(trainer, run), interruptible(trainer, run), _in_training(trainer, run):
+        around = (consuming_gradients(trainer, run), interruptible(trainer, run), watching_modules(trainer))
+        with around[0], around[1], around[2], _in_training(trainer, run):
             trainer.random_state.reapply()
+            switch_optimizer(trainer, "train")
             if trainer.args.eval_on_start and run.first_step == 0:
                 trainer.evaluate(ignore_keys=ignore_keys)
                 run.agree_on_flags()
-            trainer.model_wrapped.train()
+            run.mode.begin()
             make_up(trainer, run)
             (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(trainer, run)
             return _finish(trainer, run, read_memory)
@@ -75,7 +79,13 @@ def _in_training(trainer: Trainer, run: Run) -> Iterator[None]:
         raise
     finally:
         trainer.is_in_train, trainer.metric_window = False, None
+        trainer.chosen.end()
         trainer.fire("on_train_end", error=error)
+        if trainer.control.should_save:
+            trainer.logger.error(
+                "should_save was set in on_train_end, when the run is over and saves no checkpoint any more; set it in "
+                "on_step_end or on_epoch_end, or call trainer.save_model()"
+            )
 
 
 def _leave_finished(trainer: Trainer, run: Run) -> TrainOutput:
@@ -93,6 +103,7 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     """Prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
     args, strategy = trainer.args, trainer.strategy
     trainer.prepare()
+    check_setup(trainer)
     check_that_it_can_be_written_to(trainer)
     loader = trainer.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
@@ -103,7 +114,9 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     trainer.state = _fresh_state(trainer, plan.max_steps, plan.num_epochs)
     trainer.loaders["train_dataloader"] = loader
     loss_sum = torch.zeros((), device=strategy.device)
-    run = Run(plan, data, strategy, optimizer, schedule, loss_sum, ignore_keys=ignore_keys)
+    mode = TrainingMode(trainer.model, trainer.model_wrapped)
+    trainer.model.zero_grad(set_to_none=True)  # of a backward pass by hand, or of a run that failed in the middle
+    run = Run(plan, data, strategy, optimizer, schedule, loss_sum, mode, ignore_keys=ignore_keys)
     run.configure(trainer)
     run.settings = Settings(trainer, run)
     resumed = False
@@ -126,19 +139,13 @@ def _warn_of_earlier(trainer: Trainer, checkpointer: Checkpointer) -> None:
 
 def _fresh_state(trainer: Trainer, max_steps: int, num_epochs: int) -> TrainerState:
     args, strategy = trainer.args, trainer.strategy
-
-    def steps(value: float | None) -> int:
-        if value is None:
-            return max_steps
-        return max(math.ceil(value * max_steps) if value < 1 else int(value), 1)  # below 1: a share of the run
-
     return TrainerState(
         epoch=0.0,
         max_steps=max_steps,
         num_train_epochs=num_epochs,
-        logging_steps=steps(args.logging_steps),
-        eval_steps=steps(args.eval_steps),
-        save_steps=steps(args.save_steps),
+        logging_steps=resolve_steps(args.logging_steps, max_steps),
+        eval_steps=resolve_steps(args.eval_steps, max_steps),
+        save_steps=resolve_steps(args.save_steps, max_steps),
         train_batch_size=args.train_batch_size,
         is_local_process_zero=strategy.local_rank == 0,
         is_world_process_zero=strategy.rank == 0,
@@ -176,6 +183,7 @@ def _finish(trainer: Trainer, run: Run, read_memory: ReadMemory) -> TrainOutput:
     metrics["train_loss"] = run.mean_loss(steps)
     metrics |= read_memory()
     trainer.log_result(metrics)
+    switch_optimizer(trainer, "eval")
     _settle_weights(trainer)
     if trainer.args.push_to_hub:
         trainer.save_model()  # what is pushed when training ends is this model, not an older file

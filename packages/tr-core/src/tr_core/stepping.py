@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,15 +21,11 @@ class Stepping(Reporting):
     """What is done with one micro-batch.
 
     Attributes:
-        step_loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
-        micro_batch_outputs: what the model gave for this micro-batch, where a callback asks for it.
         loss_is_scaled_for_ga: what `compute_loss` of a subclass returns: True, a loss that is divided for the whole
             step and is used as it is; False, a mean over its micro-batch, which is divided by their number; None has
             it observed whether the loss depends on `num_items_in_batch`. It may be set at any time.
     """
 
-    step_loss: torch.Tensor | None = None
-    micro_batch_outputs: Any = None
     loss_is_scaled_for_ga: bool | None = None
     _given_loss_kwargs: bool | None = None
 
@@ -60,7 +55,7 @@ class Stepping(Reporting):
         parts: dict[str, torch.Tensor] = {}
         if not isinstance(loss, torch.Tensor):
             loss, parts = split_loss(loss)
-        size, weight, is_scaled = self.micro_batches_in_step, self.micro_batch_weight, self.loss_is_scaled_for_ga
+        size, weight, is_scaled = self.scope.size, self.scope.weight, self.loss_is_scaled_for_ga
         if num_items_in_batch is not None or size > 1 or weight != 1.0 or parts:
             was_told = None if num_items_in_batch is None else bool(count)
             division = self.loss_rule.judge(loss, was_told, size, weight, is_scaled)
@@ -68,7 +63,7 @@ class Stepping(Reporting):
             self._log_parts(parts, division)
         self.strategy.backward(loss)
         if wants_outputs:
-            self.micro_batch_outputs = map_tensors(_detached, outputs)
+            self.scope.outputs = map_tensors(_detached, outputs)
         return loss.detach()
 
     def compute_loss(
@@ -117,13 +112,6 @@ class Stepping(Reporting):
     def autocast_smart_context_manager(self) -> AbstractContextManager[object]:
         """Return the context of mixed precision, one that does nothing without it."""
         return self.strategy.autocast()
-
-    @cached_property
-    def loss_context(self) -> Callable[[], AbstractContextManager[object]]:
-        """What makes the context of forward and loss; looked up once, so that overrides alone cost calls in a step."""
-        names = ("compute_loss_context_manager", "autocast_smart_context_manager")
-        usual = all(getattr(getattr(self, name), "__func__", None) is getattr(Stepping, name) for name in names)
-        return self.strategy.autocast if usual else self.compute_loss_context_manager
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
@@ -176,10 +164,10 @@ class Stepping(Reporting):
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""
-        window, size, ranks = self.metric_window, self.micro_batches_in_step, self.strategy.world_size
+        window, size, ranks = self.metric_window, self.scope.size, self.strategy.world_size
         if window is not None:
             for name, value in parts.items():
-                share = self.loss_rule.share(value, division, size, self.micro_batch_weight)
+                share = self.loss_rule.share(value, division, size, self.scope.weight)
                 window.add_part(name, share / ranks if ranks > 1 else share, size * ranks)
 
     def _split_labels(self, inputs: Any) -> tuple[Any, Any]:

@@ -33,6 +33,18 @@ class Plan:
         return replace(self, max_steps=max_steps)
 
 
+def resolve_steps(value: float | None, max_steps: int) -> int:
+    """Return a number of steps that an argument gives: as it is, as a share of the run if below 1, or once in the run.
+
+    Args:
+        value: the argument; None is the whole run.
+        max_steps: optimizer steps of the run.
+    """
+    if value is None:
+        return max_steps
+    return max(math.ceil(value * max_steps) if value < 1 else int(value), 1)
+
+
 def make_plan(args: Any, data: Batches) -> Plan:
     """Reckon the length of a run from `max_steps`, `num_train_epochs`, accumulation and the data's length.
 

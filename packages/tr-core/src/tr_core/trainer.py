@@ -118,6 +118,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
             TypeError: `compute_metrics` returned no dict.
         """
         stop_if_requested(self, evaluation_data=eval_dataset)
+        self.prepare()
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, dict):
             merged: dict[str, float] = {}
@@ -144,6 +145,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
             metric_key_prefix: what the metrics' names begin with.
         """
         stop_if_requested(self, evaluation_data=test_dataset)
+        self.prepare()
         loader = self.get_test_dataloader(test_dataset)
         with in_evaluation_context(self):
             output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)

@@ -56,6 +56,7 @@ def lower(trainer: Trainer, run: Run, size: int) -> None:
     before, order = args.train_batch_size, run.data.order_state()
     args.gradient_accumulation_steps = args.gradient_accumulation_steps * before // size
     args.per_device_train_batch_size = args.per_device_train_batch_size // before * size
+    run.note_arguments(args)
     loader = trainer.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
     if data.per_micro_batch != size * strategy.world_size:
@@ -205,8 +206,8 @@ def _fits(trainer: Trainer, run: Run) -> bool:
     if batch is None:
         return True
     num_items = run.count_items([batch]) if run.count_items else None
-    trainer.micro_batches_in_step = trainer.args.gradient_accumulation_steps
-    trainer.micro_batch_weight = batch.weight
+    trainer.scope.size = trainer.args.gradient_accumulation_steps
+    trainer.scope.weight = batch.weight
     model.train()
     try:
         with unchanged(model, strategy.device), separate_window(trainer):

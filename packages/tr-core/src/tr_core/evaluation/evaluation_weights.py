@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tr_core.protocols import EvaluationWeights, Stateful
 
@@ -34,9 +34,35 @@ def weight_parts(trainer: Trainer) -> dict[str, Stateful]:
 def evaluation_weights(trainer: Trainer) -> Iterator[None]:
     """Have the model hold the weights to evaluate and to export inside the block, and those that train after it."""
     with ExitStack() as stack:
+        stack.enter_context(optimizer_in_evaluation(trainer))
         for callback in _holders(trainer):
             stack.enter_context(callback.evaluation_weights(trainer.model))
         yield
+
+
+@contextmanager
+def optimizer_in_evaluation(trainer: Trainer) -> Iterator[None]:
+    """Have an optimizer that knows two sets of weights put those to judge into the model; during a run only.
+
+    Such are schedule-free optimizers: `eval()` exchanges the weights in place, and `train()` takes it back. Inside
+    another such block nothing is done. After a run the model has the weights to judge.
+    """
+    if not trainer.is_in_train or trainer.is_optimizer_in_evaluation:
+        yield
+        return
+    switch_optimizer(trainer, "eval")
+    try:
+        yield
+    finally:
+        switch_optimizer(trainer, "train")
+
+
+def switch_optimizer(trainer: Trainer, mode: Literal["train", "eval"]) -> None:
+    """Call `train()` or `eval()` of the Trainer's optimizer, if it has both."""
+    trainer.is_optimizer_in_evaluation = mode == "eval"
+    methods = [getattr(trainer.optimizer, name, None) for name in ("train", "eval")]
+    if all(map(callable, methods)):
+        getattr(trainer.optimizer, mode)()
 
 
 def keep_evaluation_weights(trainer: Trainer) -> None:

@@ -196,7 +196,7 @@ def on_any_rank(flag: torch.Tensor, strategy: Strategy) -> torch.Tensor:
 
 def _loss_and_norm(trainer: Trainer, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the gradient norm of the step that is being made."""
-    return cast("torch.Tensor", trainer.step_loss), cast("torch.Tensor", run.grad_norm)
+    return cast("torch.Tensor", trainer.scope.loss), cast("torch.Tensor", run.grad_norm)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tr_core.assembly import Assembly
+from tr_core.checks import check_given_parts_fit
 from tr_core.optimization.optimizers import (
     Factory,
     build_optimizer,
@@ -41,7 +42,9 @@ class Optimizing(Assembly):
             rules = read_rules(self.args.parameter_rules, options.get("lr", self.args.learning_rate))
             decayed = self.get_decay_parameter_names(model)
             groups = parameter_groups(model, self.args.weight_decay, decayed, rules)
-            self.optimizer = build_optimizer(kind, options, groups, rules)
+            with self.chosen.building():
+                self.optimizer = build_optimizer(kind, options, groups, rules)
+            self.chosen.note_optimizer(self.optimizer, model, self.args)
         return self.optimizer
 
     @staticmethod
@@ -70,33 +73,42 @@ class Optimizing(Assembly):
             options = dict(self.args.lr_scheduler_kwargs or {})
             if self.args.lr_scheduler_type in FOLLOW_METRIC:
                 options.setdefault("mode", "max" if self.args.greater_is_better else "min")
-            self.lr_scheduler = get_scheduler(
-                self.args.lr_scheduler_type,
-                optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
-                num_training_steps=num_training_steps,
-                scheduler_specific_kwargs=options,
-            )
+            self.chosen.before_schedule(optimizer)
+            with self.chosen.building():
+                self.lr_scheduler = get_scheduler(
+                    self.args.lr_scheduler_type,
+                    optimizer,
+                    num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+                    num_training_steps=num_training_steps,
+                    scheduler_specific_kwargs=options,
+                )
+            self.chosen.note_schedule(self.lr_scheduler, optimizer, self.args)
         return self.lr_scheduler
 
     @property
     def has_given_optimizer(self) -> bool:
-        """Whether the optimizer was passed to the Trainer."""
-        return self._given_optimizers[0] is not None
+        """Whether the optimizer was passed to the Trainer, or assigned."""
+        return self.chosen.optimizer is not None
 
     @property
     def has_given_schedule(self) -> bool:
-        """Whether the schedule was passed to the Trainer."""
-        return self._given_optimizers[1] is not None
+        """Whether the schedule was passed to the Trainer, or assigned."""
+        return self.chosen.schedule is not None
 
     def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
-        """Build optimizer and schedule for a new run; those that were given are used as they are."""
-        self.optimizer, self.lr_scheduler = self._given_optimizers
-        self.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
+        """Settle optimizer and schedule for a new run: those that were chosen, or new ones (see `ChosenOptimizer`)."""
+        with self.chosen.building():
+            self.optimizer, self.lr_scheduler = self.chosen.to_train_with(
+                self.optimizer, self.lr_scheduler, self.model, self.args
+            )
+            self.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
         if self.optimizer is None or self.lr_scheduler is None:
             raise ValueError(
                 "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; it must set both"
             )
+        if self.has_given_optimizer and getattr(self.strategy, "bind_optimizer", None) is None:
+            check_given_parts_fit(self.model, self.optimizer, None)
+        self.chosen.begin(self.optimizer, self.lr_scheduler)
         if self.args.parameter_rules:
             # Also where a subclass built the optimizer: rules that it passed over would act on nothing.
             rules = read_rules(self.args.parameter_rules, self.args.learning_rate)

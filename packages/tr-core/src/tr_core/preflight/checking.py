@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tr_args import ArgumentsError
 from tr_core.preflight.checked_options import check_options
 from tr_core.preflight.data_length import check_length
 from tr_core.preflight.device import check_device
@@ -141,6 +142,8 @@ def _examine(subject: Subject) -> tuple[list[Problem], dict[str, Any]]:
     subject.progress("preparing the model")
     try:
         trainer.prepare()
+    except ArgumentsError:
+        return list(check_options(subject)), {}
     except Exception as error:
         return [Problem("T303", f"the strategy cannot prepare the model: {last_line(error)}", place(error))], {}
     _describe_model(subject)

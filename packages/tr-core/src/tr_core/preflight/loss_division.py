@@ -81,7 +81,7 @@ def _step(trainer: Trainer, pieces: Sequence[Any], seed: int) -> _Step:
     set_seed(seed)
     model.zero_grad(set_to_none=True)
     start_s = time.perf_counter()
-    trainer.micro_batches_in_step, trainer.micro_batch_weight = len(pieces), 1.0
+    trainer.scope.size, trainer.scope.weight = len(pieces), 1.0
     num_items = rule.count([MicroBatch(piece, 1.0, 0, None) for piece in pieces]) if rule.counts else None
     total = torch.zeros((), device=strategy.device)
     for number, piece in enumerate(pieces, start=1):

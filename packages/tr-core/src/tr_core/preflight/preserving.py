@@ -14,6 +14,7 @@ from tr_core.callback import CallbackList
 from tr_core.checks import overrides_loader
 from tr_core.preflight.data_state import keep_data
 from tr_core.randomness import RandomState
+from tr_core.step_scope import StepScope
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -31,7 +32,8 @@ def preserved(trainer: Trainer) -> Iterator[None]:
     random_state = RandomState(trainer.strategy.device)
     generators = random_state.state_dict()
     undo = [_keep_trainer(trainer), _keep_modules(trainer), _keep_parameters(trainer), _keep_data(trainer)]
-    trainer.callback_handler = CallbackList(trainer)
+    trainer.callback_handler, trainer.scope = CallbackList(trainer), StepScope()
+    trainer.chosen = copy.copy(trainer.chosen)
     trainer.model_wrapped.zero_grad(set_to_none=True)
     try:
         yield

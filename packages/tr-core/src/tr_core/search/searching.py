@@ -113,11 +113,13 @@ class Searching(Assembly):
         Without that the weights of two trials, and the moments of the earlier one, would be there at once.
         """
         self._model_is_fresh = False
-        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self._set("optimizer", self.chosen.optimizer)
+        self._set("lr_scheduler", self.chosen.schedule)
         if self._is_prepared and self.strategy.device.type != "cpu" and not is_left_in_place(self.model):
-            self.model_wrapped, self._is_prepared = self.model.to("cpu"), False
+            self.model_wrapped, self._prepared = self.model.to("cpu"), None
 
     def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:
         """Use another checkpointer, None for one of the arguments as they are then, and return that of before."""
         before, self._checkpointer = self._checkpointer, checkpointer
+        self._checkpointer_made_of = None
         return before
