@@ -107,7 +107,7 @@ def test_a_generator_that_cannot_begin_again_says_so(make_trainer):
         def __iter__(self):
             return self.rows
 
-    with pytest.raises(ValueError, match="pass 1 over the training data gave no batch, at step 2 of 9"):
+    with pytest.raises(ValueError, match="epoch 1 of the training data gave no batch, at step 2 of 9"):
         make_trainer(train_dataset=Once(), max_steps=9).train()
 
 

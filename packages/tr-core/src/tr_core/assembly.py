@@ -64,6 +64,7 @@ class Assembly:
     # Whether an optimizer that knows two sets of weights has put those to judge into the model.
     is_optimizer_in_evaluation = False
     _is_built = False
+    _checkpointer_made_of: dict[str, Any] | None = None
 
     def __init__(  # noqa: PLR0917  the documented order
         self,
@@ -107,7 +108,6 @@ class Assembly:
         self.optimizer, self.lr_scheduler = optimizers
         self.chosen = ChosenOptimizer(*optimizers)
         self._checkpointer, self.has_own_checkpointer = checkpointer, checkpointer is not None
-        self._checkpointer_made_of: dict[str, Any] | None = None
         self.random_state = RandomState(self.strategy.device)
         self._prepare_conditions()
         self.control = TrainerControl()

@@ -15,6 +15,8 @@ ACTS_NEXT_STEP = frozenset(
         "compute_loss_func",
         "compute_loss",
         "training_step",
+        "model_accepts_loss_kwargs",
+        "loss_is_scaled_for_ga",
         "compute_loss_context_manager",
         "autocast_smart_context_manager",
         "floating_point_ops",

@@ -31,24 +31,28 @@ def run_epochs(trainer: Trainer, run: Run) -> None:
     while run.position.epoch < run.plan.num_epochs and not trainer.control.should_training_stop:
         epoch, first_sample, first_step = run.position.epoch, run.position.samples, trainer.state.global_step
         if not run.is_pass_complete():  # it is where a run resumes from a checkpoint of a pass's last step
-            if not run.reopens_pass:
-                trainer.fire("on_epoch_begin")
-            run.reopens_pass = run.is_at_epoch_end = False
-            run.mode.note()
-            apply_changes(trainer, run)
+            begin_epoch(trainer, run)
             for step in iterate_steps(run, epoch, first_sample, accumulation):
                 train_step(trainer, run, step, epoch)
                 log_evaluate_save(trainer, run)
-                # Inline, for a step that changed nothing is to cost no call.
-                is_changed = trainer.args.num_assignments != run.num_assignments or trainer.has_assignments
-                if is_changed or len(run.optimizer.param_groups) != run.num_groups:
+                # Compared here, for a step in which a user changed nothing is to cost no call.
+                seen = (trainer.args.num_assignments, trainer.has_assignments, len(run.optimizer.param_groups))
+                if seen != run.seen:
                     apply_changes(trainer, run)
                 if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                     break
-            if trainer.state.global_step == first_step and first_sample == 0:
-                raise ValueError(_no_batch(epoch, trainer))
+            _check_batches(trainer, epoch, first_sample, first_step)
         end_epoch(trainer, run, moves_on=run.is_pass_complete() or not trainer.control.should_training_stop)
     check_length(trainer, run)
+
+
+def begin_epoch(trainer: Trainer, run: Run) -> None:
+    """Do what is due at the beginning of an epoch, or where a run goes on in its middle."""
+    if not run.reopens_pass:
+        trainer.fire("on_epoch_begin")
+    run.reopens_pass = run.is_at_epoch_end = False
+    run.mode.note()
+    apply_changes(trainer, run)
 
 
 def end_epoch(trainer: Trainer, run: Run, *, moves_on: bool) -> None:
@@ -178,12 +182,13 @@ def iterate_steps(run: Run, epoch: int, position: int, accumulation: int) -> Ite
             remaining -= size
 
 
-def _no_batch(epoch: int, trainer: Trainer) -> str:
-    return (
-        f"pass {epoch} over the training data gave no batch, at step {trainer.state.global_step} of "
-        f"{trainer.state.max_steps}; data that is gone through again must begin again, which a generator cannot: give "
-        "an object with __iter__, and one that is not empty"
-    )
+def _check_batches(trainer: Trainer, epoch: int, first_sample: int, first_step: int) -> None:
+    if trainer.state.global_step == first_step and first_sample == 0:
+        raise ValueError(
+            f"epoch {epoch} of the training data gave no batch, at step {trainer.state.global_step} of "
+            f"{trainer.state.max_steps}; data that is read again must begin again, which a generator cannot: give an "
+            "object with __iter__, and one that is not empty"
+        )
 
 
 def _too_few_batches(missing: int) -> str:

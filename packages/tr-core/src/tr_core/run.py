@@ -92,8 +92,7 @@ class Run:
         outside: those of them that the optimizer does not hold, by name.
         leaves_out_by_choice: whether some of those were trainable when the run began, and so are not to be updated.
         arguments: the values of all arguments when they were last looked at.
-        num_assignments: assignments to the arguments up to then.
-        num_groups: groups of the optimizer then.
+        seen: assignments to the arguments up to then, False, and the optimizer's groups then: what the loop compares.
         zero: the scalar that a step's loss begins with, on the device.
         interruption: what ends the run after a signal, None where nothing does.
         owed: what an interruption left out of the last step, `evaluate` and perhaps `save` after it.
@@ -149,8 +148,7 @@ class Run:
     outside: dict[str, torch.Tensor] = field(default_factory=dict)
     leaves_out_by_choice: bool = True
     arguments: dict[str, Any] = field(default_factory=dict)
-    num_assignments: int = 0
-    num_groups: int = 0
+    seen: tuple[int, bool, int] = (0, False, 0)
 
     def __post_init__(self) -> None:
         self.metrics = MetricWindow(self.strategy)
@@ -186,14 +184,14 @@ class Run:
 
     def note_arguments(self, args: Any) -> None:
         """Take the arguments to be as they are: what the loop itself changed is no change of a user's."""
-        self.arguments, self.num_assignments = argument_values(args), args.num_assignments
+        self.arguments = argument_values(args)
+        self.seen = (args.num_assignments, False, len(self.optimizer.param_groups))
 
     def _take_parameters(self, trainer: Trainer) -> None:
-        groups = self.optimizer.param_groups
-        self.parameters, self.num_groups = list(trainer.model.parameters()), len(groups)
+        self.parameters = list(trainer.model.parameters())
         # A strategy that divides parameters, or makes an engine of the optimizer, clears gradients itself.
         divides = self.strategy.forwards_together or hasattr(self.strategy, "bind_optimizer")
-        held = {id(parameter) for group in groups for parameter in group["params"]}
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         named = {} if divides else dict(trainer.model.named_parameters())
         self.outside = {name: parameter for name, parameter in named.items() if id(parameter) not in held}
 
