@@ -1,5 +1,6 @@
 """The same run as a plain loop of torch: the oracle that knows no Trainer."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,8 @@ class ByHand:
 
     def __init__(self, run, tell):
         self.run, self.tell, self.model, self.trace = run, tell, model_of(run.model), Trace()
-        self.train_dataset, self.eval_dataset = training_data(run), evaluation_data(run)
+        plain = replace(run, data="list") if run.data == "columns" else run
+        self.train_dataset, self.eval_dataset = training_data(plain), evaluation_data(run)
         self.data_collator, self.compute_loss_func, self.compute_metrics = stack, function_of(run), figures
         self.args, self.optimizer, self.lr_scheduler = SimpleNamespace(max_grad_norm=run.clip), None, None
         self.state, self.control = SimpleNamespace(global_step=0), SimpleNamespace()
@@ -89,7 +91,11 @@ class ByHand:
     # What is not the loop
 
     def loss(self, batch, items):
-        run, batch = self.run, dict(batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.run.bf16):
+            return self.plain_loss(dict(batch), items)
+
+    def plain_loss(self, batch, items):
+        run = self.run
         if run.loss in ("model", "model_uncounted"):
             return self.model(**batch, **({"num_items_in_batch": items} if run.divides else {}))["loss"]
         labels = batch.pop("labels")
@@ -123,21 +129,38 @@ class ByHand:
                 self.lr_scheduler.step(mean)
 
     def evaluate(self):
-        modes, data, total, weights, kept = [m.training for m in self.model.modules()], self.eval_dataset, 0.0, 0.0, []
+        sets, modes = self.eval_dataset, [module.training for module in self.model.modules()]
         self.model.eval()
+        for name, data in sets.items() if isinstance(sets, dict) else (("", sets),):
+            mean, kept = self.mean_loss(data)
+            prefix = f"eval_{name}_" if name else "eval_"
+            labels = SimpleNamespace(label_ids=[batch["labels"] for batch in kept])
+            metrics = self.compute_metrics(labels) if self.run.metrics else {}
+            found = {prefix + metric: value for metric, value in {"loss": mean, **metrics}.items()}
+            self.trace.evaluations.append((self.state.global_step, found))
+            self.tell(self, "on_evaluate")
+        for module, mode in zip(self.model.modules(), modes, strict=True):
+            module.training = mode
+        return mean
+
+    def mean_loss(self, data):
+        total, weights, kept = 0.0, 0.0, list(self.evaluation_batches(data))
         with torch.no_grad():
-            for first in range(0, len(data), self.run.eval_batch):
-                rows = [data[i] for i in range(first, min(first + self.run.eval_batch, len(data)))]
-                if self.run.drop_last and len(rows) < self.run.eval_batch:
-                    break
-                batch = self.data_collator(rows)
+            for batch in kept:
                 items = self.targets(batch)
                 weight = float(items) if self.run.divides else len(batch["labels"])
                 total, weights = total + float(self.loss(batch, items)) * weight, weights + weight
-                kept.append(batch["labels"])
-        for module, mode in zip(self.model.modules(), modes, strict=True):
-            module.training = mode
-        metrics = self.compute_metrics(SimpleNamespace(label_ids=kept)) if self.run.metrics else {}
-        self.trace.evaluations.append((self.state.global_step, total / weights, metrics))
-        self.tell(self, "on_evaluate")
-        return total / weights
+        return total / weights, kept
+
+    def evaluation_batches(self, data):
+        for first in range(0, len(data), self.run.eval_batch):
+            rows = [data[index] for index in range(first, min(first + self.run.eval_batch, len(data)))]
+            if len(rows) == self.run.eval_batch or not self.run.drop_last:
+                yield self.data_collator(rows)
+
+    def predict(self):
+        self.model.eval()
+        batches = self.evaluation_batches(evaluation_data(self.run))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.run.bf16):
+            found = [self.model(**{n: v for n, v in b.items() if n != "labels"})["logits"].float() for b in batches]
+        self.trace.predictions = torch.cat(found)

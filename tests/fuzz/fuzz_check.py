@@ -78,6 +78,8 @@ def by_hand(run):
             hand.train()
         if run.around == "after":
             hand.evaluate()
+        if run.around == "predict":
+            hand.predict()
     except Exception as error:  # what a user does may be impossible for anybody
         hand.trace.error = error
     return hand.trace

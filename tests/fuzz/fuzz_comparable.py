@@ -44,7 +44,12 @@ def _stream_ends_within_a_step(run):
     return run.is_stream and (run.drop_last or run.length % (run.batch * run.accumulation) != 0)
 
 
+def _loss_is_computed_in_another_precision(run):
+    return run.bf16 and run.loss != "model"
+
+
 REASONS = (
+    _loss_is_computed_in_another_precision,
     _loss_is_divided_otherwise,
     _evaluation_loss_is_a_mean_of_means,
     _draws_for_its_loaders,

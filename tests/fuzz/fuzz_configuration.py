@@ -41,6 +41,8 @@ class Run:
     loss: str = "model"
     optimizer: str = "adamw_torch"
     rate: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    bf16: bool = False
     decay: float = 0.0
     schedule: str = "linear"
     warmup: float = 0
@@ -55,6 +57,9 @@ class Run:
     eval_delay: float = 0
     eval_first: bool = False
     metrics: bool = False
+    eval_sets: bool = False
+    eval_flush: int | None = None
+    tokens_seen: str = "no"
     save: str = "no"
     save_steps: int = 1
     best: bool = False

@@ -70,6 +70,11 @@ class SizedStream(Stream):
         return len(self.samples)
 
 
+def _with_a_column(samples):
+    """Add a column that no model takes."""
+    return [{**sample, "note": torch.zeros(3)} for sample in samples]
+
+
 def _arrow(samples):
     from datasets import Dataset as Arrow
 
@@ -83,6 +88,7 @@ DATA = {
     "noisy": lambda samples: Samples(samples, noisy=True),
     "epochs": ByEpoch,
     "arrow": _arrow,
+    "columns": _with_a_column,
     "stream": Stream,
     "sized_stream": SizedStream,
 }
@@ -94,8 +100,9 @@ def training_data(run):
 
 
 def evaluation_data(run):
-    """Make the evaluation data."""
-    return Samples(samples_of(run, run.eval_length, seed=2))
+    """Make the evaluation data, or two sets of it by name."""
+    data = Samples(samples_of(run, run.eval_length, seed=2))
+    return {"one": data, "other": Samples(samples_of(run, 3, seed=4))} if run.eval_sets else data
 
 
 def stack(samples):

@@ -62,25 +62,45 @@ def _any_run(rng):
 
 def _consistent(rng, run):
     """Give a run what its other choices need."""
-    if run.is_stream and run.data == "stream" and run.max_steps < 1:
-        run = replace(run, max_steps=rng.randint(1, 6))
-    if run.data == "noisy" and run.kind not in ("numbers", "classes"):
-        run = replace(run, model="mlp")
-    if run.loss == "smoothing" and run.kind == "numbers":
-        run = replace(run, loss="function_counted")
-    if run.drop_last and run.length < run.batch:
-        run = replace(run, batch=run.length)
-    if run.is_stream:
-        run = replace(run, loader="trainer", order="random")
-    if run.schedule in ("reduce_lr_on_plateau",):
-        run = replace(run, warmup=0, evaluation="epoch" if run.evaluation == "no" else run.evaluation)
-    if run.evaluation == "epoch":
-        run = replace(run, eval_delay=0)
-    limit = 12
-    if run.steps > limit:
-        run = replace(run, max_steps=rng.randint(2, limit))
+    for what_is_needed in (_for_data, _for_loss, _for_evaluation):
+        run = replace(run, **what_is_needed(rng, run))
+    if run.steps > 12:
+        run = replace(run, max_steps=rng.randint(2, 12))
     habits = tuple((name, at) for name, at in run.habits if HABITS[name].suits(run))
     return replace(run, habits=habits)
+
+
+def _for_data(rng, run):
+    needed = {}
+    if run.data == "stream" and run.max_steps < 1:
+        needed["max_steps"] = rng.randint(1, 6)
+    if run.is_stream:
+        needed |= {"loader": "trainer", "order": "random"}
+    if run.drop_last and run.length < run.batch:
+        needed["batch"] = run.length
+    if run.data == "noisy" and run.kind not in ("numbers", "classes"):
+        needed["model"] = "mlp"
+    if run.tokens_seen != "no" and run.kind != "tokens":
+        needed |= {"model": "llama", "ragged": True}
+    return needed
+
+
+def _for_loss(rng, run):
+    return {"loss": "function_counted"} if run.loss == "smoothing" and run.kind == "numbers" else {}
+
+
+def _for_evaluation(rng, run):
+    needed = {}
+    follows = run.schedule == "reduce_lr_on_plateau"
+    if follows:
+        needed |= {"warmup": 0, "evaluation": "epoch" if run.evaluation == "no" else run.evaluation}
+    if follows or run.best or run.patience:
+        needed["eval_sets"] = False
+    if run.around == "predict" and (run.drop_last or run.ragged):
+        needed["around"] = ""
+    if needed.get("evaluation", run.evaluation) == "epoch":
+        needed["eval_delay"] = 0
+    return needed
 
 
 def _updates(rng, run):
@@ -134,9 +154,20 @@ def _evaluations(rng, run):
         eval_first=rng.random() < 0.2,
         metrics=rng.random() < 0.5,
         loss=rng.choice(LOSSES),
-        around=rng.choice(["", "", "before", "after"]),
+        around=rng.choice(["", "", "before", "after", "predict", "predict"]),
+        eval_sets=rng.random() < 0.2,
+        eval_flush=rng.choice([None, None, 1, 2]),
         logging=rng.choice(["steps", "steps", "epoch", "no"]),
     )
+
+
+def _options(rng, run):
+    """Precision, counts of tokens, columns that nobody takes, betas."""
+    run = rng.choice([_updates, _evaluations, _language])(rng, run)
+    run = replace(
+        run, data=rng.choice(["list", "columns"]), bf16=rng.random() < 0.5, betas=rng.choice([(0.9, 0.999), (0.8, 0.9)])
+    )
+    return replace(run, tokens_seen=rng.choice(["no", "all", "non_padding"]) if rng.random() < 0.3 else "no")
 
 
 def _best(rng, run):
@@ -158,10 +189,12 @@ def _best_resumed(rng, run):
 
 def _habits(rng, run):
     """What is changed in the middle, and what is put in the place of what was given."""
+    if rng.random() < 0.4:
+        run = rng.choice([_updates, _data, _loaders, _schedules, _evaluations, _options])(rng, run)
+    else:
+        run = replace(run, data=rng.choice(["list", "torch", "torch"]), loss=rng.choice(["model", "model", *LOSSES]))
     run = replace(
         run,
-        data=rng.choice(["list", "torch", "torch"]),
-        loss=rng.choice(["model", "model", *LOSSES]),
         optimizer=rng.choice(["adamw_torch", "adamw_torch", "sgd", "groups", "created"]),
         evaluation=rng.choice(["no", "steps", "epoch"]),
         epochs=2,
@@ -229,6 +262,7 @@ FAMILIES = {
     "optimizers": (_optimizers, 8),
     "schedules": (_schedules, 8),
     "evaluations": (_evaluations, 12),
+    "options": (_options, 8),
     "best": (_best, 4),
     "best_resumed": (_best_resumed, 4),
     "habits": (_habits, 20),

@@ -376,7 +376,7 @@ def evaluate_in_a_callback(trainer):
 
 @habit("on_step_end", by_hand=nothing)
 def predict_in_a_callback(trainer):
-    trainer.predict(trainer.eval_dataset)
+    trainer.predict(evaluation_data(replace(trainer.run_of_fuzz, eval_sets=False)))
 
 
 @habit("before")
@@ -386,7 +386,7 @@ def evaluate_first(trainer):
 
 @habit("before", by_hand=nothing)
 def predict_first(trainer):
-    trainer.predict(trainer.eval_dataset)
+    trainer.predict(evaluation_data(replace(trainer.run_of_fuzz, eval_sets=False)))
 
 
 @habit("on_step_end", lasts=True)
@@ -510,7 +510,7 @@ def set_the_training_data(trainer):
 
 @habit("on_step_end")
 def set_the_evaluation_data(trainer):
-    trainer.eval_dataset = evaluation_data(replace(trainer.run_of_fuzz, eval_length=4))
+    trainer.eval_dataset = evaluation_data(replace(trainer.run_of_fuzz, eval_length=4, eval_sets=False))
 
 
 @habit("on_epoch_begin", suits=lambda run: run.data == "torch", reference=False)

@@ -45,7 +45,7 @@ def optimizer_of(run, model):
         return torch.optim.AdamW(groups, lr=run.rate)
     if run.optimizer == "adafactor":
         return transformers.Adafactor(groups, lr=run.rate, scale_parameter=False, relative_step=False)
-    adam = {"betas": (0.9, 0.999), "eps": 1e-8}
+    adam = {"betas": run.betas, "eps": 1e-8}
     kind, options = {
         "adamw_torch": (torch.optim.AdamW, adam),
         "adamw_torch_fused": (torch.optim.AdamW, {**adam, "fused": True}),

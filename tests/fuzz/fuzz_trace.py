@@ -23,21 +23,23 @@ class Trace:
     Attributes:
         batches: what the model was given in training mode, and whether each of its modules was in that mode.
         steps: loss, gradient norm and learning rate of each step, where they are known by step.
-        evaluations: step, loss and metrics of each evaluation.
+        evaluations: step and metrics of each evaluation.
         logs: every entry of the log without times.
         events: every event with step and flags.
         weights: the model's state at the end.
         moments: the optimizer's state at the end.
+        predictions: what the model predicts at the end, if it is asked.
         error: what ended the run, if that was an exception.
     """
 
     batches: list[Any] = field(default_factory=list)
     steps: list[tuple[float, float, float]] = field(default_factory=list)
-    evaluations: list[tuple[int, float, dict[str, float]]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     logs: list[dict[str, Any]] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: list[torch.Tensor] = field(default_factory=list)
+    predictions: torch.Tensor | None = None
     error: BaseException | None = None
 
     def watch(self, model):
@@ -128,14 +130,14 @@ def difference_of_steps(by_hand, found, tolerance):
 
 def difference_of_evaluations(by_hand, found, tolerance):
     """Say in which evaluation two runs differ, or None."""
-    entries = [entry for entry in found.logs if "eval_loss" in entry]
-    steps, expected = [entry["step"] for entry in entries], [step for step, *_ in by_hand.evaluations]
+    entries = [entry for entry in found.logs if any(name.endswith("_loss") and "train" not in name for name in entry)]
+    steps, expected = [entry["step"] for entry in entries], [step for step, _ in by_hand.evaluations]
     if steps != expected:
         return f"evaluations after steps {steps} instead of {expected}"
-    for entry, (step, loss, metrics) in zip(entries, by_hand.evaluations, strict=True):
-        for name, value in {"loss": loss, **metrics}.items():
-            if not tolerance.numbers(value, entry.get(f"eval_{name}")):
-                return f"eval_{name} after step {step} is {entry.get(f'eval_{name}')!r} instead of {value!r}"
+    for entry, (step, metrics) in zip(entries, by_hand.evaluations, strict=True):
+        for name, value in metrics.items():
+            if not tolerance.numbers(value, entry.get(name)):
+                return f"{name} after step {step} is {entry.get(name)!r} instead of {value!r}"
     return None
 
 
@@ -154,6 +156,8 @@ def difference_of_logs(expected, found, tolerance):
 
 def difference_of_ends(expected, found, tolerance):
     """Say which weight or state of the optimizer differs at the end, or None."""
+    if expected.predictions is not None and not tolerance.tensors(expected.predictions, found.predictions):
+        return f"predictions are {_first(found.predictions, expected.predictions)}"
     if expected.weights.keys() != found.weights.keys():
         return f"weights {sorted(found.weights)} instead of {sorted(expected.weights)}"
     for name, value in expected.weights.items():

@@ -61,6 +61,11 @@ def arguments_of(run: Run, folder):
         "train_sampling_strategy": run.order,
         "learning_rate": run.rate,
         "weight_decay": run.decay,
+        "adam_beta1": run.betas[0],
+        "adam_beta2": run.betas[1],
+        "bf16": run.bf16,
+        "eval_accumulation_steps": run.eval_flush,
+        "include_num_input_tokens_seen": run.tokens_seen,
         "lr_scheduler_type": run.schedule,
         "lr_scheduler_kwargs": SCHEDULES[run.schedule],
         "warmup_steps": run.warmup,
@@ -153,6 +158,8 @@ def train(side: Side, run: Run, folder, habits, resume=None, closes=False):
                 trainer.train(resume_from_checkpoint=resume)
             if run.around == "after":
                 trainer.evaluate()
+            if run.around == "predict":
+                trace.predictions = torch.as_tensor(trainer.predict(evaluation_data(run)).predictions)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             if not isinstance(error, Exception) and not run.stops:
                 raise
