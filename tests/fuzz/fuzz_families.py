@@ -232,11 +232,15 @@ def _twice(rng, run):
 
 def _workers(rng, run):
     """Data that worker processes load."""
-    run = replace(_resumes(rng, run), data=rng.choice(["torch", "noisy"]), length=rng.randint(6, 12), max_steps=4)
-    own = rng.random() < 0.4
-    return replace(
-        run, workers=0 if own else 2, loader="own_workers" if own else "trainer", stop=("raise", 3), save_steps=1
+    run = replace(
+        _resumes(rng, run),
+        data=rng.choice(["torch", "noisy"]),
+        length=rng.randint(6, 12),
+        max_steps=4,
+        loader="trainer",
     )
+    loads = {"loader": "own_workers"} if rng.random() < 0.4 else {"workers": 2}
+    return replace(run, **loads, stops=(("raise", 3, "on_step_end"),), save="steps", save_steps=1)
 
 
 def _ranks(rng, run):
