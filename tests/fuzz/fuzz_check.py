@@ -165,7 +165,7 @@ def _of_all(trace):
 
 def shrink(run, oracle, tries=80):
     """Return the plainest run that the search reaches in which an oracle still finds something, and what it finds."""
-    words, left, is_done = None, itertools.count(), False
+    run, words, left, is_done = replace(run, family="plain"), None, itertools.count(), False
     while not is_done:
         is_done = True
         for plainer in run.plainer():

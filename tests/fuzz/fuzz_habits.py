@@ -110,7 +110,7 @@ def clamp_gradients(trainer):
             parameter.grad.clamp_(-0.01, 0.01)
 
 
-@habit("on_substep_end")
+@habit("on_substep_end", reference=False)  # there the optimizer is wrapped, and clears nothing within a step
 def drop_the_gradient_so_far(trainer):
     trainer.optimizer.zero_grad()
 
