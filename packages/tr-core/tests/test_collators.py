@@ -179,11 +179,50 @@ def test_what_is_chosen_depends_on_the_host_generator_and_the_seed():
         with separate_randomness(place):
             return DataCollatorForLanguageModeling(ToyTokenizer(), seed=seed)(rows)["labels"]
 
-    rows = texts(20).tolist()
+    rows = texts(20).tolist()  # as the Trainer loads them
     drawn = {(place, seed): labels(place, seed) for place in (0, 1) for seed in (None, 5, 6)}
     for (place, seed), first in drawn.items():
         assert torch.equal(labels(place, seed), first)
     assert len({tuple(first.flatten().tolist()) for first in drawn.values()}) == 6
+
+
+def test_a_seed_makes_every_collator_choose_the_same_outside_the_trainer():
+    rows = texts(20).tolist()
+
+    def three_batches(seed):
+        collate = DataCollatorForLanguageModeling(ToyTokenizer(), seed=seed)
+        return [collate(rows)["labels"] for _ in range(3)]
+
+    first = three_batches(42)
+    torch.manual_seed(99)  # other code draws, too
+    assert all(map(torch.equal, first, three_batches(42)))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], three_batches(43)[0])
+    before = torch.get_rng_state()
+    three_batches(42)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_that_is_changed_acts_from_the_next_batch():
+    rows = texts(20).tolist()
+    one, other = (DataCollatorForLanguageModeling(ToyTokenizer(), seed=seed) for seed in (1, 2))
+    one(rows)
+    one.seed = 2
+    assert torch.equal(one(rows)["labels"], other(rows)["labels"])
+
+
+def test_workers_of_a_plain_loader_choose_each_by_its_own_number_and_the_same_again():
+    rows = texts(20).tolist()
+
+    def masks():
+        collate = DataCollatorForLanguageModeling(ToyTokenizer(), seed=42)
+        collate(rows)  # the generator of this process has moved on
+        loader = torch.utils.data.DataLoader(rows[:1] * 8, batch_size=2, num_workers=2, collate_fn=collate)
+        return [batch["labels"] for batch in loader]
+
+    first = masks()
+    assert all(map(torch.equal, first, masks()))
+    assert not torch.equal(first[0], first[1])  # of the same rows, by two workers
 
 
 def words():
@@ -386,8 +425,14 @@ def test_rows_of_unequal_length_without_padding_are_told_what_pads_them():
         tr_core.default_data_collator(rows)
 
 
-@pytest.mark.parametrize("name", ["label", "labels"])
-def test_a_label_that_is_a_word_is_refused_by_its_name(name):
+@pytest.mark.parametrize("name", ["label", "label_ids", "labels"])
+@pytest.mark.parametrize("collate", [DataCollatorWithPadding(ToyTokenizer()), tr_core.default_data_collator])
+def test_a_label_that_is_a_word_is_refused_by_its_name(name, collate):
     rows = [{"input_ids": [1], name: "positive"}]
     with pytest.raises(ValueError, match=f"'{name}' is the string 'positive'; a model takes class numbers"):
-        tr_core.DataCollatorWithPadding(ToyTokenizer())(rows)
+        collate(rows)
+
+
+def test_other_words_and_none_are_left_out_of_a_stacked_batch():
+    rows = [{"x": 1.0, "text": "a", "nothing": None, "label": 2}]
+    assert list(tr_core.default_data_collator(rows)) == ["x", "labels"]

@@ -49,7 +49,7 @@ def test_an_error_of_the_collator_names_the_samples_of_its_batch(make_trainer, e
     collate = FailingCollator(error, data[11]["x"])
     caught = raised_in_training(make_trainer, data, data_collator=collate, dataloader_num_workers=workers)
     assert type(caught) is kind
-    assert "the data collator" in text(caught)
+    assert "the data collator FailingCollator" in text(caught)
     assert "for samples [8, 9, 10, 11]" in text(caught)
 
 

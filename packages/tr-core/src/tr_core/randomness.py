@@ -14,6 +14,8 @@ import torch
 
 _MASK_64 = (1 << 64) - 1
 
+_seeding = {"by_place": False}
+
 
 def set_seed(seed: int, deterministic: bool = False, device: torch.device | None = None) -> None:
     """Seed Python's, NumPy's and torch's generators, those of every device included.
@@ -65,6 +67,7 @@ def mix(*numbers: int) -> int:
 
 def seed_host_generators(seed: int) -> None:
     """Seed the three host generators only: loading data must not touch a device."""
+    _seeding["by_place"] = True
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -79,7 +82,8 @@ def set_aside(seed: int) -> tuple[Any, ...]:
     """
     numpy = sys.modules.get("numpy")
     outer = numpy.random.get_bit_generator() if numpy else None
-    aside = (random.getstate(), torch.default_generator.get_state(), numpy, outer)
+    aside = (random.getstate(), torch.default_generator.get_state(), numpy, outer, _seeding["by_place"])
+    _seeding["by_place"] = True
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if numpy:
@@ -90,11 +94,16 @@ def set_aside(seed: int) -> tuple[Any, ...]:
 
 def put_back(aside: tuple[Any, ...]) -> None:
     """Put the host generators back into the state that `set_aside` found."""
-    python_state, torch_state, numpy, outer = aside
+    python_state, torch_state, numpy, outer, _seeding["by_place"] = aside
     random.setstate(python_state)
     torch.default_generator.set_state(torch_state)
     if numpy:
         numpy.random.set_bit_generator(outer)
+
+
+def is_seeded_by_place() -> bool:
+    """Whether the host generators are seeded for what is being loaded: the same numbers whenever it is loaded again."""
+    return _seeding["by_place"]
 
 
 @contextmanager

@@ -79,13 +79,22 @@ def save_companions(trainer: Trainer, folder: Path) -> None:
     for companion in (
         getattr(owner, "config", None),
         getattr(owner, "generation_config", None),
-        trainer.processing_class,
+        _processor(trainer),
     ):
         save = getattr(companion, "save_pretrained", None)
         if callable(save):
             with configuration_as_given(trainer):
                 save(str(folder))
     (folder / "training_args.json").write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
+
+
+def _processor(trainer: Trainer) -> Any:
+    """Return the tokenizer or processor of the model: the Trainer's, or the one that only its collator knows."""
+    if trainer.processing_class is not None:
+        return trainer.processing_class
+    names = ("processing_class", "processor", "tokenizer", "feature_extractor", "image_processor")
+    held = (getattr(trainer.data_collator, name, None) for name in names)
+    return next((each for each in held if callable(getattr(each, "save_pretrained", None))), None)
 
 
 def save_checkpoint(trainer: Trainer, run: Run) -> None:

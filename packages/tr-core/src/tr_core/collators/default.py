@@ -10,16 +10,21 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from tr_core.collators.rows import refuse_words
+
 
 def default_data_collator(features: list[Any]) -> Any:
     """Stack samples that are mappings, or objects with attributes, into a dict of tensors.
 
     The key `label` (one number a sample) or `label_ids` (one or a row of numbers) becomes `labels`: int64 for whole
-    numbers, else float32. Strings and None are left out. Samples of any other kind (tuples, tensors) are stacked as
-    torch's own `default_collate` does.
+    numbers, else float32. None and strings are left out, but a label that is a string is refused. Samples of any other
+    kind (tuples, tensors) are stacked as torch's own `default_collate` does.
 
     Args:
         features: the samples; all have the keys of the first.
+
+    Raises:
+        ValueError: a label is a string, or rows of unequal length cannot be stacked.
     """
     first = features[0]
     if isinstance(first, tuple | list | torch.Tensor | np.ndarray | int | float):
@@ -30,6 +35,8 @@ def default_data_collator(features: list[Any]) -> Any:
     batch: dict[str, torch.Tensor] = {}
     for key, value in first.items():
         if value is None or isinstance(value, str):
+            if value is not None:
+                refuse_words(first)
             continue
         values = list(map(itemgetter(key), features))
         if key == "label" or (key == "label_ids" and first.get("label") is None):

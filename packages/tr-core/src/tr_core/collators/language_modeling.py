@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from tr_core.collators.rows import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with
-from tr_core.randomness import mix
+from tr_core.randomness import is_seeded_by_place, mix
 
 
 @dataclass
@@ -17,8 +18,12 @@ class DataCollatorForLanguageModeling:
     """Pad token sequences and make their labels.
 
     With `mlm` some tokens are chosen at random: they are the labels, and most are replaced in the input. What is drawn
-    comes from torch's host generator, which the Trainer seeds for each batch by seed, epoch and position: a resumed
-    run, or one with other workers, draws the same. Without `mlm` all tokens but the padding are labels.
+    comes from torch's host generator, which the Trainer's loaders seed for each batch by seed, epoch and position: a
+    resumed run, or one with other workers, draws the same. Without `mlm` all tokens but the padding are labels.
+
+    With a `seed`, other loaders and calls by hand draw from the collator's own `generator`: the same batches are masked
+    in the same way by every collator of that seed. It goes on from batch to batch; a worker process has its own, which
+    begins with `seed` and the worker's number.
 
     Args:
         tokenizer: an object with `pad`, `pad_token_id`, `eos_token_id` and `padding_side`, and for `mlm` with
@@ -32,7 +37,8 @@ class DataCollatorForLanguageModeling:
         random_replace_prob: share of the chosen tokens that become a random one; the rest stays as it is.
         pad_to_multiple_of: make lengths a multiple of this.
         return_tensors: `pt`, torch tensors.
-        seed: makes other choices than another seed does, in the same place of the same run.
+        seed: makes the choices reproducible outside the Trainer; in the Trainer, which has them reproducible, it makes
+            other choices than another seed does.
 
     Source: Devlin et al. 2018, "BERT: Pre-training of deep bidirectional transformers", section 3.1.
 
@@ -65,6 +71,7 @@ class DataCollatorForLanguageModeling:
                 f"{type(self.tokenizer).__name__} has no mask token, which mlm=True needs; pass mlm=False to train a "
                 "causal language model"
             )
+        self._make_generator(None)
         if self.whole_word_mask and not self.mlm:
             raise ValueError("whole_word_mask=True chooses words to be masked, but mlm=False masks none; drop one")
 
@@ -163,8 +170,20 @@ class DataCollatorForLanguageModeling:
     def _generator(self) -> torch.Generator | None:
         if self.seed is None:
             return None
-        place = int(torch.randint(1 << 62, ()))  # what this batch's place in the run has seeded
-        return torch.Generator().manual_seed(mix(self.seed, place))
+        if is_seeded_by_place():
+            place = int(torch.randint(1 << 62, ()))  # what this batch's place in the run has seeded
+            return torch.Generator().manual_seed(mix(self.seed, place))
+        worker = get_worker_info()
+        number = None if worker is None else worker.id
+        if self._generator_of != (self.seed, number):  # the seed was changed, or this is the copy of a worker
+            self._make_generator(number)
+        return self.generator
+
+    def _make_generator(self, worker: int | None) -> None:
+        self._generator_of = (self.seed, worker)
+        self.generator: torch.Generator | None = None
+        if self.seed is not None:
+            self.generator = torch.Generator().manual_seed(self.seed + (worker or 0))
 
     def _check_given_labels(self, features: Sequence[Any], batch: dict[str, Any]) -> None:
         if not isinstance(features[0], Mapping) or features[0].get("labels") is None:

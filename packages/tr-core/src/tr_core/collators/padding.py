@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tr_core.collators.rows import check_return_tensors, pad_with
+from tr_core.collators.rows import check_return_tensors, pad_with, refuse_words
 
 
 @dataclass
@@ -37,7 +37,7 @@ class DataCollatorWithPadding:
         Raises:
             ValueError: labels are strings.
         """
-        _refuse_words(features[0])
+        refuse_words(features[0])
         batch = pad_with(
             self.tokenizer,
             features,
@@ -49,13 +49,3 @@ class DataCollatorWithPadding:
             if key in batch:
                 batch["labels"] = batch.pop(key)
         return batch
-
-
-def _refuse_words(sample: Any) -> None:
-    """Raise where a label is a string: a tokenizer would speak of padding and nesting."""
-    for key in ("label", "label_ids", "labels"):
-        if isinstance(sample, Mapping) and isinstance(value := sample.get(key), str):
-            raise ValueError(
-                f"{key!r} is the string {value!r}; a model takes class numbers: replace every label by its number "
-                "before training"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,3 +77,13 @@ def check_return_tensors(collator: Any) -> None:
             f"return_tensors={collator.return_tensors!r}, but {type(collator).__name__} makes torch tensors; leave it "
             "at 'pt'"
         )
+
+
+def refuse_words(sample: Any) -> None:
+    """Raise ValueError where a label is a string: it could only be left out, or break somewhere else."""
+    for key in ("label", "label_ids", "labels"):
+        if isinstance(sample, Mapping) and isinstance(value := sample.get(key), str):
+            raise ValueError(
+                f"{key!r} is the string {value!r}; a model takes class numbers: replace every label by its number "
+                "before training"
+            )

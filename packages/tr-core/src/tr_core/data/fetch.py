@@ -48,6 +48,7 @@ class KeepColumns:
         self._collate, self._columns, self._model_name = collate, sorted(set(columns)), model_name
         self._shown = frozenset(columns) | required_columns(collate)
         self._told = set() if told is None else told
+        self.__qualname__ = getattr(collate, "__qualname__", type(collate).__name__)  # its name in errors
 
     def __call__(self, samples: list[Any]) -> Any:
         """Collate the samples without the columns that the model does not take."""
