@@ -1,13 +1,11 @@
 """A small model, its data, the loop written by hand that a run is compared with, and callbacks made of functions."""
 
-import pytest
 import torch
 from torch import nn
 
 from tr_core import TrainerCallback
 
 RATE = 0.1
-mended_soon = pytest.mark.xfail(strict=True, reason="mended soon")
 
 
 def rows(number=8, seed=0):
@@ -90,18 +88,6 @@ def assert_same(model, other):
     expected = other.state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], msg=lambda text, name=name: f"{name}: {text}")
-
-
-def is_refused(call, name):
-    """Call, and return whether that was refused in words that hold a name; nothing else may be raised."""
-    try:
-        call()
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        text = str(error)
-    else:
-        return False
-    assert name in text, text
-    return True
 
 
 def when(**events):

@@ -14,9 +14,7 @@ from habit_parts import (
     at_step,
     batches,
     by_hand,
-    is_refused,
     logged,
-    mended_soon,
     rows,
     stack,
     when,
@@ -63,7 +61,6 @@ def test_an_evaluation_loop_called_by_hand_gives_metrics_and_no_log(make_trainer
     assert trainer.state.log_history == []
 
 
-@mended_soon
 def test_a_step_by_hand_before_training_does_not_leave_its_gradient_in_the_run(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.training_step(trainer.model, batches(rows())[1])
@@ -72,7 +69,6 @@ def test_a_step_by_hand_before_training_does_not_leave_its_gradient_in_the_run(m
     assert_same(trainer.model, other)
 
 
-@mended_soon
 @pytest.mark.parametrize("event", ["on_micro_batch_end", "on_pre_optimizer_step"])
 def test_a_gradient_that_a_failed_run_leaves_is_not_in_the_next(make_trainer, event):
     def fail(state, **_):
@@ -113,15 +109,10 @@ def test_a_trainer_knows_whether_it_is_training(make_trainer):
     assert seen == [True] * 4 + [False]
 
 
-def test_events_sent_by_hand_through_the_handler_reach_callbacks_or_are_refused(make_trainer):
+def test_events_sent_by_hand_reach_the_callbacks(make_trainer):
     seen = []
     trainer = make_trainer(callbacks=[when(on_evaluate=lambda metrics, **_: seen.append(metrics))])
-
-    def send():
-        trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {"eval_loss": 1.0})
-
-    if is_refused(send, "on_evaluate"):
-        return
+    trainer.fire("on_evaluate", metrics={"eval_loss": 1.0})
     assert seen == [{"eval_loss": 1.0}]
 
 

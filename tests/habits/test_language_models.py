@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from habit_parts import at_step, logged, mended_soon, when
+from habit_parts import at_step, logged, when
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -47,7 +47,6 @@ def trains(make_trainer):
     return lambda **changes: make_trainer(**{"train_dataset": texts(), "learning_rate": RATE, **changes})
 
 
-@mended_soon
 def test_texts_generated_in_a_run_change_nothing_of_it(trains):
     made = []
 
@@ -71,7 +70,6 @@ def test_a_cache_that_the_user_switched_on_is_on_again_after_the_run(trains):
     assert model.config.use_cache is True
 
 
-@mended_soon
 def test_checkpointing_that_the_user_switched_on_gives_the_same_numbers(trains):
     model, calls = language_model(), []
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -83,7 +81,6 @@ def test_checkpointing_that_the_user_switched_on_gives_the_same_numbers(trains):
     assert len(calls) == 4 * 2 * 2  # each layer twice a step
 
 
-@mended_soon
 def test_new_tokens_added_after_construction_are_trained(trains):
     model, other = language_model(), language_model()
     trainer = trains(model=model, train_dataset=texts(largest=13))
@@ -96,7 +93,6 @@ def test_new_tokens_added_after_construction_are_trained(trains):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@mended_soon
 def test_weights_untied_after_construction_are_trained_apart(trains):
     model, other = language_model(), language_model()
     trainer = trains(model=model)
@@ -114,7 +110,6 @@ def adapter(model):
     return get_peft_model(model, LoraConfig(r=2, lora_alpha=2, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
-@mended_soon
 def test_an_adapter_set_on_the_trainer_is_what_is_trained_and_saved(trains, tmp_path):
     trainer, other = trains(model=language_model()), adapter(language_model())
     trainer.model = adapter(trainer.model)
@@ -137,7 +132,6 @@ def test_an_adapter_put_into_the_model_after_construction_leaves_the_rest_as_it_
     assert any(weights[name].abs().sum() > 0 for name in changed if "lora_B" in name)
 
 
-@mended_soon
 def test_a_layer_norm_kept_in_full_precision_by_a_hook_trains(trains):
     model = language_model().to(torch.bfloat16)
     model.transformer.ln_f.float()

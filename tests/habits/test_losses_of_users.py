@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from habit_parts import RATE, Net, assert_same, batches, by_hand, logged, mended_soon, rows
+from habit_parts import RATE, Net, assert_same, batches, by_hand, logged, rows
 from torch import nn
 
 from tr_core import Trainer
@@ -179,7 +179,7 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=mended_soon if name != "keeping" else ()) for name in LOOKS])
+@pytest.mark.parametrize("name", LOOKS)
 def test_looking_at_the_count_of_targets_leaves_the_loss_a_mean(make_trainer, name):
     class Looks(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
