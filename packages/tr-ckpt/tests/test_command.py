@@ -356,11 +356,11 @@ def test_help_explains_the_actions(capsys):
     assert left.value.code == 0
     text = capsys.readouterr().out
     assert "trainer ckpt" in text
-    for action in ("ls", "verify", "diff", "export", "prune", "import"):
+    for action in ("ls", "verify", "diff", "export", "prune", "seal", "import"):
         assert re.search(rf"^    {action} +\w", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("action", ["ls", "verify", "diff", "export", "prune", "import"])
+@pytest.mark.parametrize("action", ["ls", "verify", "diff", "export", "prune", "seal", "import"])
 def test_help_of_each_action_gives_examples_that_parse(action, capsys):
     with pytest.raises(SystemExit):
         main([action, "--help"])

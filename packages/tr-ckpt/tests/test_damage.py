@@ -86,8 +86,12 @@ def test_the_error_says_what_to_give_instead(saved):
         saved.restore(parts(), saved.path(30))
     assert str(caught.value) == (
         f"checkpoint-30: model.json is 1 bytes short — give another checkpoint, "
-        f"or {saved.directory} for the newest valid one in it"
+        f"or {saved.directory} for the newest valid one in it; a change on purpose is accepted by "
+        f"`trainer ckpt seal {saved.path(30)}`"
     )
+    cut(saved.path(20) / "extra.safetensors", 7)
+    with pytest.raises(DamagedCheckpointError, match="the newest valid one in it$"):
+        saved.restore(parts(), saved.path(20))
 
 
 def test_all_damage_is_named_at_once(saved, caplog):

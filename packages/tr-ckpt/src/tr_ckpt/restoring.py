@@ -84,8 +84,11 @@ class Restoring:
             try:
                 return self._load(named)
             except DamagedCheckpointError as error:
+                # What people change by hand; of anything else it would be advice to accept damage.
+                is_text = ".json " in str(error)
+                hint = f"; a change on purpose is accepted by `trainer ckpt seal {source}`" if is_text else ""
                 raise DamagedCheckpointError(
-                    f"{error} — give another checkpoint, or {source.parent} for the newest valid one in it"
+                    f"{error} — give another checkpoint, or {source.parent} for the newest valid one in it{hint}"
                 ) from error
         if not is_folder:
             raise CheckpointError(f"no checkpoint at {source}: there is no such folder")

@@ -1,4 +1,4 @@
-"""List, verify, compare, export, prune and import checkpoints."""
+"""List, verify, compare, export, prune, accept and import checkpoints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _MODULES = {
     "diff": "comparing",
     "export": "exporting",
     "prune": "pruning",
+    "seal": "sealing",
     "import": "importing",
 }
 

@@ -25,6 +25,7 @@ _EXAMPLES = {
     ],
     "export": ["run/checkpoint-500 my-model", "run my-model --dtype bf16 --max-shard-size 5GB"],
     "prune": ["run --keep 3 --keep-best --dry-run", "run --keep 2 --keep-every 1000 --yes"],
+    "seal": ["run/checkpoint-500", "run/checkpoint-500 --yes"],
     "import": ["old-run/checkpoint-500 run"],
 }
 
@@ -39,6 +40,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_diff(actions)
     _add_export(actions)
     _add_prune(actions)
+    seal = _action(
+        actions, "seal", "accept a checkpoint as it is now, after a change on purpose; shows the change first"
+    )
+    seal.add_argument("checkpoint", metavar="CKPT", help="a checkpoint")
+    _add_prefix(seal)
+    seal.add_argument("--yes", action="store_true", help="do not ask")
     of_import = _action(actions, "import", "turn a checkpoint of transformers' Trainer into one of ours")
     of_import.add_argument("source", metavar="SOURCE", help="a checkpoint that transformers' Trainer wrote")
     of_import.add_argument("target", metavar="TARGET", help="the run's output folder, which gets a checkpoint-<step>")
