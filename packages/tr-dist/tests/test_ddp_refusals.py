@@ -220,3 +220,29 @@ def test_a_model_that_is_divided_over_devices_is_refused():
     with pytest.raises(ValueError, match=r"divided over devices \(hf_device_map\), and every rank needs one"):
         moved(model, torch.device("cuda", 0))
     assert moved(model, torch.device("cpu")) is model
+
+
+def test_a_parameter_that_is_unfrozen_after_prepare_is_an_error():
+    with DDP(use_cpu=True) as strategy:
+        inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        inner[0].requires_grad_(False)
+        model = strategy.prepare(inner)
+        _step(model, strategy)
+        inner[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"2 parameters \(0.weight, 0.bias\) were frozen when the model"):
+            _step(model, strategy)
+
+
+def test_a_part_replaced_before_training_is_prepared_again_and_one_replaced_after_it_is_refused():
+    with DDP(use_cpu=True) as strategy:
+        inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        strategy.prepare(inner)
+        inner[1] = nn.Linear(2, 1)
+        model = strategy.prepare(inner)
+        _step(model, strategy)
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        norm = strategy.clip_grad_norm(model, optimizer, None)
+        assert torch.equal(norm, nn.utils.get_total_norm([p.grad for p in inner.parameters()]))
+        inner[1] = nn.Linear(2, 1)
+        with pytest.raises(ValueError, match="modules or parameters of Sequential were replaced after it was trained"):
+            strategy.prepare(inner)

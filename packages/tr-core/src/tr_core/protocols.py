@@ -96,7 +96,8 @@ class Strategy(Collectives, Protocol):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.
 
-        Called before the optimizer is built. Raises `ValueError` if the model cannot be trained this way.
+        Called before the optimizer is built, and again where modules or parameters of the model were replaced since.
+        Raises `ValueError` if the model cannot be trained this way, or what was replaced cannot be taken in.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -51,6 +52,7 @@ class DDP(Ranks):
     """
 
     forwards_together = False
+    _last: ref[Replica] | None = None  # what `prepare` returned last
 
     def __init__(
         self,
@@ -92,15 +94,24 @@ class DDP(Ranks):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device, give every rank the weights of rank 0, and return the module to train.
 
-        Collective. Frozen and trainable are taken as they are now.
+        Collective. Frozen and trainable are taken as they are now. A model that was prepared before, and in which
+        something was replaced, can be prepared again until it was trained.
 
         Raises:
             ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta
-                device) or lies on another accelerator than this rank's.
+                device) or lies on another accelerator than this rank's; or it was trained already.
         """
         check_trainable(model, self.device)
+        earlier = None if self._last is None else self._last()
+        if earlier is not None and earlier.module is model and earlier.has_buckets:
+            raise ValueError(
+                f"modules or parameters of {type(model).__name__} were replaced after it was trained: its gradients "
+                "would be averaged twice; build a new Trainer (or strategy) with the model as it is now"
+            )
         # device_ids stays None: it would have every forward search its arguments for tensors to move.
-        return Replica(moved(model, self.device), **self._wrapping)
+        replica = Replica(moved(model, self.device), **self._wrapping)
+        self._last = ref(replica)
+        return replica
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""

@@ -91,6 +91,7 @@ class Replica(DistributedDataParallel):
         self.all_parameters = tuple(module.parameters())
         # Whether a backward ran shows in the gradients: in any one of them, unless parameters may be unused.
         trainable = [p for p in self.all_parameters if p.requires_grad]
+        self._frozen = [p for p in self.all_parameters if not p.requires_grad]
         may_be_unused = options.get("find_unused_parameters") or options.get("static_graph")
         self._witnesses = trainable if may_be_unused else trainable[:1]
         self._witnessed: list[object] = []
@@ -175,9 +176,21 @@ class Replica(DistributedDataParallel):
             raise RuntimeError(self._why_not_averaged()) from error
         if self._witness() == self._witnessed:
             raise RuntimeError(_NO_BACKWARD)
+        if any(p.grad is not None for p in self._frozen):
+            raise RuntimeError(self._what_was_unfrozen())
         if self._parts is not None:
             self._parts.end()
             self._parts = None
+
+    def _what_was_unfrozen(self) -> str:
+        frozen = {id(p) for p in self._frozen}
+        named = self.module.named_parameters()
+        names = [name for name, p in named if id(p) in frozen and p.grad is not None]
+        return (
+            f"{len(names)} parameters ({_some(names)}) were frozen when the model was prepared and have a gradient "
+            "now, which was not averaged over the ranks; prepare the model with all trainable that ever will be, and "
+            "freeze afterwards"
+        )
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, if that is asked for, instead of in the next forward. Collective."""
