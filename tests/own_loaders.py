@@ -216,6 +216,36 @@ class WithOwnLoader(Trainer):
         return self.make_loader()
 
 
+SAMPLERS = {
+    "weighted, given a generator": lambda: WeightedRandomSampler(WEIGHTS, ROWS, generator=seeded()),
+    "weighted": lambda: WeightedRandomSampler(WEIGHTS, ROWS),
+    "with replacement, given a generator": lambda: RandomSampler(
+        range(ROWS), replacement=True, num_samples=ROWS, generator=seeded()
+    ),
+    "of a generator of NumPy": lambda: Shuffled(),
+}
+
+
+class Shuffled(Sampler):
+    """Shuffles with a generator that goes on from epoch to epoch."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter(self.rng.permutation(ROWS).tolist())
+
+
+class WithOwnSampler(Trainer):
+    make_sampler = None
+
+    def _get_train_sampler(self, dataset):
+        return self.make_sampler()
+
+
 def train(kind, folder, *, resume=None, seed=0, **changes):
     """Train three epochs over a loader of a kind; return the samples of each step and the weights."""
     torch.manual_seed(0)
@@ -233,7 +263,13 @@ def train(kind, folder, *, resume=None, seed=0, **changes):
         "use_cpu": True,
         "log_level": "error",
     }
-    trainer = WithOwnLoader(model=model, args=TrainingArguments(**{**arguments, **changes}), callbacks=[seen])
-    trainer.make_loader = KINDS[kind]
+    args = TrainingArguments(**{**arguments, **changes})
+    if kind in KINDS:
+        trainer = WithOwnLoader(model=model, args=args, callbacks=[seen])
+        trainer.make_loader = KINDS[kind]
+    else:
+        data = Rows("own" if "own generator" in kind else None)
+        trainer = WithOwnSampler(model=model, args=args, callbacks=[seen], train_dataset=data)
+        trainer.make_sampler = SAMPLERS.get(kind.removeprefix("sampler: "), lambda: None)
     trainer.train(resume_from_checkpoint=resume)
     return seen.samples, model.state_dict()

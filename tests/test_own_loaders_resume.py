@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from own_loaders import EPOCHS, IN_THIS_PROCESS, STEPS_AN_EPOCH, WITH_WORKERS, train
+from own_loaders import EPOCHS, IN_THIS_PROCESS, SAMPLERS, STEPS_AN_EPOCH, WITH_WORKERS, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls what torch drops
 
@@ -39,6 +39,11 @@ def test_a_run_killed_after_any_step_goes_on_bit_equal(kind, tmp_path):
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_a_run_whose_loader_has_workers_goes_on_bit_equal(kind, tmp_path):
     assert_goes_on(kind, tmp_path, (3, 6, 8, 17))
+
+
+@pytest.mark.parametrize("kind", [*(f"sampler: {kind}" for kind in SAMPLERS), "data with its own generator"])
+def test_a_run_over_a_loader_of_the_trainers_goes_on_with_generators_of_the_users(kind, tmp_path):
+    assert_goes_on(kind, tmp_path, range(1, LAST, 2))
 
 
 def test_a_run_that_accumulates_gradients_goes_on_bit_equal(tmp_path):

@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from tr_core.data.generators import find_generators, read_states, write_states
 from tr_core.data.length_grouping import LengthGrouping
 from tr_core.randomness import mix
+from tr_log import get_logger
+
+logger = get_logger(__name__)
 
 
 class Slice(NamedTuple):
@@ -143,6 +147,13 @@ class EpochSampler(Sampler[list[int]]):
         shuffled = permutation(self.num_samples, self.seed, self.epoch)
         return shuffled if self.grouping is None else self.grouping.arrange(shuffled)
 
+    def drawn_from(self) -> dict[str, Any] | None:
+        """Return the states of generators that the order comes from; None where it is a function of the arguments."""
+        return None
+
+    def restore_drawn_from(self, state: Mapping[str, Any]) -> None:
+        """Take nothing: there is nothing to restore."""
+
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order().numpy()  # the same memory; as a list of numbers it would take 4 times as much
         first_seed = mix(self.seed, self.epoch)
@@ -229,10 +240,11 @@ class SampledBatches:
 
     def order_state(self) -> dict[str, Any]:
         """Return what the order depends on beside the arguments that a resumed run may not change."""
-        grouping = self._sampler.grouping
+        grouping, drawn_from = self._sampler.grouping, self._sampler.drawn_from()
         return {
             "strategy": self._sampler.strategy,
             "samples_per_step": None if grouping is None else grouping.samples_per_step,
+            **({} if drawn_from is None else {"drawn_from": drawn_from}),
         }
 
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
@@ -251,9 +263,27 @@ class SampledBatches:
             )
         if grouping is not None and state.get("samples_per_step") is not None:
             sampler.grouping = LengthGrouping(grouping.lengths, state["samples_per_step"])
+        if state.get("drawn_from") is not None and saved == sampler.strategy:
+            sampler.restore_drawn_from(state["drawn_from"])
 
-    def place_state(self) -> None:
-        """Return nothing: the position says it all."""
+    def place_state(self) -> dict[str, Any] | None:
+        """Return the states of generators that data set and collator have of their own, None where there are none."""
+        states = read_states(self._generators())
+        return {"generators": states} if states else None
 
     def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
-        """Take nothing: any position is reached at once."""
+        """Put back what data set and collator draw from themselves; any position is reached at once."""
+        place = places[rank] if len(places) == world_size else None
+        if place is None:
+            return
+        write_states(self._generators(), place["generators"])
+        if in_epoch and self._loader.num_workers:
+            logger.warning(
+                "data set or collator have random number generators of their own (%s), which worker processes have "
+                "copies of: the rest of this epoch draws other numbers than it would have. Draw from the global "
+                "generators, which are seeded for each micro-batch, or set dataloader_num_workers=0",
+                ", ".join(sorted(place["generators"])),
+            )
+
+    def _generators(self) -> dict[str, Any]:
+        return find_generators({"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn})

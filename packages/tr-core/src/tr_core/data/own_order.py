@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from tr_core.data.generators import find_generators, read_states, write_states
 from tr_core.data.order import EpochSampler
 from tr_core.randomness import mix, separate_randomness
 
@@ -17,7 +18,8 @@ class OwnOrderSampler(EpochSampler):
 
     The other one is gone through anew for every epoch, with random numbers that depend on seed and epoch alone: so all
     ranks have one order, and a resumed run has the one it had. A sampler with a generator of its own has its numbers
-    from there; it is told the epoch if it has `set_epoch`.
+    from there: the generator's state at the beginning of the epoch is part of a checkpoint. A sampler with `set_epoch`
+    is given the epoch.
 
     Args:
         sampler: gives indices of samples, and has a length.
@@ -38,6 +40,7 @@ class OwnOrderSampler(EpochSampler):
             ) from None
         super().__init__(count, batch_size, shuffle=True, **options)
         self._sampler = sampler
+        self._begun: dict[str, Any] | None = None  # the epoch of the last order, and what it was drawn from
 
     @property
     def strategy(self) -> str:
@@ -52,6 +55,11 @@ class OwnOrderSampler(EpochSampler):
         """
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
+        generators = find_generators(self._sampler)
+        if self._begun is not None and self._begun["epoch"] == self.epoch:
+            write_states(generators, self._begun["generators"])
+        else:
+            self._begun = {"epoch": self.epoch, "generators": read_states(generators)}
         with separate_randomness(mix(self.seed, self.epoch)):
             indices = [int(index) for index in self._sampler]
         if len(indices) != self.num_samples:
@@ -60,6 +68,15 @@ class OwnOrderSampler(EpochSampler):
                 f"{self.num_samples}; both must be the same"
             )
         return torch.tensor(indices, dtype=torch.int64)
+
+    def drawn_from(self) -> dict[str, Any]:
+        """Return the states of the sampler's own generators: of now, and of the beginning of the epoch."""
+        return {"begun": self._begun, "generators": read_states(find_generators(self._sampler))}
+
+    def restore_drawn_from(self, state: Mapping[str, Any]) -> None:
+        """Go on from the states that were saved."""
+        self._begun = state["begun"]
+        write_states(find_generators(self._sampler), state["generators"])
 
 
 def ask_for_sampler(method: Callable[..., Any], dataset: Any) -> Any:
