@@ -89,8 +89,8 @@ class Reach:
                 if line.isdigit():
                     seen[test][path.removeprefix(prefix)].add(int(line))
         report = work / "report.json"
-        found = json.loads(report.read_text("utf-8")) if report.exists() else {"failed": "pytest itself"}
-        tests = found.get("tests", {})  # none, where a whole file needs what is not installed
+        found: dict = json.loads(report.read_text("utf-8")) if report.exists() else {"failed": "pytest itself"}
+        tests: dict[str, dict] = found.get("tests", {})  # none, where a whole file needs what is not installed
         if found["failed"] and not tests:
             raise RuntimeError(f"{test_file.name} could not be run; {work / 'report.log'} says why")
         texts = {path: self._keep_text(path) for path in {path for lines in seen.values() for path in lines}}
