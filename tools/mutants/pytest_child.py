@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,16 +34,42 @@ class Watcher:
     failed: str = ""
     reason: str = ""
     tests: dict[str, dict] = field(default_factory=dict)
+    uses: dict[str, list[str]] = field(default_factory=dict)
+    shared: dict[str, float] = field(default_factory=dict)
+    spent_on_shared: float = 0.0
 
     def pytest_collection_modifyitems(self, items: list) -> None:
-        """Keep the chosen ones, in their order."""
+        """Keep the chosen ones, in their order, those of a file together: it may set up what they share."""
         if self.chosen:
             order = {name: number for number, name in enumerate(self.chosen)}
-            items[:] = sorted((i for i in items if i.nodeid in order), key=lambda i: order[i.nodeid])
+            files: dict[str, int] = {}
+            for name, number in order.items():
+                files.setdefault(name.partition("::")[0], number)
+            kept = [item for item in items if item.nodeid in order]
+            items[:] = sorted(kept, key=lambda i: (files[i.nodeid.partition("::")[0]], order[i.nodeid]))
+        for item in items:
+            self.uses[item.nodeid] = list(item.fixturenames)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:
+        """Count what several tests share apart from the test that happens to come first."""
+        if fixturedef.scope == "function":
+            return (yield)
+        name = f"{fixturedef.baseid}::{fixturedef.argname}"
+        before, begun = os.environ.get("PYTEST_CURRENT_TEST", ""), time.perf_counter()
+        os.environ["PYTEST_CURRENT_TEST"] = f"{name} (setup)"
+        try:
+            return (yield)
+        finally:
+            spent = time.perf_counter() - begun
+            self.shared[name] = self.shared.get(name, 0.0) + spent
+            self.spent_on_shared += spent
+            os.environ["PYTEST_CURRENT_TEST"] = before
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Say what runs, and start the clock: what it does in C cannot keep the watchdog from ending it."""
         self.tests[nodeid] = {"seconds": time.perf_counter(), "passed": True}
+        self.spent_on_shared = 0.0
         if limit := self.chosen.get(nodeid):
             self.write(running=nodeid)
             faulthandler.dump_traceback_later(limit, exit=True)
@@ -50,7 +77,10 @@ class Watcher:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Stop the clock."""
         faulthandler.cancel_dump_traceback_later()
-        self.tests[nodeid]["seconds"] = round(time.perf_counter() - self.tests[nodeid]["seconds"], 3)
+        spent = time.perf_counter() - self.tests[nodeid]["seconds"] - self.spent_on_shared
+        places = [name for name in self.shared if nodeid.startswith(name.rpartition("::")[0])]
+        shares = [name for name in places if name.rpartition("::")[2] in self.uses.get(nodeid, ())]
+        self.tests[nodeid] |= {"seconds": round(spent, 3), "shares": shares}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Remember failures; a skipped test shows nothing."""
@@ -71,7 +101,8 @@ class Watcher:
 
     def write(self, running: str = "") -> None:
         """Leave what is known to the process that waits."""
-        verdict = {"failed": self.failed, "reason": self.reason, "running": running, "tests": self.tests}
+        verdict = {"failed": self.failed, "reason": self.reason, "running": running}
+        verdict |= {"tests": self.tests, "shared": self.shared}
         self.report.write_text(json.dumps(verdict), encoding="utf-8")
 
 

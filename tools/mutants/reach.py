@@ -40,7 +40,9 @@ class Reach:
         self.folder = folder / "reach" / name
         self.texts = self.folder / "texts"
         self.texts.mkdir(parents=True, exist_ok=True)
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # with what it shares with others, each whole
+        self.own: dict[str, float] = {}
+        self.shares: dict[str, dict[str, float]] = {}
         self.lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
 
     def test_files(self) -> list[Path]:
@@ -95,10 +97,13 @@ class Reach:
             raise RuntimeError(f"{test_file.name} could not be run; {work / 'report.log'} says why")
         texts = {path: self._keep_text(path) for path in {path for lines in seen.values() for path in lines}}
         for test, entry in tests.items():
+            for shared in entry["shares"]:  # what is set up for several tests is run for each of them
+                for path, lines in seen[shared].items():
+                    seen[test][path] |= lines
             entry["lines"] = {path: sorted(lines) for path, lines in seen[test].items()}
         for old in self.folder.glob(f"{test_file.stem}-*.json"):
             old.unlink()
-        self._cached(test_file).write_text(json.dumps({"texts": texts, "tests": tests}), encoding="utf-8")
+        self._cached(test_file).write_text(json.dumps({**found, "texts": texts}), encoding="utf-8")
         shutil.rmtree(work, ignore_errors=True)
 
     def _keep_text(self, path: str) -> str:
@@ -128,7 +133,9 @@ class Reach:
             for test, entry in kept["tests"].items():
                 if not entry["passed"] or test in left_out:
                     continue
-                self.seconds[test] = entry["seconds"]
+                self.shares[test] = {name: kept["shared"][name] for name in entry.get("shares", ())}
+                self.own[test] = entry["seconds"]
+                self.seconds[test] = entry["seconds"] + sum(self.shares[test].values())
                 for path, lines in entry["lines"].items():
                     moved = self._moved(path, kept["texts"][path])
                     for line in lines:

@@ -110,8 +110,10 @@ class Trials:
         first: list[str] = []
         rest: list[str] = []
         spent = 0.0
+        paid: dict[str, float] = {}
         for test in tests:
-            spent += reach.seconds[test]
+            spent += reach.own[test] + sum(s for name, s in reach.shares[test].items() if name not in paid)
+            paid |= reach.shares[test]
             if spent <= FIRST_S or not first:
                 first.append(test)
             elif spent <= self.budget_s:
