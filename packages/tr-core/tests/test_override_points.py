@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from small_models import Classifier, samples
+from small_models import Classifier, CountedSum, samples
 from torch import nn
 
 from tr_core import Trainer
@@ -198,3 +198,19 @@ def test_a_sampler_that_cannot_be_used_is_refused(make_trainer, sampler, parts, 
 
     with pytest.raises(ValueError, match=message):
         make_trainer(trainer_class=Own, **parts).train()
+
+
+@pytest.mark.parametrize(
+    "form", ["def step(self, model, inputs, items=None)", "def step(self, model, inputs, *rest)",
+             "def step(self, model, inputs, **options)", "def step(self, model, inputs, *, num_items_in_batch=None)"],
+)  # fmt: skip
+def test_an_override_of_training_step_gets_the_count_whatever_it_calls_it(make_trainer, model, form):
+    found = []
+    values = {"items=None": "items", "*rest": "rest[0]", "**options": "options['num_items_in_batch']"}
+    value = next((text for end, text in values.items() if form.endswith(f"{end})")), "num_items_in_batch")
+    space = {"found": found, "Trainer": Trainer}
+    body = f"found.append(int({value})); return Trainer.training_step(self, model, inputs, {value})"
+    exec(f"{form}: {body}", space)
+    kind = type("Own", (Trainer,), {"training_step": space["step"]})
+    make_trainer(8, trainer_class=kind, model=CountedSum()).train()
+    assert found == [4, 4]

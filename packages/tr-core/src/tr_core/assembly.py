@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -361,8 +362,13 @@ Assembly.__init__.__qualname__ = "Trainer.__init__"
 
 
 def _with_count(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    if takes_argument(step, "num_items_in_batch"):
+    """Return `step` as the loop calls it, with the count as the third argument, whatever an override calls it."""
+    parameters = list(inspect.signature(step).parameters.values())
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if sum(p.kind in by_position for p in parameters) > 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return step
+    if takes_argument(step, "num_items_in_batch"):
+        return lambda model, inputs, num_items: step(model, inputs, num_items_in_batch=num_items)
     return lambda model, inputs, num_items: step(model, inputs)
 
 
