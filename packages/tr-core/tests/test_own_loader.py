@@ -113,6 +113,15 @@ def test_another_number_of_processes_is_said(caplog):
     assert "inside an epoch of 2 processes over a loader of your own, now there are 1" in caplog.text
 
 
+@pytest.mark.parametrize("place", [None, {"next": 3}])
+def test_a_checkpoint_without_what_the_order_came_from_is_said(caplog, place):
+    batches = batches_of(DataLoader(range(20), batch_size=4), 4, 1)
+    with caplog.at_level("WARNING", logger="tr_core"):
+        batches.restore_place([place], 0, 1)
+        assert "does not hold what the order of your own loader was drawn from" in caplog.text
+    assert [batch.inputs.tolist() for batch in batches.iterate(0, 16)] == [[16, 17, 18, 19]]
+
+
 # Generators
 
 

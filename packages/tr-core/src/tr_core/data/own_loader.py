@@ -112,7 +112,12 @@ class OwnLoaderBatches:
                 )
             return
         place = places[rank]
-        if place is None:
+        if place is None or "beginning" not in place:  # of another kind of data, or of an older version
+            if in_epoch:
+                logger.warning(
+                    "the checkpoint does not hold what the order of your own loader was drawn from: the rest of this "
+                    "epoch has the samples that were left only where the order is not random"
+                )
             return
         self._workers_lived = place["workers_live"]
         if in_epoch:
