@@ -1,6 +1,7 @@
 """The same run as a plain loop of torch: the oracle that knows no Trainer."""
 
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import torch
@@ -54,7 +55,8 @@ class ByHand:
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
         if self.loader is not None:
-            yield from self.loader
+            # As transformers does, too: not to the loader's end, where a sampler may draw from its generator once more.
+            yield from islice(self.loader, len(self.loader))
             return
         seed = run.seed if run.data_seed is None else run.data_seed
         shuffles = run.order == "random" and not run.is_stream

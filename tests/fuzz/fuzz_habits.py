@@ -115,12 +115,12 @@ def drop_the_gradient_so_far(trainer):
     trainer.optimizer.zero_grad()
 
 
-@habit("on_step_begin", by_hand=lambda hand: setattr(hand.args, "max_grad_norm", 0.05))
+@habit("on_step_end", by_hand=lambda hand: setattr(hand.args, "max_grad_norm", 0.05))
 def clip_at_less(trainer):
     trainer.args.max_grad_norm = 0.05
 
 
-@habit("on_step_begin", by_hand=lambda hand: setattr(hand.args, "max_grad_norm", 0.0))
+@habit("on_step_end", by_hand=lambda hand: setattr(hand.args, "max_grad_norm", 0.0))
 def clip_no_more(trainer):
     trainer.args.max_grad_norm = 0.0
 
@@ -269,7 +269,7 @@ def take_a_new_head_after_an_evaluation(trainer):
     _new_head(trainer)
 
 
-@habit("on_step_end", suits=lambda run: run.kind in ("classes", "numbers"), reference=False)
+@habit("on_step_end", suits=lambda run: run.kind in ("classes", "numbers"), refusable=True, reference=False)
 def take_a_new_head_in_the_middle(trainer):
     _new_head(trainer)
 
