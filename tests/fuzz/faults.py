@@ -20,13 +20,21 @@ from tr_core.randomness import RandomState
 from tr_core.run import Run as OurRun
 from tr_core.single_device import SingleDevice
 
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
+FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], str | None]] = {}
 
 
-def fault(plant):
-    """Register a generator function that plants a fault and takes it out again; its first line says what it is."""
-    FAULTS[plant.__doc__.strip(".").lower()] = contextlib.contextmanager(plant)
-    return plant
+def fault(family=None):
+    """Register a generator function that plants a fault and takes it out again; its first line says what it is.
+
+    Args:
+        family: of the runs that are to find it; None draws from all.
+    """
+
+    def register(plant):
+        FAULTS[plant.__doc__.strip(".").lower()] = (contextlib.contextmanager(plant), family)
+        return plant
+
+    return register
 
 
 def _wrapped(owner, name, around):
@@ -35,7 +43,7 @@ def _wrapped(owner, name, around):
     return patch.object(owner, name, lambda *args, **options: around(before, *args, **options))
 
 
-@fault
+@fault()
 def _shift():
     """The first label of a row is taken for a target."""
     never = lambda model: False  # noqa: E731
@@ -43,7 +51,7 @@ def _shift():
         yield
 
 
-@fault
+@fault()
 def _zero_grad():
     """Gradients are never cleared."""
     nothing = lambda *args, **options: None  # noqa: E731
@@ -51,13 +59,13 @@ def _zero_grad():
         yield
 
 
-@fault
+@fault("habits")
 def _frozen_list():
     """What is clipped is what the model had when it was first prepared."""
 
     def prepare(before, self, model):
         prepared = before(self, model)
-        self.frozen = list(prepared.parameters())
+        vars(self).setdefault("frozen", list(prepared.parameters()))
         return prepared
 
     def clip(before, self, model, optimizer, max_norm):
@@ -68,21 +76,25 @@ def _frozen_list():
         yield
 
 
-@fault
+@fault()
 def _undivided():
     """A loss is not divided by the micro-batches of its step."""
-    with _wrapped(loss.LossRule, "normalise", lambda before, self, value, *others, **named: value):
+
+    def share(before, self, value, division, size, weight):
+        return before(self, value, division, 1, weight)
+
+    with _wrapped(loss.LossRule, "share", share):
         yield
 
 
-@fault
+@fault()
 def _order():
     """Every epoch has the order of the first."""
     with _wrapped(order, "permutation", lambda before, count, seed, epoch: before(count, seed, 0)):
         yield
 
 
-@fault
+@fault("resumes")
 def _position():
     """A resumed run begins its epoch again."""
 
@@ -93,7 +105,7 @@ def _position():
         yield
 
 
-@fault
+@fault()
 def _decay():
     """Biases and norms decay too."""
     everything = lambda model: [name for name, _ in model.named_parameters()]  # noqa: E731
@@ -101,7 +113,7 @@ def _decay():
         yield
 
 
-@fault
+@fault()
 def _schedule():
     """The schedule goes on with every micro-batch."""
 
@@ -114,7 +126,7 @@ def _schedule():
         yield
 
 
-@fault
+@fault()
 def _evaluation():
     """Every batch of an evaluation weighs the same."""
 
@@ -126,7 +138,7 @@ def _evaluation():
         yield
 
 
-@fault
+@fault()
 def _dropout():
     """The model stays in evaluation mode after an evaluation."""
 
@@ -143,7 +155,7 @@ def _dropout():
         yield
 
 
-@fault
+@fault()
 def _norm():
     """The gradient's norm is logged as it is after clipping."""
 
@@ -155,7 +167,7 @@ def _norm():
         yield
 
 
-@fault
+@fault("resumes")
 def _moments():
     """A resumed run begins with empty moments."""
 
@@ -166,32 +178,29 @@ def _moments():
         yield
 
 
-@fault
+@fault("resumes")
 def _random_state():
     """A resumed run begins with other random numbers."""
     with patch.object(RandomState, "load_state_dict", lambda self, state: None):
         yield
 
 
-@fault
+@fault()
 def _short_step():
     """The short last step of an epoch is divided as if it were full."""
 
-    def normalise(before, self, value, was_told, size, weight):
-        return before(self, value, was_told, max(size, self.largest(size)), weight)
+    def share(before, self, value, division, size, weight):
+        vars(self)["largest"] = max(size, vars(self).get("largest", 1))
+        return before(self, value, division, self.largest, weight)
 
-    def largest(self, size):
-        self.size_so_far = max(size, getattr(self, "size_so_far", 1))
-        return self.size_so_far
-
-    with patch.object(loss.LossRule, "largest", largest, create=True), _wrapped(loss.LossRule, "normalise", normalise):
+    with _wrapped(loss.LossRule, "share", share):
         yield
 
 
 def runs_until_found(name, most, seed=1) -> int | None:
     """Make random runs with a fault planted; return how many it takes to find it, None if `most` do not."""
     for number in range(most):
-        run = draw(seed, number)
+        run = draw(seed, number, FAULTS[name][1])
         if run.ranks > 1 or run.workers or run.loader == "own_workers":
             continue  # the fault is in this process alone
         with _planted(name):
@@ -206,7 +215,7 @@ def _planted(name) -> Iterator[None]:
     """Plant a fault for as long as ours trains, and not where the others do."""
 
     def train(before, side, *args, **named):
-        with FAULTS[name]() if side is fuzz_check.OURS else contextlib.nullcontext():
+        with FAULTS[name][0]() if side is fuzz_check.OURS else contextlib.nullcontext():
             return before(side, *args, **named)
 
     with _wrapped(fuzz_check, "train", train):
@@ -216,12 +225,12 @@ def _planted(name) -> Iterator[None]:
 def print_table(most, seed):
     """Print after how many runs each fault is found; return 1 if one is not."""
     missed = 0
-    print(f"{'planted':68} {'found after':>12} {'s':>5}")
-    for name in FAULTS:
+    print(f"{'planted':68} {'looked for in':13} {'found after':>12} {'s':>5}")
+    for name, (_, family) in FAULTS.items():
         began_s = time.monotonic()
         found = runs_until_found(name, most, seed)
         missed += found is None
         runs = "not found" if found is None else f"{found} runs"
-        print(f"{name:68} {runs:>12} {time.monotonic() - began_s:5.1f}", flush=True)
+        print(f"{name:68} {family or 'all':13} {runs:>12} {time.monotonic() - began_s:5.1f}", flush=True)
     print(f"{len(FAULTS)} faults, {missed} not found in {most} runs each")
     return int(missed > 0)

@@ -17,6 +17,7 @@ from fuzz_optimizers import SCHEDULES, optimizer_of, schedule_of
 from fuzz_trace import Trace, figures
 
 import tr_core
+import tr_log
 
 sys.path.append(str(Path(__file__).parents[1] / "parity"))
 from parity_recorder import Recorder
@@ -30,15 +31,15 @@ class Side:
     trainer: Any
     arguments: Any
     early_stopping: Any
-    callback: Any
+    printer: Any
 
 
-def _side(name, module):
-    parts = (module.Trainer, module.TrainingArguments, module.EarlyStoppingCallback, module.TrainerCallback)
-    return Side(name, *parts)
+def _side(name, module, printer):
+    return Side(name, module.Trainer, module.TrainingArguments, module.EarlyStoppingCallback, printer)
 
 
-REFERENCE, OURS = _side("transformers", transformers), _side("ours", tr_core)
+REFERENCE = _side("transformers", transformers, transformers.PrinterCallback)
+OURS = _side("ours", tr_core, tr_log.PrinterCallback)
 
 
 def arguments_of(run: Run, folder):
@@ -132,8 +133,7 @@ def build(side: Side, run: Run, folder, callbacks=()):
         callbacks=[*stops, *callbacks, recorder],
         **options,
     )
-    if side is REFERENCE:
-        trainer.remove_callback(transformers.PrinterCallback)
+    trainer.remove_callback(side.printer)
     return trainer, trace
 
 
