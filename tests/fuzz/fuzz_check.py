@@ -56,7 +56,8 @@ def resumed(run, folder):
     for stop in run.stops:
         acts = Acts(run, stop)
         trace = _again(run, folder, acts)
-        if trace.error is None and not acts.has_stopped and run.ranks == 1:
+        has_ended = trace.logs and trace.logs[-1]["step"] >= run.steps
+        if trace.error is None and (has_ended or not acts.has_stopped) and run.ranks == 1:
             return trace
         if trace.error is not None and not isinstance(trace.error, Stopped | KeyboardInterrupt | SystemExit):
             return trace
@@ -132,7 +133,7 @@ def _against_hand(hand, mine):
         (difference_of_batches(hand, mine) if mine.batches else None)
         or difference_of_steps(hand, mine, NEAR)
         or difference_of_evaluations(hand, mine, NEAR)
-        or difference_of_ends(hand, mine, NEAR)
+        or difference_of_ends(hand, mine, NEAR if run.ranks == 1 else ROUNDED)
     )
 
 

@@ -22,13 +22,13 @@ def _loss_is_divided_otherwise(run):
         return True  # TypeError
     if run.loss == "parts":
         return True
+    if run.model == "gpt2" and run.divides:
+        return True  # first labels are counted as targets
     if run.loss == "smoothing":
         return run.kind != "sentences" and run.kind != "tokens"  # it asks the model for its config
     if run.accumulation > 1 and run.model in TAKES_COUNT and run.loss in ("override", "override_looked"):
         return True
-    if run.model == "bert" and run.accumulation > 1 and run.loss == "model":
-        return True
-    return run.model == "gpt2" and run.divides  # first labels are counted as targets
+    return run.model == "bert" and run.accumulation > 1 and run.loss == "model"
 
 
 def _evaluation_loss_is_a_mean_of_means(run):

@@ -197,13 +197,29 @@ def scale_the_gradients(trainer):
             parameter.grad.mul_(3.0)
 
 
-@habit("on_step_begin", refusable=True, suits=lambda run: run.model == "mlp_frozen")
-def unfreeze_and_add_to_the_optimizer(trainer):
+def _unfreeze_and_add(trainer):
     frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
     if frozen:
         trainer.optimizer.add_param_group({"params": frozen})
+
+
+def _unfreeze_and_add_by_hand(hand):
+    _unfreeze_and_add(hand)
+    schedule, (_, *added) = hand.lr_scheduler, hand.optimizer.param_groups
+    for group in added[len(schedule.base_lrs) - 1 :]:
+        schedule.base_lrs.append(group["lr"])
+        schedule.lr_lambdas.append(schedule.lr_lambdas[0])
+        group["lr"] *= schedule.lr_lambdas[0](hand.state.global_step)
+
+
+@habit(
+    "on_step_begin", by_hand=_unfreeze_and_add_by_hand, reference=False,  # there the schedule fails
+    suits=lambda run: run.model == "mlp_frozen" and run.optimizer != "given_both" and not follows_metric(run),
+)  # fmt: skip
+def unfreeze_and_add_to_the_optimizer(trainer):
+    _unfreeze_and_add(trainer)
 
 
 # The model
@@ -234,7 +250,7 @@ def freeze_a_layer(trainer):
     next(trainer.model.parameters()).requires_grad_(False)
 
 
-@habit("on_step_begin")
+@habit("on_step_begin", refusable=True)
 def unfreeze_all(trainer):
     trainer.model.requires_grad_(True)
 
@@ -571,7 +587,7 @@ class Acts:
 
     def _end(self, state, control):
         how = self.stop[0]
-        self.has_stopped = how != "callback" or state.global_step < state.max_steps
+        self.has_stopped = True
         if how == "raise":
             raise Stopped("stopped on purpose")
         if how == "interrupt":

@@ -178,6 +178,8 @@ def difference_of_ends(expected, found, tolerance):
 def difference_of_events(expected, found):
     """Say at which event two runs differ, or None."""
     for number, (one, other) in enumerate(zip(expected.events, found.events, strict=False)):
+        if one[0] == other[0] == "epoch_begin":  # there a log that nobody needed may still be asked for
+            one, other = one[:3], other[:3]
         if one != other:
             return f"event {number} is {other} instead of {one}"
     if len(expected.events) != len(found.events):
