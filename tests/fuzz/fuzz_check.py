@@ -107,7 +107,7 @@ def check(run):
     if by_hand_knows(run):
         is_refused = mine.error is not None and _may_be_refused(run, mine.error)
         compared.append("refused" if is_refused else "by hand")
-        found["by hand"] = None if is_refused else _against_hand(by_hand(run), mine)
+        found["by hand"] = None if is_refused else _against_hand(run, by_hand(run), mine)
     return compared, {oracle: words for oracle, words in found.items() if words is not None}
 
 
@@ -124,7 +124,7 @@ def _failed(trace):
     return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {str(error)[:300]}"
 
 
-def _against_hand(hand, mine):
+def _against_hand(run, hand, mine):
     if mine.error is not None or hand.error is not None:
         if mine.error is not None and hand.error is not None:
             return None

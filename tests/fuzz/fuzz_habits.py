@@ -211,7 +211,6 @@ def _unfreeze_and_add_by_hand(hand):
     for group in added[len(schedule.base_lrs) - 1 :]:
         schedule.base_lrs.append(group["lr"])
         schedule.lr_lambdas.append(schedule.lr_lambdas[0])
-        group["lr"] *= schedule.lr_lambdas[0](hand.state.global_step)
 
 
 @habit(
