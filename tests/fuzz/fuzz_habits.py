@@ -131,7 +131,7 @@ def set_the_optimizer(trainer):
 
 
 def _halve_second_group(hand):
-    hand.optimizer = optimizer_of(hand.run, hand.model)
+    hand.optimizer = hand.optimizer or optimizer_of(hand.run, hand.model)
     hand.optimizer.param_groups[-1]["lr"] *= 0.5
 
 
@@ -156,7 +156,7 @@ def _step_schedule(trainer):
 
 
 def _step_schedule_by_hand(hand):
-    hand.optimizer = optimizer_of(hand.run, hand.model)
+    hand.optimizer = hand.optimizer or optimizer_of(hand.run, hand.model)
     _step_schedule(hand)
 
 
@@ -314,7 +314,7 @@ def wrap_the_forward(trainer):
     trainer.model.forward = doubled
 
 
-@habit("on_step_begin", lasts=True)
+@habit("on_step_begin", lasts=True, reference=False)  # whose loaders draw from the same stream
 def change_the_dropout(trainer):
     for module in trainer.model.modules():
         if isinstance(module, nn.Dropout):

@@ -92,7 +92,18 @@ class Tolerance:
 
 EXACT = Tolerance(0.0, 0.0)
 NEAR = Tolerance(2e-5, 2e-5)
-ROUNDED = Tolerance(2e-5, 2e-3)  # of a loss whose last bits differ: Adam makes a step of whatever is left of a zero
+ROUNDED = Tolerance(2e-5, 2e-3)
+LOOSE = Tolerance(2e-3, 2e-2)
+
+
+def tolerance_of(run):
+    """Return how near two ways to compute a run can come.
+
+    Where the last bits of a gradient differ, an adaptive optimizer makes whole steps of what is left of a zero.
+    """
+    if run.optimizer == "adafactor":
+        return LOOSE
+    return ROUNDED if run.loss == "smoothing" or run.ranks > 1 else NEAR
 
 
 def difference_of_batches(expected, found):
@@ -162,7 +173,7 @@ def difference_of_ends(expected, found, tolerance):
     if expected.weights.keys() != found.weights.keys():
         return f"weights {sorted(found.weights)} instead of {sorted(expected.weights)}"
     for name, value in expected.weights.items():
-        if name.endswith(("key.bias", "c_attn.bias")) and tolerance is not EXACT:
+        if tolerance is not EXACT and name.endswith(("key.bias", "c_attn.bias")):
             continue  # its gradient is nothing but rounding: a softmax does not see it
         if not tolerance.tensors(value, found.weights[name]):
             return f"weight {name} ends with {_first(found.weights[name], value)}"
