@@ -113,6 +113,14 @@ def test_equal_tensors_of_their_own_stay_apart(tmp_path):
 def test_names_that_collide_are_told_apart(tmp_path):
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: {"x": torch.ones(2)}, "1": {"x": torch.zeros(2)}}
     assert same(through_a_file(state, tmp_path), state)
+    four = {"x.y.z": 1, "x": {"y.z": 2, "y": {"z": 3}}, "x.y": {"z": 4}}
+    state = {key: tensors_of(value) for key, value in four.items()}
+    (tmp_path / "of-four").mkdir()
+    assert same(through_a_file(state, tmp_path / "of-four"), state)
+
+
+def tensors_of(value):
+    return {k: tensors_of(v) for k, v in value.items()} if isinstance(value, dict) else torch.full((2,), value)
 
 
 def test_the_name_that_the_format_reserves_can_be_a_key(tmp_path):

@@ -59,3 +59,28 @@ def test_a_rank_trains_its_share_of_the_step(make_args, kind, over_ranks, share,
     nn.functional.cross_entropy(model.layers(inputs), labels).backward()
     expected = share * torch.cat([p.grad.flatten() for p in model.parameters()])
     torch.testing.assert_close(keep.gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+class InParts(Trainer):
+    """Gives a part of its loss beside it, as large as the loss or twice as large."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        loss = super().compute_loss(model, inputs)
+        return {"loss": loss, "twice": 2 * loss}
+
+
+class Logged(OneOfTwo):
+    """The other rank logs what this one does: a mean over both is what one has."""
+
+    def sum(self, tensor):
+        return 2 * tensor
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_parts_of_a_loss_are_logged_as_the_loss_is_over_ranks_too(make_args, accumulation):
+    torch.manual_seed(0)
+    args = make_args(max_steps=2, gradient_accumulation_steps=accumulation, logging_steps=1)
+    trainer = InParts(IgnoresCount(), args, train_dataset=samples(32), strategy=Logged())
+    trainer.train()
+    for entry in trainer.state.log_history[:2]:
+        assert entry["twice"] == pytest.approx(2 * entry["loss"], rel=1e-6)

@@ -168,6 +168,8 @@ def test_names_of_rules_that_would_be_alike_are_numbered():
         1.0,
     )
     assert [rule.name for rule in rules] == ["a", "rule_2", "rule_3", "c", "rule_5"]
+    rules = read_rules([{"params": "c", "lr_scale": 1}, {"params": "b", "name": "c", "lr_scale": 1}], 1.0)
+    assert [rule.name for rule in rules] == ["rule_1", "c"]  # a name that is given goes first, wherever it stands
 
 
 def tied():
@@ -330,6 +332,8 @@ def test_the_group_of_a_parameter_is_found(make_trainer):
     trainer = make_trainer(model=Encoder(), parameter_rules=[{"params": "head", "lr_scale": 0.5}])
     trainer.create_optimizer()
     assert trainer.get_optimizer_group(trainer.model.head.weight)["rule"] == "head"
+    for index, group in enumerate(trainer.optimizer.param_groups):
+        assert all(trainer.get_optimizer_group(member) is group for member in group["params"]), index
     assert [len(members) for members in trainer.get_optimizer_group()] == [2, 4, 1, 1]
     with pytest.raises(ValueError, match=r"no parameter group holds this tensor of shape \(3,\)"):
         trainer.get_optimizer_group(torch.zeros(3))

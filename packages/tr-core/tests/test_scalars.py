@@ -1,0 +1,24 @@
+import torch
+
+from tr_core.resuming.schedule import HeldState
+from tr_core.scalars import accumulator_dtype, read_scalars
+
+
+def test_scalars_of_any_shape_and_type_are_read_as_they_are():
+    assert read_scalars([]) == []
+    assert read_scalars([torch.tensor(0.5)]) == [0.5]
+    mixed = [torch.tensor([[2.5]]), torch.tensor(2**53), torch.tensor(True), torch.tensor(0.1, requires_grad=True)]
+    assert read_scalars(mixed) == [2.5, 2.0**53, 1.0, float(torch.tensor(0.1))]
+
+
+def test_sums_are_kept_in_64_bits_where_the_device_has_them():
+    assert accumulator_dtype(torch.device("cpu")) == torch.float64
+    assert accumulator_dtype(torch.device("mps")) == torch.float32
+
+
+def test_a_state_that_is_held_is_given_again_as_it_was():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    held = HeldState(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    assert held.state_dict() == {}
+    held.load_state_dict({"last_epoch": 3})
+    assert held.state_dict() == {"last_epoch": 3}
