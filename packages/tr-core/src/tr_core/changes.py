@@ -5,7 +5,7 @@ Each argument either acts from the next step, evaluation or save on, or changing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_not
 from typing import TYPE_CHECKING, Any, cast
@@ -119,6 +119,32 @@ def check_length(trainer: Trainer, run: Run) -> None:
             "the schedule and the number of epochs were planned for the former; set args.max_steps before train(), or "
             "resume the run with a larger one"
         )
+
+
+def values_of_all_ranks(args: Any, optimizer: Any) -> dict[str, Any]:
+    """Return what a callback may change during a run, and every rank must have alike: else weights drift apart."""
+    names = ("max_grad_norm", "label_smoothing_factor", "average_tokens_across_devices")
+    values = {f"args.{name}": getattr(args, name) for name in names}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {f"{name} of parameter group {number}": group.get(name) for name in ("lr", "weight_decay")}
+        values |= {name: value for name, value in options.items() if isinstance(value, int | float)}
+    return values
+
+
+def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
+    """Raise where a rank has another value than the first.
+
+    Raises:
+        ValueError: the message names the value and what each rank has.
+    """
+    for name in values[0]:
+        found = [of_rank.get(name) for of_rank in values]
+        if any(value != found[0] for value in found):
+            raise ValueError(
+                f"{name} is not the same on all ranks: {found}, by rank; it was changed on some of them only, and "
+                "their weights are not the same any more. Change it on every rank, in callbacks that do not ask which "
+                "process they are in"
+            )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+from tr_core.changes import check_same_on_all_ranks, values_of_all_ranks
 from tr_core.metric_window import Sums, weighted_means
 from tr_core.scalars import read_scalars
 from tr_core.speed import speed_metrics
@@ -117,10 +118,14 @@ def close_window(trainer: Trainer, run: Run) -> ClosedWindow:
 
     Raises:
         FloatingPointError: something was not finite, and `on_nonfinite` is `raise`.
+        ValueError: what has to be the same on all ranks was changed on some of them.
     """
     if run.guard is not None:
         run.guard.check()
-    windows = trainer.strategy.gather_objects(read_rank_window(run))
+    shared = values_of_all_ranks(trainer.args, run.optimizer) if trainer.strategy.world_size > 1 else {}
+    gathered = trainer.strategy.gather_objects((read_rank_window(run), shared))
+    check_same_on_all_ranks([values for _, values in gathered])
+    windows = [window for window, _ in gathered]
     store_counts(trainer.state, windows)
     closed = ClosedWindow(
         loss=sum(window["loss"] for window in windows) / len(windows),
