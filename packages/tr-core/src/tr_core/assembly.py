@@ -65,6 +65,8 @@ class Assembly:
     # Whether an optimizer that knows two sets of weights has put those to judge into the model.
     is_optimizer_in_evaluation = False
     _is_built = False
+    model: nn.Module
+    model_wrapped: nn.Module
     _checkpointer_made_of: dict[str, Any] | None = None
 
     def __init__(  # noqa: PLR0917  the documented order
@@ -237,7 +239,8 @@ class Assembly:
     def _assign_model(self, model: nn.Module | None) -> None:
         if model is None:  # to free its memory
             self._set("model", None)
-            self.model_wrapped = self._prepared = None
+            self._set("model_wrapped", None)
+            self._prepared = None
             return
         check_model(model, None)
         self._take_model(model)

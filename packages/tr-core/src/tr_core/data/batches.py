@@ -80,8 +80,8 @@ def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = 
     if isinstance(loader, Batches):
         return loader
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):
-        follows = isinstance(loader, SampledLoader) and loader.follows_epoch
-        return SampledBatches(loader, loader.batch_sampler, loader.fetch.set_epoch if follows else None)
+        set_epoch = loader.fetch.set_epoch if isinstance(loader, SampledLoader) and loader.follows_epoch else None
+        return SampledBatches(loader, loader.batch_sampler, set_epoch)
     if isinstance(loader, StreamLoader):
         return _Stream(loader, loader.fetch)
     own_batch_size = getattr(loader, "batch_size", None)  # None with a batch sampler

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import fetch
 
 from tr_core.data.epochs import epoch_listeners
 from tr_core.data.generators import find_generators, read_states, write_states
@@ -180,9 +181,9 @@ class OwnLoaderBatches:
             return False
         if "in DataLoader worker process" in str(stop):
             return True
-        trace, fetch = stop.__traceback__, torch.utils.data._utils.fetch.__file__
+        trace = stop.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_code.co_filename == fetch:
+            if trace.tb_frame.f_code.co_filename == fetch.__file__:
                 return True
             trace = trace.tb_next
         return False
