@@ -147,3 +147,26 @@ def test_the_mean_loss_of_a_call_that_makes_no_step_is_no_number(build, tmp_path
         build(DiesIn(2), checkpointer=keeper, **options).train()
     loss = build(checkpointer=keeper, **options).train(resume_from_checkpoint=True).training_loss
     assert loss != loss
+
+
+def test_a_run_that_dies_before_the_log_at_the_end_of_its_last_epoch_gets_it_when_it_resumes(build, tmp_path):
+    class DiesAtTheEnd(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            if state.global_step == state.max_steps:
+                raise Died
+
+    options = {"eval_strategy": "no", "save_strategy": "steps", "save_steps": 5, "logging_strategy": "epoch"}
+    options |= {"load_best_model_at_end": False, "metric_for_best_model": None}
+    alone = build(checkpointer=MemoryCheckpointer(tmp_path), **options)
+    alone.train()
+    keeper = MemoryCheckpointer(tmp_path)
+    with pytest.raises(Died):
+        build(DiesAtTheEnd(), checkpointer=keeper, **options).train()
+    resumed = build(checkpointer=keeper, **options)
+    resumed.train(resume_from_checkpoint=True)
+
+    def losses(trainer):
+        return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+    assert losses(resumed) == losses(alone)
+    assert [step for step, _ in losses(alone)] == [5, 10]

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 
 def is_complete(trainer: Trainer, run: Run) -> bool:
-    """Whether a restored run has made all its steps, and the evaluations that are due after the last one.
+    """Whether a restored run has made all its steps, and the evaluation and the log that are due after the last one.
 
     A checkpoint of a step is saved before the epoch ends with it, so that a run which dies in the evaluation at the end
     of its last epoch has made its last step, and that evaluation is still to come.
     """
     if run.first_step < run.plan.max_steps:
         return False
-    return not run.owed and not (_is_within_epoch(run) and _evaluates_at_epoch_end(trainer))
+    is_due = _evaluates_at_epoch_end(trainer) or _logs_at_epoch_end(trainer, run)
+    return not run.owed and not (_is_within_epoch(run) and is_due)
 
 
 def make_up(trainer: Trainer, run: Run) -> None:
@@ -52,3 +53,7 @@ def _is_within_epoch(run: Run) -> bool:
 def _evaluates_at_epoch_end(trainer: Trainer) -> bool:
     args = trainer.args
     return args.eval_strategy == "epoch" and args.eval_delay <= trainer.state.epoch
+
+
+def _logs_at_epoch_end(trainer: Trainer, run: Run) -> bool:
+    return trainer.args.logging_strategy == "epoch" and run.last_logged_step < trainer.state.global_step
