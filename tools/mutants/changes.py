@@ -52,8 +52,19 @@ LINKS = {"abs", "clamp", "div", "div_", "mul", "mul_", "add_", "neg", "sqrt", "s
 UNORDERED = {"min", "max", "isclose", "equal", "gcd", "cast", "isinstance", "issubclass", "maximum", "minimum", "range"}
 # What only speaks: to the log, to a person, to a reader.
 SPOKEN = {"debug", "info", "warning", "warn", "error", "exception", "print", "once", "warn_once"}
-# Keywords that decide speed, messages or checks of what cannot differ.
-QUIET_KEYWORDS = {"strict", "non_blocking", "stacklevel", "help", "metadata", "name", "daemon", "encoding", "slots"}
+# Keywords that decide speed, messages or checks of what cannot differ, or what only an accelerator can show.
+QUIET_KEYWORDS = {
+    "device",
+    "strict",
+    "non_blocking",
+    "stacklevel",
+    "help",
+    "metadata",
+    "name",
+    "daemon",
+    "encoding",
+    "slots",
+}
 WORDS = {"__repr__", "__str__"}
 
 

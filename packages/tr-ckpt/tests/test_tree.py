@@ -10,7 +10,7 @@ from enum import IntEnum
 import pytest
 import torch
 
-from tr_ckpt import CheckpointError, parts, strict_json, tree
+from tr_ckpt import CheckpointError, leaves, parts, strict_json, tree
 
 
 def same(left, right):
@@ -160,6 +160,12 @@ def test_plain_state_is_plain_readable_json_with_sorted_keys(tmp_path):
     parts.capture("trainer_state", 0, state).write(tmp_path)
     assert (tmp_path / "trainer_state.json").read_text() == json.dumps(state, indent=2, sort_keys=True) + "\n"
     assert [path.name for path in tmp_path.iterdir()] == ["trainer_state.json"]
+
+
+def test_numbers_that_other_readers_would_round_are_no_plain_numbers():
+    assert [leaves.encode(number) for number in (2**63 - 1, -(2**63 - 1))] == [2**63 - 1, -(2**63 - 1)]
+    for number in (2**63, -(2**63) - 1, 2**64):
+        assert not isinstance(leaves.encode(number), int), number
 
 
 def test_nan_does_not_make_the_json_lax(tmp_path):

@@ -24,6 +24,18 @@ def rates(results, *, lr=1.0, **options):
     return found
 
 
+def test_rates_begin_anew_only_once_all_of_them_are_at_their_least():
+    schedule = GreedyLR(optimizer(1.0, 8.0), patience=0, factor=0.5, min_lr=0.5, reset_start=1)
+    found = []
+    for _ in range(5):
+        schedule.step(1.0)
+        found.append([group["lr"] for group in schedule.optimizer.param_groups])
+    # The first result is an improvement; the first group is at its least two failures later, the second in the end.
+    assert found == [[2.0, 16.0], [1.0, 8.0], [0.5, 4.0], [0.5, 2.0], [0.5, 1.0]]
+    schedule.step(1.0)
+    assert [group["lr"] for group in schedule.optimizer.param_groups] == [1.0, 8.0]
+
+
 def test_the_rate_goes_up_after_improvements_and_down_after_failures():
     assert rates([3, 2, 2, 2, 1]) == [2.0, 4.0, 2.0, 1.0, 2.0]
     assert rates([5, 4, 3, 2, 2, 2, 2], patience=2) == [1, 1, 2, 2, 2, 2, 1]

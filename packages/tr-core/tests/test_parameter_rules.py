@@ -204,6 +204,7 @@ CASES = {
     "lr": ({"params": "head", "lr": 1}, "sets lr; write learning_rate, or lr_scale for a share of the common one"),
     "wrong type": ({"params": "head", "eps": "small"}, "eps='small' is not what AdamW takes; its default is 1e-08"),
     "wrong kind": ({"params": "head", "betas": 0.9}, "betas=0.9 is not what AdamW takes; its default is"),
+    "truth value": ({"params": "head", "eps": True}, "eps=True is not what AdamW takes; its default is 1e-08"),
     "out of range": ({"params": "head", "betas": [1.5, 0.9]}, "AdamW does not take .*: Invalid beta parameter"),
 }
 

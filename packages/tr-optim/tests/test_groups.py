@@ -98,6 +98,11 @@ def test_groups_hold_every_trainable_parameter_once_in_order():
     torch.optim.AdamW([decay, other], lr=1e-3)
 
 
+def test_no_weight_decay_at_all_may_be_asked_for():
+    groups = parameter_groups(nn.Linear(2, 2), weight_decay=0.0)
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.0]
+
+
 def test_both_groups_are_there_even_if_one_is_empty():
     assert [len(group["params"]) for group in parameter_groups(nn.Linear(2, 2, bias=False), 0.1)] == [1, 0]
 
