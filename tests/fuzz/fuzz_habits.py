@@ -141,7 +141,12 @@ def create_the_optimizer_and_edit_a_group(trainer):
     trainer.optimizer.param_groups[-1]["lr"] *= 0.5
 
 
-@habit("before", by_hand=changes(rate=0.002), suits=lambda run: run.optimizer in ("adamw_torch", "sgd", "adafactor"))
+@habit(
+    "before",
+    by_hand=changes(rate=0.002),
+    refusable=True,
+    suits=lambda run: run.optimizer in ("adamw_torch", "sgd", "adafactor"),
+)
 def set_another_learning_rate(trainer):
     trainer.args.learning_rate = 0.002
 
