@@ -284,7 +284,6 @@ class Assembly:
         self.step_function = _with_count(methods.training_step)
         self.loss_context = _loss_context(methods)
         self._settled_assignments = args.num_assignments
-        self._set("has_assignments", False)
 
     # Who listens
 

@@ -103,6 +103,9 @@ def apply_changes(trainer: Trainer, run: Run) -> None:
             run.guard.check()
             run.guard = build_guard(trainer, run)
     run.take_settings(trainer)
+    if run.settings is not None:
+        run.settings.note_changes()
+    vars(trainer)["has_assignments"] = False
     if "max_grad_norm" in changed and getattr(run.optimizer, "updates_in_backward", False):
         cast("Any", run.optimizer).clip_to(run.max_grad_norm)
 

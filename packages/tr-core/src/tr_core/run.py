@@ -17,7 +17,7 @@ from tr_core.data.batches import Batches
 from tr_core.data.order import MicroBatch
 from tr_core.metric_window import MetricWindow
 from tr_core.optimization.nonfinite import UpdateGuard, build_guard, is_nonfinite
-from tr_core.protocols import Stateful, Strategy
+from tr_core.protocols import Strategy
 from tr_core.resuming.foreign_place import derive_place
 from tr_core.state import TrainerState
 from tr_core.steps import Plan
@@ -27,6 +27,7 @@ from tr_core.window import RankWindow, read_rank_window, share_window, store_cou
 
 if TYPE_CHECKING:
     from tr_core.callbacks.interruption import Interruption
+    from tr_core.resuming.settings import Settings
     from tr_core.trainer import Trainer
 
 # Steps whose loss and norm are looked at together: one by one that costs a step four operations on scalars.
@@ -116,7 +117,7 @@ class Run:
     counters: list[Callable[[MicroBatch], None]] = field(default_factory=list)
     tokens: TokenCounter | None = None
     syncs_each_batch: bool = False
-    settings: Stateful | None = None
+    settings: Settings | None = None
     begins_pass_anew: bool = False
     reopens_pass: bool = False
     hides_nan: bool = False

@@ -85,8 +85,14 @@ class Settings:
         self.groups = read_groups(run.optimizer, trainer.model)
         self.steps = run.plan.max_steps
         self.saved: dict[str, Any] | None = None
-        self._schedule = describe_schedule(run.schedule)
+        self._described, self._schedule = run.schedule, describe_schedule(run.schedule)
         self._frozen: dict[str, Any] | None = None
+
+    def note_changes(self) -> None:
+        """Take in groups that were added to the optimizer, and another schedule, since the run began."""
+        self.groups += read_groups(self._run.optimizer, self._trainer.model)[len(self.groups) :]
+        if self._run.schedule is not self._described:  # one that has made steps is not as it was built
+            self._described, self._schedule = self._run.schedule, describe_schedule(self._run.schedule)
 
     def state_dict(self) -> dict[str, Any]:
         """Return it. The first call reads the frozen weights of a model with an adapter."""
@@ -119,6 +125,12 @@ class Settings:
                 f"its optimizer was {state_dict['optimizer']} (optim={then!r}) and is {kind} now "
                 f"(optim={str(args.optim)!r}): what the one remembers means nothing to the other. Resume with the "
                 "optimizer of then, or begin a new run from the weights in the checkpoint"
+            )
+        if len(state_dict["groups"]) != len(self.groups):
+            raise ValueError(
+                f"its optimizer had {len(state_dict['groups'])} parameter groups, and this run's has "
+                f"{len(self.groups)}: groups that were added during the run have to be there when it resumes; add them "
+                "in an override of create_optimizer, or to what create_optimizer() returns before train()"
             )
         self._frozen = _frozen_weights(self._trainer)
         check_frozen(state_dict["frozen"], self._frozen)
