@@ -130,6 +130,8 @@ def start(
         base = watcher.report.with_suffix(".tmp")
         plain = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={base}")
         code = int(pytest.main([*plain, *options, *paths], plugins=[watcher]))
+        if code == pytest.ExitCode.USAGE_ERROR and not watcher.failed:
+            watcher.failed = watcher.reason = "what all tests import cannot be imported"
         watcher.write()
     finally:
         os._exit(code)

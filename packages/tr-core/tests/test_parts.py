@@ -220,6 +220,12 @@ def test_labels_become_int64_or_float32_and_strings_are_left_out():
     assert "name" not in batch
     assert default_data_collator([{"label": 0.5}, {"label": 1.0}])["labels"].dtype == torch.float32
     assert default_data_collator([{"label_ids": [1, 2]}, {"label_ids": [3, 4]}])["labels"].tolist() == [[1, 2], [3, 4]]
+    both = [{"label": 3, "label_ids": [1, 2]}, {"label": 4, "label_ids": [3, 4]}]
+    assert default_data_collator(both)["labels"].tolist() == [3, 4]
+    neither = [{"label": None, "label_ids": 1}, {"label": None, "label_ids": 2}]
+    assert default_data_collator(neither)["labels"].tolist() == [1, 2]
+    alone = default_data_collator([SimpleNamespace(x=[1.0, 2.0], label=1, note="text")])
+    assert {name: value.tolist() for name, value in alone.items()} == {"x": [[1.0, 2.0]], "labels": [1]}
     arrays = default_data_collator([{"x": np.ones(2), "label": None}] * 2)
     assert arrays["x"].shape == (2, 2)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tr_core.randomness import enable_full_determinism, mix, set_seed
+from tr_core.randomness import enable_full_determinism, mix, separate_randomness, set_seed
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
 
@@ -76,3 +76,17 @@ def test_mixed_seeds_are_those_they_have_always_been_and_depend_on_every_number(
     assert {given: mix(*given) for given in numbers} == numbers
     assert len({mix(a, b, c) for a in range(8) for b in range(8) for c in range(8)}) == 512
     assert all(0 <= mix(n) < 2**62 for n in range(100))
+
+
+def test_a_block_with_a_seed_of_its_own_draws_by_it_and_leaves_no_trace():
+    found = {}
+    set_seed(1)
+    outside = draws()
+    for seed in (5, 7, 5 + 2**32):
+        set_seed(1)
+        with separate_randomness(seed):
+            found[seed] = draws()
+        assert draws() == outside
+    assert all(a != b for a, b in zip(found[5], found[7], strict=True))
+    assert found[5][1] == found[5 + 2**32][1]  # NumPy's seeds have 32 bits
+    assert found[5][0] != found[5 + 2**32][0]

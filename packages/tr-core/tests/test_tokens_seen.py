@@ -146,6 +146,13 @@ def test_a_batch_that_is_on_a_device_is_counted_there():
         counter.take()
 
 
+def test_tokens_of_the_host_and_of_the_device_are_added_up():
+    counter = TokenCounter("tokens", only_real=True, padding=PAD)
+    counter.count(MicroBatch({"tokens": torch.tensor([[PAD + 1, PAD, PAD + 2]])}, 1.0, 1, 1))
+    counter._on_device = torch.tensor(5)  # what a batch on a device would have left
+    assert [counter.take(), counter.take()] == [7, 0]
+
+
 def test_a_micro_batch_that_only_fills_up_counts_nothing():
     counter = TokenCounter("tokens")
     counter.count(MicroBatch({"tokens": torch.ones(2, 3)}, 0.0, 2, 1))
