@@ -95,17 +95,17 @@ def test_data_that_knows_its_place_goes_on_there_and_reads_nothing_before_it(kin
 
 
 @pytest.mark.parametrize("kind", [Counting, Sticky])
-def test_an_error_after_a_resume_names_the_samples_number_in_the_whole_pass(kind):
+def test_an_error_after_a_resume_names_the_samples_number_in_the_whole_pass(kind, monkeypatch):
     begun = stream(kind())
     _, position = take(begun, 3)
+
+    def draw(samples):
+        raise ValueError("no such sample")
+
+    monkeypatch.setitem(globals(), "draw", draw)
     resumed = stream(kind())
     resumed.restore_order(begun.order_state(), position)
     resumed.restore_place([begun.place_state()], 0, 1)
-
-    def collate(samples):
-        raise ValueError("no such sample")
-
-    resumed._stream.collate = collate
     with pytest.raises(ValueError, match="no such sample") as caught:
         take(resumed, 1, position=position)
     assert any("samples 12 to 15 of the stream" in note for note in caught.value.__notes__)
