@@ -4,6 +4,7 @@ import math
 import warnings
 
 import pytest
+import torch
 from memory_checkpointer import MemoryCheckpointer
 from small_models import samples
 from stopping_callbacks import Stop, StopAt
@@ -106,3 +107,22 @@ def test_arguments_out_of_range_are_refused():
     for threshold in (-0.1, math.nan):
         with pytest.raises(ValueError, match=f"early_stopping_threshold={threshold} must be at least 0"):
             EarlyStoppingCallback(1, threshold)
+
+
+def test_a_run_that_was_ended_is_not_continued_by_a_resume(stopping, tmp_path):
+    options = {"checkpointer": MemoryCheckpointer(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    trainer, _ = stopping([1, 2, 1, 9], **options)
+    assert trainer.train().global_step == 3
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    again, stopper = stopping([], **options)
+    assert again.train(resume_from_checkpoint=True).global_step == 3
+    assert all(map(torch.equal, again.model.parameters(), weights))
+    assert stopper.early_stopping_patience_counter == 1
+
+
+def test_a_run_that_was_ended_is_continued_with_a_larger_patience(stopping, tmp_path):
+    options = {"checkpointer": MemoryCheckpointer(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    trainer, _ = stopping([1, 2, 1], **options)
+    assert trainer.train().global_step == 3
+    again, _ = stopping([2, 1], patience=2, **options)
+    assert again.train(resume_from_checkpoint=True).global_step == 4

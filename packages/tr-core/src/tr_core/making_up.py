@@ -34,7 +34,7 @@ def make_up(trainer: Trainer, run: Run) -> None:
     # Left by an earlier call of `train` that an exception ended.
     control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
     is_at_the_end = state.global_step >= state.max_steps
-    is_asked_to_stop = False
+    is_asked_to_stop = control.should_training_stop  # in `on_train_begin`
     if run.owed:
         control.should_evaluate = args.eval_strategy != "no"
         control.should_save = "save" in run.owed and args.save_strategy != "no"

@@ -9,6 +9,9 @@ from typing import Any
 from tr_core.callback import TrainerCallback
 from tr_core.evaluation.best import metric_name
 from tr_core.state import TrainerControl, TrainerState
+from tr_log import get_logger
+
+logger = get_logger(__name__)
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -21,7 +24,7 @@ class EarlyStoppingCallback(TrainerCallback):
     Which metric and which direction are those of `metric_for_best_model` and `greater_is_better`. With several
     evaluation data sets only the results that hold the metric count: of a dict of data sets, name the metric with the
     name of one (`metric_for_best_model="english_loss"`). A metric that is NaN is no improvement. The counter is saved
-    with every checkpoint; a run that is not resumed begins at 0.
+    with every checkpoint; a run that is not resumed begins at 0, and one that was ended is not continued by a resume.
 
     Raises:
         ValueError: an argument is out of its range; or, at the beginning of training, there is no evaluation or no
@@ -38,7 +41,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check that there is something to watch, and begin to count unless the run was resumed."""
+        """Check that there is something to watch; begin to count, or stop a resumed run that was ended here before."""
         if args.metric_for_best_model is None or args.eval_strategy == "no":
             raise ValueError(
                 f"EarlyStoppingCallback has nothing to watch: metric_for_best_model={args.metric_for_best_model!r}, "
@@ -47,6 +50,15 @@ class EarlyStoppingCallback(TrainerCallback):
             )
         if state.global_step == 0:
             self.early_stopping_patience_counter = 0
+        elif self.early_stopping_patience_counter >= self.early_stopping_patience:
+            logger.info(
+                "the run had %d evaluations without improvement up to step %d, which ended it; a larger "
+                "early_stopping_patience than %d continues it",
+                self.early_stopping_patience_counter,
+                state.global_step,
+                self.early_stopping_patience,
+            )
+            control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Compare with the best *before* this evaluation, count, and stop the run when patience is used up."""
