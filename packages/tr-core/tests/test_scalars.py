@@ -1,5 +1,9 @@
+from types import SimpleNamespace
+
 import torch
 
+from tr_core.losses.loss_parts import split_loss
+from tr_core.making_up import _is_within_epoch
 from tr_core.resuming.schedule import HeldState
 from tr_core.scalars import accumulator_dtype, read_scalars
 
@@ -22,3 +26,19 @@ def test_a_state_that_is_held_is_given_again_as_it_was():
     assert held.state_dict() == {}
     held.load_state_dict({"last_epoch": 3})
     assert held.state_dict() == {"last_epoch": 3}
+
+
+def test_numbers_beside_a_loss_keep_all_their_digits():
+    loss, parts = split_loss({"loss": torch.tensor(1.0), "share": 0.1, "count": 2**53 - 1, "own": torch.tensor([0.5])})
+    assert loss.item() == 1.0
+    assert {name: value.item() for name, value in parts.items()} == {"share": 0.1, "count": 2**53 - 1, "own": 0.5}
+
+
+def test_a_run_is_within_an_epoch_from_its_first_sample_to_the_end_of_it():
+    def run(samples, ended):
+        return SimpleNamespace(position=SimpleNamespace(samples=samples), is_at_epoch_end=ended)
+
+    found = [
+        _is_within_epoch(run(samples, ended)) for samples, ended in ((0, False), (1, False), (9, False), (9, True))
+    ]
+    assert found == [False, True, True, False]

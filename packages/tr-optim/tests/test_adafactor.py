@@ -262,8 +262,10 @@ def test_a_closure_is_called_with_gradients_enabled():
 def test_empty_and_unused_parameters_are_passed_over():
     empty, unused = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(2))
     empty.grad = torch.zeros(0, 3)
-    Adafactor([empty, unused]).step()
+    optimizer = Adafactor([empty, unused])
+    optimizer.step()
     assert unused.tolist() == [1.0, 1.0]
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tr_optim import AdamW8bit, GaLoreAdamW
 from tr_optim.engine.norms import clip_coefficient, norm_of, total_norm
+from tr_optim.engine.repeated import is_reentrant, repeated_parameters
 from tr_optim.engine.sketches import _Mixing
 from tr_optim.projection.lazy import LazyRefresh
 
@@ -34,6 +36,20 @@ def test_norms_of_parts_make_the_norm_of_all_and_nothing_has_none():
     assert clip_coefficient(torch.tensor(4.0), 1.0).item() == pytest.approx(1 / 4.000001, rel=1e-7)
     assert clip_coefficient(torch.tensor(1e-6), 1e-7).item() == pytest.approx(0.05, rel=1e-6)
     assert clip_coefficient(torch.tensor(0.5), 1.0).item() == 1.0
+
+
+def test_parameters_are_repeated_only_where_several_segments_use_them():
+    torch.manual_seed(0)
+    once, twice, outside = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    hidden = torch.ones(2, 3, requires_grad=True)
+    for layer in (once, twice, twice):
+        hidden = checkpoint(layer, hidden, use_reentrant=True)
+    loss = outside(hidden).sum()
+    assert is_reentrant(loss)
+    parameters = [p for layer in (once, twice, outside) for p in layer.parameters()]
+    repeated = repeated_parameters(loss, parameters)
+    assert {id(p) for p in repeated} == {id(p) for p in twice.parameters()}
+    assert all(p.grad is None for p in parameters)
 
 
 def test_a_sketch_depends_on_its_key_alone():
