@@ -90,6 +90,14 @@ def test_the_message_names_both_values(make_trainer, changes, words):
         trainer.train()
 
 
+def test_an_assignment_to_the_trainer_does_not_hide_one_to_its_arguments(make_trainer):
+    trainer = make_trainer(8)
+    trainer.args.bf16 = True
+    trainer.compute_loss_func = None
+    with pytest.raises(ValueError, match="bf16 from False to True"):
+        trainer.train()
+
+
 # The next step
 
 

@@ -125,7 +125,7 @@ class Assembly:
         self.told_columns: set[frozenset[str]] = set()
         check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
         check_setup(cast("Trainer", self))
-        self._built_with = values_when_built(self.args)
+        self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
         self._is_built = True
         if not requested():  # a preflight calls no callback: the Hub's would make a repository now
             self.fire("on_init_end")
@@ -192,6 +192,7 @@ class Assembly:
             args.check()
             check_as_built(args, self._built_with)
             refuse_unsupported(args)
+            self._settled_assignments = args.num_assignments
         self._derive()
 
     def get_num_trainable_parameters(self) -> int:
@@ -255,11 +256,14 @@ class Assembly:
         refuse_unsupported(args)
         check_as_built(args, self._built_with)
         self._set("args", args)
+        self._settled_assignments = args.num_assignments
         self._bind_process()
         self._derive()
 
     def _derive(self) -> None:
         """Make what follows from the model, the methods and the arguments as they are now."""
+        if self.model is None:
+            return
         args, methods = self.args, cast("Trainer", self)
         inner = base_model(self.model)
         if self._label_names_of is None or self._label_names_of[0] != args.label_names:
@@ -283,7 +287,6 @@ class Assembly:
         self._loss_takes_count = takes_argument(methods.compute_loss, "num_items_in_batch")
         self.step_function = _with_count(methods.training_step)
         self.loss_context = _loss_context(methods)
-        self._settled_assignments = args.num_assignments
 
     # Who listens
 
