@@ -95,7 +95,7 @@ def check(run):
     compared, found = [], {}
     with _folder() as folder:
         mine = ours(run, folder / "ours")
-        if run.stops and not _ended_before_its_stops(run, mine):
+        if run.stops:
             compared.append("uninterrupted")
             found["uninterrupted"] = _against_uninterrupted(mine, resumed(run, folder / "resumed"))
         if transformers_is_right(run):
@@ -108,11 +108,6 @@ def check(run):
         compared.append("refused" if is_refused else "by hand")
         found["by hand"] = None if is_refused else _against_hand(run, by_hand(run), mine)
     return compared, {oracle: words for oracle, words in found.items() if words is not None}
-
-
-def _ended_before_its_stops(run, alone):
-    """Whether early stopping ends a run where it would be stopped: resumed, it trains on, here as with transformers."""
-    return run.patience > 0 and alone.logs and any(stop[1] >= alone.logs[-1]["step"] for stop in run.stops)
 
 
 def _may_be_refused(run, error):
