@@ -112,12 +112,18 @@ class Trials:
         spent = 0.0
         paid: dict[str, float] = {}
         for test in tests:
-            spent += reach.own[test] + sum(s for name, s in reach.shares[test].items() if name not in paid)
-            paid |= reach.shares[test]
-            if spent <= FIRST_S or not first:
+            unpaid = sum(seconds for name, seconds in reach.shares[test].items() if name not in paid)
+            cost = spent + unpaid + reach.own[test]
+            # Where what it shares with others is there already, a test costs next to nothing.
+            is_free = bool(reach.shares[test]) and not unpaid and reach.own[test] < 1.0
+            if not first or (cost <= FIRST_S and not rest):
                 first.append(test)
-            elif spent <= self.budget_s:
+            elif cost <= self.budget_s or is_free:
                 rest.append(test)
+            else:
+                continue
+            spent = cost
+            paid |= reach.shares[test]
         return [stage for stage in (first, rest) if stage]
 
     def _next_stage(self, worker: int, trial: Trial) -> None:
