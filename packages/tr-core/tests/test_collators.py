@@ -186,6 +186,14 @@ def test_what_is_chosen_depends_on_the_host_generator_and_the_seed():
     assert len({tuple(first.flatten().tolist()) for first in drawn.values()}) == 6
 
 
+def test_a_text_after_a_special_token_begins_a_word_also_where_offsets_begin_at_0_again():
+    collate = DataCollatorForLanguageModeling(ToyTokenizer(), whole_word_mask=True)
+    offsets = [[0, 0], [0, 2], [2, 4], [4, 6], [0, 0], [0, 3], [3, 4], [5, 6], [0, 0]]
+    may_be_chosen = torch.tensor([[False, True, True, True, False, True, True, True, False]])
+    found = collate._number_words([{"offset_mapping": offsets}], may_be_chosen)
+    assert found.tolist() == [[0, 0, 0, 0, 0, 1, 1, 2, 2]]
+
+
 def test_a_seed_makes_every_collator_choose_the_same_outside_the_trainer():
     rows = texts(20).tolist()
 
