@@ -111,6 +111,14 @@ def test_an_error_after_a_resume_names_the_samples_number_in_the_whole_pass(kind
     assert any("samples 12 to 15 of the stream" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_batch_of_a_stream_draws_numbers_of_its_own(workers):
+    kind = Divided if workers else Counting
+    drawn = [number for epoch in (0, 1) for _, number in take(stream(kind(), workers=workers), 99, epoch=epoch)[0]]
+    assert len(drawn) >= 12
+    assert len(set(drawn)) == len(drawn)
+
+
 @pytest.mark.parametrize("kind", [Counting, Sticky])
 def test_a_place_at_the_end_of_a_pass_leaves_the_next_pass_whole(kind):
     begun = stream(kind())

@@ -1,4 +1,5 @@
 import copy
+import types
 
 import pytest
 import torch
@@ -123,6 +124,18 @@ def test_an_ordinary_optimizer_is_scaled_as_by_torch():
     expected = train_as_torch(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), torchs, range(7))
     assert found == expected
     assert_same_bits(weights_of(ours), weights_of(theirs))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_optimizer_is_told_of_the_last_micro_batch_and_of_the_scale(last, enabled):
+    asked = []
+    optimizer = types.SimpleNamespace(backward=lambda loss, **options: asked.append((loss.item(), options)))
+    LossScaler("cpu", init_scale=4.0, enabled=enabled).backward(optimizer, torch.tensor(3.0), last=last)
+    [(loss, options)] = asked
+    scale = options.pop("scale")
+    assert (loss, options) == (3.0, {"last": last})
+    assert scale is None if not enabled else scale.item() == 4.0
 
 
 class Deferred:
