@@ -1,4 +1,4 @@
-"""A part of `nox -s fuzz`: 200 random runs, and faults planted in our code that such runs must find."""
+"""A part of `nox -s fuzz`: 200 random runs. `nox -s fuzz -- --faults` shows that such runs find planted faults."""
 
 import re
 import subprocess
@@ -24,14 +24,6 @@ def test_200_random_runs_are_those_that_were_described():
     compared = dict(re.findall(r"^compared with (.*): (\d+)$", done.stdout, re.M))
     assert set(compared) == {"transformers", "by hand", "uninterrupted"}
     assert min(map(int, compared.values())) >= 15
-
-
-def test_planted_faults_are_found():
-    done = fuzz("--faults", "--n", 120)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    found = re.findall(r"^.*  +(\d+) runs +[\d.]+$", done.stdout, re.M)
-    assert len(found) >= 14
-    assert done.stdout.splitlines()[-1] == f"{len(found)} faults, 0 not found in 120 runs each"
 
 
 def test_one_run_is_repeated_from_its_line():

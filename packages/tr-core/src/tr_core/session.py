@@ -80,8 +80,9 @@ def _in_training(trainer: Trainer, run: Run) -> Iterator[None]:
     finally:
         trainer.is_in_train, trainer.metric_window = False, None
         trainer.chosen.end()
+        was_asked = trainer.control.should_save  # by a step that the end of the run overtook
         trainer.fire("on_train_end", error=error)
-        if trainer.control.should_save:
+        if trainer.control.should_save and not was_asked:
             trainer.logger.error(
                 "should_save was set in on_train_end, when the run is over and saves no checkpoint any more; set it in "
                 "on_step_end or on_epoch_end, or call trainer.save_model()"
