@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tr_ckpt import Checkpointer, CheckpointError
-from tr_ckpt.sharded import ModelState, OptimizerState, stateful
+from tr_ckpt.sharded import ModelState, OptimizerState, named_state, stateful
 
 
 def trained(steps=3):
@@ -158,6 +158,19 @@ def test_state_of_other_parameters_is_refused_by_name():
         OptimizerState(other, torch.optim.AdamW(other.parameters())).load_state_dict(
             OptimizerState(model, optimizer).state_dict()
         )
+
+
+def test_a_group_without_parameters_has_the_options_of_the_group_in_its_place():
+    saved = [
+        {"params": ["a"], "lr": 1.0},
+        {"params": [], "lr": 2.0},
+        {"params": ["b"], "lr": 3.0, "param_names": ["b"]},
+    ]
+    assert named_state._options(1, [], saved) == {"lr": 2.0}
+    assert named_state._options(2, [], saved) == {"lr": 3.0}
+    assert named_state._options(0, ["b"], saved) == {"lr": 3.0}
+    with pytest.raises(CheckpointError, match="the parameters of group 3 were saved in groups of different options"):
+        named_state._options(3, [], saved)
 
 
 def test_parameters_that_had_other_options_do_not_share_a_group():

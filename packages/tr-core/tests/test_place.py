@@ -119,11 +119,14 @@ def test_every_batch_of_a_stream_draws_numbers_of_its_own(workers):
     assert len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.parametrize("knows_the_end", [True, False])
 @pytest.mark.parametrize("kind", [Counting, Sticky])
-def test_a_place_at_the_end_of_a_pass_leaves_the_next_pass_whole(kind):
+def test_a_place_at_the_end_of_a_pass_leaves_the_next_pass_whole(kind, knows_the_end):
     begun = stream(kind())
-    take(begun, 6)
+    _, position = take(begun, 99 if knows_the_end else 6)
     resumed = stream(kind())
+    if knows_the_end:
+        resumed.restore_order(begun.order_state(), position)
     resumed.restore_place([begun.place_state()], 0, 1)
     assert take(resumed, 99, epoch=1)[0] == take(stream(kind()), 99, epoch=1)[0]
 
