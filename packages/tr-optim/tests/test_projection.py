@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from tr_optim.projection.basis import Basis, find_basis, orthonormalise, projected_shape, seeded_normal, sides
 from tr_optim.projection.refresh import is_due
 from tr_optim.projection.rotation import Rotation
+from tr_optim.projection.row_shards import _singular_of_rows
 
 
 def gradient(m, n, *, decay=0.5, seed=0, batch=()):
@@ -136,6 +138,21 @@ def test_one_bad_matrix_of_a_stack_spoils_no_other(method):
     new = find_basis(stack, 4, "std", old, method=method)
     assert torch.equal(new.left[1], old.left[1])
     torch.testing.assert_close(new.left[0::2], expected.left[0::2], rtol=0, atol=0)
+
+
+def test_one_bad_matrix_of_a_stack_that_ranks_share_out_spoils_no_other():
+    of_stacks = SimpleNamespace(divides_matrix=False)
+    stack = gradient(12, 20, batch=(3,))
+    old = find_basis(gradient(12, 20, seed=1, batch=(3,)), 4, "full")
+    expected = find_basis(stack, 4, "full", old, method="svd")
+    stack = stack.clone()
+    stack[1, 0, 0] = float("nan")
+    new = _singular_of_rows(stack, of_stacks, 4, "full", old, True)
+    for found, before, wanted in zip(
+        (new.left, new.right), (old.left, old.right), (expected.left, expected.right), strict=True
+    ):
+        assert torch.equal(found[1], before[1])
+        torch.testing.assert_close(found[0::2], wanted[0::2], rtol=0, atol=0)
 
 
 def test_a_gradient_of_zeros_leaves_the_basis_as_it_is():
