@@ -47,6 +47,8 @@ class Trial:
 
     Attributes:
         left: stages of tests not begun.
+        now: the tests of the stage under way.
+        was_repeated: whether a test that did not end was tried once more: machines stall, too.
     """
 
     change: Change
@@ -58,6 +60,8 @@ class Trial:
     deadline: float = 0.0
     begun: float = field(default_factory=time.monotonic)
     ran: int = 0
+    now: list[str] = field(default_factory=list)
+    was_repeated: bool = False
 
 
 class Trials:
@@ -130,7 +134,7 @@ class Trials:
         if not trial.left:
             self._end(worker, trial, {"outcome": "survived" if trial.ran else "run by no test"})
             return
-        tests = trial.left.pop(0)
+        tests = trial.now = trial.left.pop(0)
         seconds = self.reaches[trial.name].seconds
         limits = {test: SLACK_S + SLOWER * seconds[test] for test in tests}
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
@@ -157,6 +161,11 @@ class Trials:
         if found["failed"]:
             self.catchers[trial.change.path][found["failed"]] += 1
             self._end(worker, trial, {"outcome": "caught", "test": found["failed"], "reason": found["reason"]})
+        elif (found["running"] or not trial.report.exists()) and not trial.was_repeated:
+            trial.was_repeated = True
+            ended = set(found.get("tests", ())) - {found["running"]}
+            trial.left.insert(0, [test for test in trial.now if test not in ended])
+            self._next_stage(worker, trial)
         elif found["running"] or not trial.report.exists():
             # Hung or crashed, in a test or while pytest looked for tests.
             self._end(worker, trial, {"outcome": "no end", "test": found["running"]})
