@@ -22,8 +22,8 @@ def test_200_random_runs_are_those_that_were_described():
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert re.search(r"^runs 200, discrepancies 0, ", done.stdout, re.M)
     compared = dict(re.findall(r"^compared with (.*): (\d+)$", done.stdout, re.M))
-    assert set(compared) == {"transformers", "by hand", "uninterrupted"}
-    assert min(map(int, compared.values())) >= 15
+    for oracle in ("transformers", "by hand", "uninterrupted"):
+        assert int(compared[oracle]) >= 15
 
 
 def test_one_run_is_repeated_from_its_line():

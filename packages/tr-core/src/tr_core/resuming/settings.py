@@ -126,11 +126,12 @@ class Settings:
                 f"(optim={str(args.optim)!r}): what the one remembers means nothing to the other. Resume with the "
                 "optimizer of then, or begin a new run from the weights in the checkpoint"
             )
-        if len(state_dict["groups"]) != len(self.groups):
+        own, saved = ([group.parameters for group in self.groups], [g["parameters"] for g in state_dict["groups"]])
+        if len(saved) > len(own) and saved[: len(own)] == own:
             raise ValueError(
-                f"its optimizer had {len(state_dict['groups'])} parameter groups, and this run's has "
-                f"{len(self.groups)}: groups that were added during the run have to be there when it resumes; add them "
-                "in an override of create_optimizer, or to what create_optimizer() returns before train()"
+                f"its optimizer had {len(saved)} parameter groups, and this run's has {len(own)}: groups that were "
+                "added during the run have to be there when it resumes; add them in an override of create_optimizer, "
+                "or to what create_optimizer() returns before train()"
             )
         self._frozen = _frozen_weights(self._trainer)
         check_frozen(state_dict["frozen"], self._frozen)
