@@ -135,7 +135,12 @@ def _halve_second_group(hand):
     hand.optimizer.param_groups[-1]["lr"] *= 0.5
 
 
-@habit("before", by_hand=_halve_second_group, suits=lambda run: run.optimizer not in ("given", "given_both"))
+@habit(  # with a part of the model replaced afterwards, one of the two changes would be lost: that is refused
+    "before",
+    by_hand=_halve_second_group,
+    refusable=True,
+    suits=lambda run: run.optimizer not in ("given", "given_both"),
+)
 def create_the_optimizer_and_edit_a_group(trainer):
     trainer.create_optimizer()
     trainer.optimizer.param_groups[-1]["lr"] *= 0.5

@@ -68,3 +68,8 @@ class FailingCollator:
         if any(torch.equal(row["x"], self.bad) for row in rows):
             raise self.error
         return {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
+
+
+def keep(rows):
+    """Collate rows, with their epochs as labels; a spawned process finds it here, and not in a test module."""
+    return {"x": torch.stack([row["x"] for row in rows]), "labels": torch.tensor([row["epoch"] for row in rows]) % 3}

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from small_data_sets import Following
+from small_data_sets import Following, keep
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from tr_core import TrainerCallback
 from tr_core.data.epochs import epoch_listeners
-
-
-def keep(rows):
-    return {"x": torch.stack([row["x"] for row in rows]), "labels": torch.tensor([row["epoch"] for row in rows]) % 3}
 
 
 class Seen(TrainerCallback):
