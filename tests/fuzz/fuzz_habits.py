@@ -170,8 +170,11 @@ def _step_schedule_by_hand(hand):
     _step_schedule(hand)
 
 
-@habit(
-    "before", by_hand=_step_schedule_by_hand, suits=lambda run: "given" not in run.optimizer and not follows_metric(run)
+@habit(  # refused where a part of the model is replaced afterwards: the optimizer is built again, without the schedule
+    "before",
+    by_hand=_step_schedule_by_hand,
+    refusable=True,
+    suits=lambda run: "given" not in run.optimizer and not follows_metric(run),
 )
 def set_the_schedule(trainer):
     trainer.create_optimizer()
