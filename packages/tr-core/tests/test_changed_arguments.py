@@ -90,6 +90,13 @@ def test_the_message_names_both_values(make_trainer, changes, words):
         trainer.train()
 
 
+def test_a_token_that_is_changed_in_a_run_is_not_shown(make_trainer):
+    trainer = make_trainer(16, hub_token="hidden-before", callbacks=[At(2, setting(hub_token="hidden-now"))])
+    with pytest.raises(ValueError, match=r"args.hub_token was changed from \*\*\* to \*\*\*") as caught:
+        trainer.train()
+    assert "hidden" not in str(caught.value)
+
+
 def test_an_assignment_to_the_trainer_does_not_hide_one_to_its_arguments(make_trainer):
     trainer = make_trainer(8)
     trainer.args.bf16 = True

@@ -176,7 +176,8 @@ def _changed_arguments(args: Any, run: Run) -> list[str]:
 
 
 def _check_change(name: str, before: Any, now: Any) -> None:
-    change = f"args.{name} was changed from {before!r} to {now!r} during training"
+    shown = (repr(before), repr(now)) if name != "hub_token" else ("***", "***")
+    change = f"args.{name} was changed from {shown[0]} to {shown[1]} during training"
     if name not in ACTING:
         instead = _INSTEAD.get(name, "set it before train()")
         raise ValueError(f"{change}, but a run takes it when it begins, so this would change nothing; {instead}")
