@@ -149,7 +149,7 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    elsewhere = ("parity", "crash", "fuzz", "kernels", "launching", "robustness", "test_house.py")
+    elsewhere = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness", "test_house.py")
     ignored = [f"--ignore=tests/{name}" for name in elsewhere]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -254,6 +254,13 @@ def crash(session: nox.Session) -> None:
     session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
     session.run("pytest", "tests/crash", env=TEST_ENVIRONMENT)
     session.run("python", "tests/crash/run.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def attack(session: nox.Session) -> None:
+    """Attack storage, files from outside, arguments and processes, and count what was lost, run, or ended wrongly."""
+    session.install(*PYTEST, "hypothesis>=6", "huggingface_hub", *EVERYTHING, *CONSTRAINTS)
+    session.run("python", "tests/attack/run.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
