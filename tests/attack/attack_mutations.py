@@ -1,0 +1,111 @@
+"""Take out one check at a time, in a copy of the source, and demand that the tests which it is for fail without it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from attack_counts import HUNG, WRONG_END, Count, Options
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 300  # of the tests of one mutation
+QUICK = 3
+_FAILED = 1  # pytest's exit code
+_TOO_LONG = -1
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A check that is taken out.
+
+    Attributes:
+        check: what is checked: `retry`, `digest`, `name`, `budget`, `sync`, `lock`...
+        what: what is missing without it.
+        path: the file, from the root of the repository.
+        old: its text, which occurs once there.
+        new: what comes in its place.
+        tests: files of tests, at least one of which must fail.
+        chosen: pytest's expression for those among them that are run; all if it is empty.
+    """
+
+    check: str
+    what: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    chosen: str = ""
+
+    def plant(self, source: Path) -> str:
+        """Change the copy of the repository's packages in `source`; return what is wrong with this mutation, if so."""
+        target = source / self.path
+        text = target.read_text("utf-8")
+        if text.count(self.old) != 1:
+            return f"{self.path} holds {self.old!r} {text.count(self.old)} times; it must be there once"
+        target.write_text(text.replace(self.old, self.new), "utf-8")
+        return ""
+
+
+def mutations() -> list[Mutation]:
+    """Return those of `mutations.toml`."""
+    listed = tomllib.loads(Path(__file__).with_name("mutations.toml").read_text("utf-8"))["mutation"]
+    return [Mutation(**{**each, "tests": tuple(each["tests"])}) for each in listed]
+
+
+def attack(options: Options) -> Iterator[Count]:
+    """Yield how many of the mutations some test noticed, and that the same tests pass without any."""
+    chosen = mutations()[:: QUICK if options.quick else 1]
+    count = Count("checks taken out")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        controls = pool.map(lambda tests: _control(*tests), sorted({(m.tests, m.chosen) for m in chosen}))
+        for tests, problem in list(controls):
+            if problem:
+                count.wrong(WRONG_END, f"{' '.join(tests)} without any mutation: {problem}")
+        numbered = list(enumerate(chosen))
+        for mutation, (kind, problem) in pool.map(lambda each: _try(each[1], options.folder / str(each[0])), numbered):
+            count.tried += 1
+            if kind:
+                count.wrong(kind, f"{mutation.check}: {mutation.what}: {problem}")
+            else:
+                count.ends[mutation.check] += 1
+    yield count
+
+
+def _control(tests: tuple[str, ...], chosen: str) -> tuple[tuple[str, ...], str]:
+    code, said = _pytest(ROOT, tests, chosen)
+    return tests, "" if code == 0 else f"exit code {code}: {said}"
+
+
+def _try(mutation: Mutation, source: Path) -> tuple[Mutation, tuple[str, str]]:
+    for folder in sorted((ROOT / "packages").iterdir()):
+        left_out = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(folder / "src", source / "packages" / folder.name / "src", ignore=left_out)
+    if problem := mutation.plant(source):
+        return mutation, (WRONG_END, problem)
+    code, said = _pytest(source, mutation.tests, mutation.chosen)
+    shutil.rmtree(source)
+    if code == _TOO_LONG:
+        return mutation, (HUNG, said)
+    return mutation, ("", "") if code == _FAILED else (WRONG_END, f"no test failed (exit code {code}): {said}")
+
+
+def _pytest(source: Path, tests: tuple[str, ...], chosen: str) -> tuple[int, str]:
+    """Run tests on the packages below `source`; returns pytest's exit code and the last line it printed."""
+    paths = [str(source / "packages" / folder.name / "src") for folder in sorted((ROOT / "packages").iterdir())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    command += ["-k", chosen] if chosen else []
+    try:
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=LIMIT_S, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return _TOO_LONG, f"the tests took more than {LIMIT_S} s"
+    return ended.returncode, (ended.stdout.strip().splitlines() or [ended.stderr.strip()[-300:]])[-1]
