@@ -216,8 +216,9 @@ def test_torchrun_that_is_told_to_stop_leaves_one_checkpoint_of_one_step(tmp_pat
     with Process(tmp_path / "out", "--workers", 1, "--step_s", 0.3, command=torchrun) as run:
         _, lines = run.wait_for("begin 3")
         os.kill(run.pid, signal.SIGTERM)
-        _, rest = run.end()
+        code, rest = run.end()
         assert len(checkpoints(tmp_path / "out")) == 1, run.errors()
+    assert code == 1  # of torchrun, whatever its processes ended with
     [saved] = checkpoints(tmp_path / "out")
     step = saved.removeprefix("checkpoint-")
     assert rest.count(f"saved {step}\n") == rest.count(f"end {step} Interrupted\n") == 2

@@ -280,6 +280,12 @@ def test_copies_pickles_and_replacements_are_equal_arguments():
     assert TrainingArguments("out").bind(rank=1, world_size=2) == TrainingArguments("out")
 
 
+@pytest.mark.parametrize("name", ["optim", "report_to", "strategy", "checkpointer"])
+def test_names_of_other_packages_are_free_text(name):
+    args = TrainingArguments(**{name: "of_a_package_that_is_not_installed"})
+    assert getattr(args, name) in ("of_a_package_that_is_not_installed", ["of_a_package_that_is_not_installed"])
+
+
 def test_sequence_to_sequence_arguments_add_generation():
     args = Seq2SeqTrainingArguments("out", predict_with_generate="true", generation_num_beams="4")
     assert (args.predict_with_generate, args.generation_num_beams, args.generation_max_length) == (True, 4, None)

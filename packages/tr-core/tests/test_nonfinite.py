@@ -451,6 +451,23 @@ def test_under_float16_a_skipped_step_changes_nothing_either(make_trainer, optim
     assert skipped == [1, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize(("optimizer", "reads"), [("adamw_torch_fused", 2), ("sgd", 3)])
+def test_under_float16_a_step_reads_the_scale_and_whether_gradients_are_finite(
+    make_trainer, read_counter, optimizer, reads
+):
+    at_step_end = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            at_step_end.append(len(read_counter.reads))
+
+    note = Note()
+    trainer = with_scaler(build(make_trainer, rows(64), optimizer, callbacks=[note], logging_steps=1000))
+    with read_counter:
+        trainer.train()
+    assert at_step_end[-1] - at_step_end[1] == reads * (len(at_step_end) - 2)
+
+
 def test_under_float16_an_overflow_is_no_reason_to_raise_and_is_not_told(make_trainer, told):
     for policy in ("log", "raise"):
         trainer = with_scaler(

@@ -82,6 +82,17 @@ def test_what_is_no_number_is_left_out_with_one_warning(tmp_path, make_loop, cap
     assert caplog.messages == ["memory takes numbers only: 'confusion' of the log is left out"]
 
 
+def test_a_tracker_that_cannot_be_opened_is_an_error_at_once(tmp_path, make_loop):
+    class Closed(Memory):
+        def open(self, args, state, model):
+            raise ConnectionError("no route")
+
+    loop = make_loop([Closed()], tmp_path)
+    with pytest.raises(ConnectionError, match="no route"):
+        loop.train()
+    assert loop.state.global_step == 0
+
+
 def test_a_tracker_that_fails_costs_its_entries_only(tmp_path, make_loop, caplog):
     tracker = Memory()
     tracker.failing = ConnectionError("no route")

@@ -1,0 +1,54 @@
+"""What the README shows works, and what it says of names and defaults is so."""
+
+import re
+from pathlib import Path
+
+import torch
+from memory_checkpointer import MemoryCheckpointer
+from small_models import Classifier, samples
+
+from tr_core import Trainer, TrainingArguments
+from tr_core.single_device import SingleDevice
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_example_of_the_readme_trains_and_evaluates(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    [example] = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    example = example.replace("num_train_epochs=5", "num_train_epochs=5, use_cpu=True")
+    exec(compile(example, "README.md", "exec", dont_inherit=True), {"__name__": "example"})
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 0.8
+
+
+def test_a_trainer_shows_its_progress_and_keeps_its_metrics_by_itself(make_trainer):
+    def kinds(**options):
+        return {type(callback).__name__ for callback in make_trainer(**options).callback_handler.callbacks}
+
+    assert {"MetricsFile", "ProgressCallback"} <= kinds(disable_tqdm=False)
+    assert "PrinterCallback" not in kinds(disable_tqdm=False)
+    assert {"MetricsFile", "PrinterCallback"} <= kinds(disable_tqdm=True)
+    assert "ProgressCallback" not in kinds(disable_tqdm=True)
+
+
+def test_parts_may_be_objects_in_place_of_names(tmp_path):
+    class Watch:
+        def on_step_end(self, args, state, control, **kwargs):
+            self.step = state.global_step
+
+    model, watch, keeper, device = Classifier(), Watch(), MemoryCheckpointer(tmp_path), SingleDevice("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=samples(16),
+        callbacks=[watch],
+        optimizers=(optimizer, None),
+        strategy=device,
+        checkpointer=keeper,
+    )
+    trainer.train()
+    assert trainer.optimizer is optimizer
+    assert trainer.strategy is device
+    assert (watch.step, keeper.saves) == (2, [2])
