@@ -1,4 +1,6 @@
+import errno
 import logging
+import os
 import subprocess
 import sys
 
@@ -147,3 +149,19 @@ assert path.read_text() == "x" * 60 + "\\n" + "y" * 60 + "\\nz\\n", path.read_te
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("cannot write") == 1
+
+
+@pytest.mark.parametrize(("code", "written"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_lines_are_replaced_on_a_file_system_that_syncs_nothing_and_not_on_a_disk_that_fails(
+    path, monkeypatch, code, written
+):
+    def fsync(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    file = LineFile(path)
+    file.replace(["a", "b"])
+    assert path.exists() == written
+    monkeypatch.undo()
+    file.close()
+    assert path.read_text() == "a\nb\n"

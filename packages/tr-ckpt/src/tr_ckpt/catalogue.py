@@ -34,9 +34,14 @@ def find(directory: Path, prefix: str) -> list[Found]:
             found[step] = Found(step, left.target, left.path)
     for path in directory.iterdir() if directory.is_dir() else ():
         step = names.step_of(path.name, prefix)
-        if step is not None and path.is_dir():
+        if step is not None and path.is_dir() and (step not in found or not _is_being_removed(path)):
             found[step] = Found(step, path.name, path)
     return [found[step] for step in sorted(found)]
+
+
+def _is_being_removed(folder: Path) -> bool:
+    """Whether a folder is the rest of a checkpoint in whose place another waits: see `in_place.py`."""
+    return not (folder / names.MANIFEST).exists() and not is_foreign(folder)
 
 
 def by_age(directory: Path, prefix: str) -> list[Found]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tr_ckpt import after_commit, catalogue, names, parts
+from tr_ckpt import after_commit, catalogue, names, parts, unsynced
 from tr_ckpt.background import Background
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import CheckpointError
@@ -106,7 +106,7 @@ class Checkpointer:
                 `save_on_each_node` is set.
         """
         limit = args.save_total_limit
-        return cls(
+        made = cls(
             args.output_dir,
             keep_last=limit if limit is not None and limit > 0 else None,
             keep_every=getattr(args, "save_keep_every", None),
@@ -117,6 +117,9 @@ class Checkpointer:
             local_rank=collectives.local_rank if getattr(args, "save_on_each_node", False) else None,
             hub=lambda: HubRepository.from_arguments(args),
         )
+        if made._ranks.rank == 0 and getattr(args, "save_strategy", None) != "no":
+            unsynced.notice(made.directory)  # now, not at the first save
+        return made
 
     def save(
         self,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tr_ckpt import unsynced
 from tr_ckpt.tensor_damage import DIGITS, Section
 
 OPERATIONS = (
@@ -61,20 +63,28 @@ def write(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def sync(descriptor: int) -> None:
-    """Return once what was written has reached the disk."""
-    os.fsync(descriptor)
+def sync(descriptor: int, path: Path) -> None:
+    """Return once what was written to a file has reached the disk, if its file system can say so."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not unsynced.tolerated(error, path):
+            raise
 
 
 def sync_folder(path: Path) -> None:
-    """Return once the names in a folder have reached the disk."""
+    """Return once the names in a folder have reached the disk, if its file system can say so."""
     if os.name == "nt":  # a folder has no descriptor there
         return
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not unsynced.tolerated(error, path, of_folder=True):
+            raise
 
 
 def rename(source: Path, target: Path) -> None:
@@ -119,15 +129,26 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[s
             for start in range(0, len(data), BLOCK_BYTES):
                 piece = data[start : start + BLOCK_BYTES]
                 digest.update(piece)
-                write(descriptor, piece)
+                with _naming(path):
+                    write(descriptor, piece)
             size += len(data)
             while ahead and ahead[-1][1] <= size:
                 name, end = ahead.pop()
                 sections.append(Section(name, end, digest.hexdigest()[:DIGITS]))
-        sync(descriptor)
+        sync(descriptor, path)
     finally:
         os.close(descriptor)
     return FileRecord(size, digest.hexdigest(), tuple(sections))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have an error name the file, which one of a descriptor alone does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def seal_file(path: Path) -> FileRecord:
@@ -135,7 +156,7 @@ def seal_file(path: Path) -> FileRecord:
     # Somebody else may have made it read-only; only Windows syncs nothing that is not open for writing.
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
-        sync(descriptor)
+        sync(descriptor, path)
     finally:
         os.close(descriptor)
     return record(path)

@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 _IN_USE: set[str] = set()
 
 _TEMPORARY = re.compile(
-    r"\.tmp-(?P<kind>writing|records|replaced|removed|pushing|fetched)-(?P<target>.+)"
+    r"\.tmp-(?P<kind>writing|records|replaced|removed|emptied|pushing|fetched)-(?P<target>.+)"
     r"@(?P<host>[^@]*)@(?P<pid>\d+)(?:\.(?P<numbering>[0-9a-f]+))?@[0-9a-f]+"
 )
 
@@ -43,8 +43,8 @@ class Temporary:
     Attributes:
         path: where it is.
         kind: what was going on: `writing` a new checkpoint, with the `records` of what each rank wrote beside it,
-            an old one `replaced` by a new one of its step, one being `removed`, a copy for `pushing`, one
-            `fetched` from the Hub.
+            an old one `replaced` by a new one of its step, one being `removed`, the manifest of one being
+            `emptied` where it is, a copy for `pushing`, one `fetched` from the Hub.
         target: the name it stands for, such as `checkpoint-30`.
         host: the machine that made it.
         pid: the process that made it.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from tr_ckpt import catalogue, files, names, staging
+from tr_ckpt import catalogue, files, in_place, names, staging
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import CheckpointError
 
@@ -52,7 +53,10 @@ def remove(found: Found) -> None:
         files.rename(found.path, dropped)
         # Or a power cut could take files from it and leave it its name.
         files.sync_folder(found.path.parent)
-    except OSError:
+    except OSError as error:
         names.release(dropped)
-        raise
+        if error.errno != errno.EXDEV:
+            raise
+        in_place.remove(found.path)
+        return
     staging.discard(dropped)

@@ -2,17 +2,19 @@
 
 A new checkpoint grows in a temporary folder beside its final place. `commit` makes it durable and renames it.
 An older checkpoint of the same step steps aside first: between the two renames it is the one that counts
-(`catalogue.py` finds it under its temporary name, `clear_abandoned` puts it back).
+(`catalogue.py` finds it under its temporary name, `clear_abandoned` puts it back). Where it cannot be renamed, the new
+one waits under such a name until the older has been removed in its place.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tr_ckpt import files, names
+from tr_ckpt import files, in_place, names
 from tr_ckpt.files import FileRecord
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,13 @@ class Staging:
             OSError: it did not work; what was in that place is there still.
         """
         files.sync_folder(self.folder)
-        aside = self._step_aside() if os.path.lexists(self.final) else None
+        try:
+            aside = self._step_aside() if os.path.lexists(self.final) else None
+        except OSError as error:
+            if error.errno != errno.EXDEV or not (self.final / names.MANIFEST).exists():
+                raise
+            self._replace_in_place()
+            return self.final
         try:
             self._take_place(aside)
         finally:
@@ -88,6 +96,23 @@ class Staging:
             raise
         files.sync_folder(self.directory)
 
+    def _replace_in_place(self) -> None:
+        waiting = names.temporary(self.directory, "replaced", self.final.name)
+        try:
+            files.rename(self.folder, waiting)
+            files.sync_folder(self.directory)
+            # From one instant in here the new one counts.
+            in_place.remove(self.final)
+            files.rename(waiting, self.final)
+            files.sync_folder(self.directory)
+        except OSError:
+            if waiting.exists() and (self.final / names.MANIFEST).exists():
+                discard(waiting)
+            raise
+        finally:
+            names.release(self.folder)
+            names.release(waiting)
+
     def discard(self) -> None:
         """Remove the temporary folder, if it is there; a failure leaves it to the next save."""
         if self.folder.exists():
@@ -103,7 +128,11 @@ class Staging:
             while os.path.lexists(aside := self.directory / f"{self.final.name}.replaced-{number}"):
                 number += 1
             logger.warning("%s has no %s, so it is kept as %s", self.final, names.MANIFEST, aside.name)
-        files.rename(self.final, aside)
+        try:
+            files.rename(self.final, aside)
+        except OSError:
+            names.release(aside)
+            raise
         return aside
 
     def _added(self, folder: Path) -> list[str]:
@@ -134,6 +163,9 @@ def clear_abandoned(directory: Path) -> None:
     for left in names.temporaries(directory):
         if not left.is_abandoned():
             continue
+        if left.kind == "emptied":  # sorted before those that wait for its place
+            _complete(left)
+            continue
         if left.kind == "replaced" and not (directory / left.target / names.MANIFEST).exists():
             _put_back(left)
             continue
@@ -148,5 +180,17 @@ def _put_back(left: names.Temporary) -> None:
     final = left.path.parent / left.target
     if os.path.lexists(final):  # somebody else's; the checkpoint waits under the name it has
         return
-    logger.warning("putting %s back: the run that was replacing it ended before it had", left.target)
-    files.rename(left.path, final)
+    try:
+        files.rename(left.path, final)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return  # of a lower layer of overlayfs: it counts under the name that it has
+    logger.warning("put %s back: the run that was replacing it ended before it had", left.target)
+
+
+def _complete(left: names.Temporary) -> None:
+    try:
+        in_place.complete(left.path, left.target)
+    except OSError as error:
+        logger.warning("what is left of %s could not be removed (%s); the next save tries again", left.target, error)

@@ -51,5 +51,18 @@ _REMEDIES = {
     errno.EACCES: "give this user the right to write there, or save to another folder",
     errno.EPERM: "give this user the right to write there, or save to another folder",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save to another file system",
+    errno.EIO: "the disk or the way to it is failing: look at the system's log, and save to another disk",
+    errno.ESTALE: "the shared file system was changed or mounted again: see to it, then start the run again",
+    errno.ETIMEDOUT: "the shared file system does not answer: see to it, then start the run again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or close files that this program keeps open",
+    errno.ENFILE: "raise the machine's limit on open files (fs.file-max), or close files in other programs",
+    errno.ENOMEM: "the machine is out of memory: use less, or save to another file system",
+    errno.ENAMETOOLONG: "give an output folder with a shorter path",
+    errno.EXDEV: "what is there belongs to a lower layer of a container's file system and cannot be moved; save to "
+    "another folder, or to a volume",
+    errno.EEXIST: "another program made it meanwhile: give this run a folder of its own",
+    errno.ENOTEMPTY: "another program put files there meanwhile: give this run a folder of its own",
+    errno.ENOTDIR: "a file is in the place of a folder: move it, or save to another folder",
+    errno.ELOOP: "links there lead in a circle: mend them, or save to another folder",
     errno.ENOENT: "it was removed while it was being written; keep other programs and clean-up jobs away from there",
 }

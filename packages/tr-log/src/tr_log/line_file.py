@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -123,7 +124,7 @@ class LineFile:
             with beside.open("wb") as file:
                 file.write(_encoded("".join(line + "\n" for line in lines)))
                 file.flush()
-                os.fsync(file.fileno())
+                _sync(file.fileno())
             beside.replace(self.path)
         finally:
             with contextlib.suppress(OSError):
@@ -150,6 +151,15 @@ class LineFile:
             self._has_sound_end = True
         finally:
             os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems sync nothing: there only a power cut may leave neither the old lines nor the new.
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
 
 
 def _encoded(text: str) -> bytes:

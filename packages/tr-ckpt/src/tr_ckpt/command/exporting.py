@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def _replace(target: Path, fresh: Path) -> None:
     aside = names.temporary(target.parent, "removed", target.name)
     try:
         if target.exists():
-            files.rename(target, aside)
+            _move(target, aside)
         try:
             files.rename(fresh, target)
         except OSError:
@@ -86,3 +87,15 @@ def _replace(target: Path, fresh: Path) -> None:
         if target.exists() and aside.exists():
             staging.discard(aside)
         names.release(aside)
+
+
+def _move(target: Path, aside: Path) -> None:
+    try:
+        files.rename(target, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise CheckpointError(
+            f"{target} is not replaced: it belongs to a lower layer of a container's file system and cannot be moved; "
+            "give another folder, or remove it first"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import threading
@@ -176,7 +177,12 @@ def _folder_for(commit: _Commit, directory: Path) -> Path:
     into = names.temporary(directory, "fetched", commit.sha)
     for left in names.temporaries(directory):
         if left.kind == "fetched" and left.target == commit.sha and left.is_abandoned():
-            files.rename(left.path, into)
+            try:
+                files.rename(left.path, into)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                break  # of a lower layer of overlayfs, which the next save removes
             return into
     files.make_folder(into)
     return into

@@ -27,7 +27,9 @@ def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
     for place, original in _absent(source, target, names):
         try:
             files.link(original, place)
-        except OSError:  # another file system, or one without links
+        except FileExistsError:
+            continue  # somebody else was faster; never written over
+        except OSError:  # another file system, one without links, or one that has too many to the file
             shutil.copyfile(original, place)
 
 
