@@ -157,6 +157,8 @@ def test_no_path_of_this_machine_is_written_down():
     assert hits == []
 
 
-def test_what_two_packages_have_alike_on_purpose_stays_alike():
-    mine, theirs = (ROOT / f"packages/{name}/src/{name.replace('-', '_')}/alike.py" for name in ("tr-args", "tr-dist"))
-    assert mine.read_text().replace("tr_dist/alike", "tr_args/alike") == theirs.read_text()
+@pytest.mark.parametrize("name", ["alike", "bounded_text", "bounded_yaml"])
+def test_what_two_packages_have_alike_on_purpose_stays_alike(name):
+    folders = (ROOT / f"packages/{name}/src/{name.replace('-', '_')}" for name in ("tr-args", "tr-dist"))
+    mine, theirs = ((folder / f"{name}.py").read_text() for folder in folders)
+    assert mine.replace(f"tr_dist/{name}", f"tr_args/{name}").replace("tr_args.", "tr_dist.") == theirs

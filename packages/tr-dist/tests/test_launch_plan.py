@@ -270,7 +270,9 @@ def test_yaml_without_its_library_says_what_to_install(tmp_path, monkeypatch):
         planned("--config_file", tmp_path / "c.yaml")
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("[1]", "holds list"), ("{", "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "does not exist"), ("[1]", "holds list"), ("{", "not valid JSON")]
+)
 def test_a_file_that_cannot_be_read_is_named(text, message, tmp_path):
     path = tmp_path / "c.json"
     if text is not None:

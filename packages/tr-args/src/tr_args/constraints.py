@@ -153,9 +153,16 @@ class UserPath(Constraint):
 
     def after(self, value: Any) -> Any:
         """Return the path with `~` expanded."""
-        if value == "":
+        if value == "" or (isinstance(value, str) and not _can_be_opened(value)):
             raise RefusedError("needs a path")
         return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _can_be_opened(path: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a character, which JSON can hold and no file system
+        return False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tr_args.aliases import Alias, aliases
 from tr_args.conversion import convert, convert_field
 from tr_args.errors import NOTHING, Problem, RefusedError, show
 from tr_args.schema import schema
-from tr_args.suggestion import did_you_mean
+from tr_args.suggestion import MOST_GUESSED, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def settle(
             if name in parameters:  # an InitVar
                 values[name] = item.value
             else:
-                problems.append(Problem(name, NOTHING, unknown(cls, name), item.origin))
+                text = unknown(cls, name) if len(problems) < MOST_GUESSED else f"unknown argument {name}"
+                problems.append(Problem(name, NOTHING, text, item.origin))
             continue
         try:
             values[name] = convert_field(fields[name], item.value)

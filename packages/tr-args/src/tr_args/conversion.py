@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from tr_args.bounded_text import ContentError, load_json, number
 from tr_args.constraints import Constraint
 from tr_args.errors import RefusedError, show
 from tr_args.schema import FieldSpec, schema
@@ -119,8 +120,8 @@ def _text_or_json(text: str, members: tuple[Any, ...]) -> Any:
     """Read text where text is allowed, but JSON of another member means that member."""
     stripped = text.strip()
     try:
-        parsed = json.loads(stripped.lower() if stripped.lower() in ("true", "false", "null") else stripped)
-    except ValueError:
+        parsed = load_json(stripped.lower() if stripped.lower() in ("true", "false", "null") else stripped)
+    except ContentError:
         return text
     for member in members:
         kind = get_origin(member) or member
@@ -165,9 +166,11 @@ def _mapping(value: Any, arguments: tuple[Any, ...]) -> dict[Any, Any]:
 
 def _json(text: str, kind: type, needed: str) -> Any:
     try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RefusedError(f"needs {needed}; as JSON it breaks off at character {error.pos + 1}: {error.msg}") from None
+        parsed = load_json(text)
+    except ContentError as error:
+        breaks_off = error.__cause__ if isinstance(error.__cause__, json.JSONDecodeError) else None
+        where = f"breaks off at character {breaks_off.pos + 1}: {breaks_off.msg}" if breaks_off else str(error)
+        raise RefusedError(f"needs {needed}; as JSON it {where}") from None
     if not isinstance(parsed, kind):
         raise RefusedError(f"needs {needed}")
     return parsed
@@ -247,29 +250,34 @@ def _whole(value: Any) -> int:
     try:
         if isinstance(value, str):
             text = value.strip()
-            return int(text) if text.lstrip("+-").isdigit() else _integral(float(text))
-        return operator.index(value)
+            found = int(text) if text.lstrip("+-").isdecimal() else _integral(float(text))
+        else:
+            found = operator.index(value) if hasattr(value, "__index__") else _integral(float(value))
+    except RefusedError:
+        raise
     except (TypeError, ValueError, OverflowError):
-        pass
-    if hasattr(value, "__float__"):
-        return _integral(float(value))
-    raise RefusedError("needs a whole number")
+        raise RefusedError("needs a whole number") from None
+    if not -(1 << 63) <= found < 1 << 64:  # what a tensor, a seed or a file can hold
+        raise RefusedError("needs a whole number of at most 64 bits")
+    return found
 
 
-def _integral(number: float) -> int:
-    if not number.is_integer():
+def _integral(value: float) -> int:
+    if not value.is_integer():
         raise RefusedError("needs a whole number")
-    return int(number)
+    return int(value)
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, bool) and (isinstance(value, str) or hasattr(value, "__float__")):
         try:
-            number = float(value)
+            found = number(value) if isinstance(value, str) else float(value)
+        except ContentError as error:
+            raise RefusedError(f"needs a number; it {error}") from None
         except (TypeError, ValueError, OverflowError):
             raise RefusedError("needs a number") from None
-        if number == number:
-            return number
+        if found == found:
+            return found
     raise RefusedError("needs a number")
 
 
@@ -287,7 +295,10 @@ def _text(value: Any) -> str:
 
 def _path(value: Any) -> Path:
     if isinstance(value, (str, os.PathLike)):
-        return Path(os.fspath(value)).expanduser()
+        try:
+            return Path(os.fspath(value)).expanduser()
+        except (RuntimeError, TypeError) as error:  # `~nobody`; a path of bytes
+            raise RefusedError(f"needs a path: {error}") from None
     raise RefusedError("needs a path")
 
 

@@ -21,6 +21,12 @@ _shortener.maxstring = _shortener.maxother = 100
 _shortener.maxlist = _shortener.maxdict = 10
 
 
+_MOST_SHOWN = 100  # problems
+_LARGEST_SHOWN_BITS = 512
+_LONGEST_WORDS = 200  # of what a message repeats of a file or a library
+_LONGEST_MESSAGE = 2_000
+
+
 class RefusedError(ValueError):
     """A value cannot be taken; the text says what is needed instead and starts with a verb."""
 
@@ -45,10 +51,15 @@ class Problem:
     others: tuple[tuple[str, Any, str], ...] = ()
 
     def __str__(self) -> str:
+        return printable(self._text())
+
+    def _text(self) -> str:
         if self.value is NOTHING:
-            return f"{self.origin}: {self.message}" if self.origin.startswith(("file", "env")) else self.message
+            message = cut(self.message, _LONGEST_MESSAGE)
+            return f"{self.origin}: {message}" if self.origin.startswith(("file", "env")) else message
         parts = ((self.field, self.value, self.origin), *self.others)
-        return " and ".join(f"{name} = {show(value)} ({origin})" for name, value, origin in parts) + f": {self.message}"
+        shown = " and ".join(f"{cut(name)} = {show(value)} ({origin})" for name, value, origin in parts)
+        return f"{shown}: {cut(self.message, _LONGEST_MESSAGE)}"
 
 
 class ArgumentsError(ValueError):
@@ -65,12 +76,31 @@ class ArgumentsError(ValueError):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return str(self.problems[0])
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        return f"{len(self.problems)} problems with the arguments:\n{lines}"
+        lines = [f"  - {problem}" for problem in self.problems[:_MOST_SHOWN]]
+        if len(self.problems) > _MOST_SHOWN:
+            lines.append(f"  - and {len(self.problems) - _MOST_SHOWN:,} more")
+        return "\n".join([f"{len(self.problems)} problems with the arguments:", *lines])
 
 
 def show(value: object) -> str:
     """Return a short text of `value` for a message."""
     if isinstance(value, Enum):
         return repr(value.value)
-    return _shortener.repr(value)
+    if isinstance(value, int) and value.bit_length() > _LARGEST_SHOWN_BITS:
+        return f"a whole number of {value.bit_length():,} bits"
+    try:
+        return _shortener.repr(value)
+    except ValueError:  # it holds a whole number that Python refuses to write
+        return f"a {type(value).__name__} with a number of too many digits"
+
+
+def cut(text: str, most: int = _LONGEST_WORDS) -> str:
+    """Return a text, or its beginning and its length where a message would be too long with all of it."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    """Return a text that does to a terminal what it says: line breaks stay, other control characters are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

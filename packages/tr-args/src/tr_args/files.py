@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tr_args.errors import NOTHING, ArgumentsError, Problem, RefusedError
+from tr_args.bounded_text import MOST_LEVELS, ContentError, check_depth, load_json, number, read_text
+from tr_args.errors import NOTHING, ArgumentsError, Problem, RefusedError, cut
+
+# A key of more dotted parts than there may be levels: each would cost the parser a walk through all those before it.
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_CHAIN = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MOST_LEVELS}}}")
 
 
 def read_mapping(path: str | os.PathLike[str], kind: str | None = None) -> dict[str, Any]:
@@ -24,23 +29,19 @@ def read_mapping(path: str | os.PathLike[str], kind: str | None = None) -> dict[
     Raises:
         ArgumentsError: there is no such file, or it does not hold a mapping in its format; says where.
     """
-    path = Path(path).expanduser()
     try:
-        reader = _reader(path, kind)
-        content = reader(path.read_text(encoding="utf-8-sig"))
+        reader, most_bytes = _reader(Path(path), kind)
+        content = reader(read_text(path, most_bytes))
         return {} if content is None else _checked(content)
-    except FileNotFoundError:
-        message = "does not exist"
-    except UnicodeDecodeError:
-        message = "is not UTF-8 text"
-    except OSError as error:
-        message = f"cannot be read: {error.strerror}"
-    except RefusedError as refusal:
-        message = str(refusal)
-    raise ArgumentsError([Problem("", NOTHING, message, f"file {path}")])
+    except (RefusedError, ContentError) as refusal:
+        raise ArgumentsError([Problem("", NOTHING, cut(str(refusal)), f"file {path}")]) from None
+    except RecursionError:
+        # Deeper than this is refused in words; whoever calls from far down may have less room.
+        message = "cannot be read from so deep within other calls"
+        raise ArgumentsError([Problem("", NOTHING, message, f"file {path}")]) from None
 
 
-def _reader(path: Path, kind: str | None) -> Callable[[str], Any]:
+def _reader(path: Path, kind: str | None) -> tuple[Callable[[str], Any], int]:
     ending = kind or path.suffix.lower().removeprefix(".")
     if ending not in _READERS:
         raise RefusedError(f"has the unknown ending {path.suffix!r}; needs .yaml, .yml, .toml or .json")
@@ -57,30 +58,24 @@ def _checked(content: Any) -> dict[str, Any]:
     return content
 
 
-def _read_json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise RefusedError(f"is not valid JSON: {where}: {error.msg}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise RefusedError(f"has the key {key} twice; keep one")
-        mapping[key] = value
-    return mapping
-
-
 def _read_toml(text: str) -> Any:
     import tomllib
 
+    if match := _CHAIN.search(text):
+        line = text.count("\n", 0, match.start()) + 1
+        raise ContentError(f"is nested more than {MOST_LEVELS} levels deep, on line {line}")
     try:
-        return tomllib.loads(text)
+        content = tomllib.loads(text, parse_float=number)
     except tomllib.TOMLDecodeError as error:
         raise RefusedError(f"is not valid TOML: {error}") from None
+    except RecursionError:
+        raise RefusedError(f"is nested more than {MOST_LEVELS} levels deep") from None
+    except ValueError as error:
+        if isinstance(error, ContentError):
+            raise
+        raise RefusedError(f"is not valid TOML: {error}") from None
+    check_depth(content)
+    return content
 
 
 def _read_yaml(text: str) -> Any:
@@ -90,9 +85,9 @@ def _read_yaml(text: str) -> Any:
     return load(text)
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
-    "json": _read_json,
-    "toml": _read_toml,
-    "yaml": _read_yaml,
-    "yml": _read_yaml,
+_READERS: dict[str, tuple[Callable[[str], Any], int]] = {
+    "json": (load_json, 16 << 20),
+    "toml": (_read_toml, 4 << 20),
+    "yaml": (_read_yaml, 1 << 20),  # half a megabyte is read in a second
+    "yml": (_read_yaml, 1 << 20),
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from json import JSONDecodeError
 from typing import Any
 
+from tr_args.bounded_text import MOST_LEVELS, ContentError, load_json, number
 from tr_args.constraints import Constraint
 from tr_args.errors import RefusedError
 
+MOST_CHARACTERS = 10_000
 _OPENING = {"[": "]", "(": ")", "{": "}"}
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -36,6 +38,8 @@ def parse_optim_args(value: str | Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if isinstance(value, Mapping):
         return dict(value)
+    if len(value) > MOST_CHARACTERS:
+        raise RefusedError(f"needs at most {MOST_CHARACTERS:,} characters; it has {len(value):,}")
     if value.lstrip().startswith("{"):
         return _from_json(value)
     options: dict[str, Any] = {}
@@ -52,11 +56,14 @@ def parse_optim_args(value: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _from_json(text: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise RefusedError(
-            f"needs name=value parts or JSON; as JSON it breaks off at character {error.pos + 1}"
-        ) from None
+        return dict(load_json(text))
+    except ContentError as error:
+        at = (
+            f"breaks off at character {error.__cause__.pos + 1}"
+            if isinstance(error.__cause__, JSONDecodeError)
+            else error
+        )
+        raise RefusedError(f"needs name=value parts or JSON; as JSON it {at}") from None
 
 
 def _split(text: str) -> list[str]:
@@ -69,6 +76,8 @@ def _split(text: str) -> list[str]:
             quote = character
         elif character in _OPENING:
             closers.append(_OPENING[character])
+            if len(closers) > MOST_LEVELS:
+                raise RefusedError(f"needs at most {MOST_LEVELS} brackets within each other")
         elif closers and character == closers[-1]:
             closers.pop()
         elif character == "," and not closers:
@@ -86,9 +95,11 @@ def _literal(text: str) -> Any:
         return _WORDS[text.lower()]
     if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
         return [_literal(part.strip()) for part in _split(text[1:-1])]
-    for kind in (int, float):
+    for kind in (int, number):
         try:
             return kind(text)
+        except ContentError as error:
+            raise RefusedError(f"needs numbers; it {error}") from None
         except ValueError:
             continue
     return text

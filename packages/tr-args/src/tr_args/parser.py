@@ -18,6 +18,7 @@ from tr_args.flags import FlagTable
 from tr_args.help_page import add_sections
 from tr_args.scanner import Scanner
 from tr_args.sources import Sources, read_words
+from tr_args.suggestion import MOST_GUESSED
 
 COMMAND_LINE = "command line"
 
@@ -230,13 +231,15 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words)
 
     def _refused(self, rest: list[str], origins: dict[str, str]) -> Iterable[Problem]:
-        after_flag = False
+        after_flag, guessed = False, 0
         for word in rest:
             origin = origins.get(word, COMMAND_LINE)
             if word.startswith("-") and word != "--":
                 after_flag = True
                 flag = word.partition("=")[0]
-                yield Problem(flag, NOTHING, self._table.unknown(flag), origin)
+                guessed += 1
+                text = self._table.unknown(flag) if guessed <= MOST_GUESSED else f"unknown argument {flag}"
+                yield Problem(flag, NOTHING, text, origin)
             elif not after_flag:
                 message = f"unexpected {word!r}; values follow a flag, as in --name {word}"
                 yield Problem("", NOTHING, message, origin)

@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tr_args.bounded_text import ContentError, read_text
 from tr_args.construction import Given, without_aliases
 from tr_args.errors import NOTHING, ArgumentsError, Problem
 from tr_args.flags import FlagTable
-from tr_args.suggestion import closest
+from tr_args.suggestion import MOST_GUESSED, closest
+
+MOST_BYTES = 1 << 20  # of a file of arguments
 
 
 class Sources:
@@ -65,6 +68,8 @@ class Sources:
             self.given[cls].update(without_aliases(cls, known, self.problems))
 
     def _unknown(self, name: str, value: Any) -> str:
+        if len(self.problems) >= MOST_GUESSED:
+            return f"unknown argument {name}"
         if isinstance(value, Mapping):
             return f"unknown section {name}; there can be {', '.join(map(_snake, self._sections()))}"
         return self._table.unknown(name)
@@ -92,11 +97,9 @@ def read_words(path: Path) -> list[str]:
         ArgumentsError: it cannot be read, or a quote is not closed.
     """
     try:
-        return shlex.split(path.read_text(encoding="utf-8-sig"), comments=True)
-    except FileNotFoundError:
-        message = "does not exist"
-    except OSError as error:
-        message = f"cannot be read: {error.strerror}"
+        return shlex.split(read_text(path, MOST_BYTES), comments=True)
+    except ContentError as error:
+        message = str(error)
     except ValueError as error:
         message = f"is not a list of arguments: {str(error)[:1].lower()}{str(error)[1:]}"
     raise ArgumentsError([Problem("", NOTHING, message, f"file {path}")])

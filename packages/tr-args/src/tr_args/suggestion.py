@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 # Shorter names are part of too many others to say anything.
 LEAST_PART = 5
+# Longer ones are no slips, and comparing letters takes the product of the lengths.
+LONGEST = 200
+MOST_GUESSED = 50  # unknown names for which the one that was meant is looked for: that takes a millisecond each
 
 
 def closest(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
@@ -17,6 +20,8 @@ def closest(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | No
         known: what could have been meant.
         cutoff: least similarity, from 0 (anything) to 1 (equal).
     """
+    if len(name) > LONGEST:
+        return None
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 

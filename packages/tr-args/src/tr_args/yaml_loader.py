@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
-from tr_args.errors import RefusedError
+from tr_args.bounded_text import ContentError, number
+from tr_args.bounded_yaml import BoundedYaml
+from tr_args.errors import RefusedError, cut
 
 # The core schema of YAML 1.2: PyYAML's own rules are those of 1.1, where `5e-5` is text, `no` is false,
 # `1:30` is 90.
@@ -22,18 +24,8 @@ _CORE: tuple[tuple[str, str, Sequence[str]], ...] = (
 )
 
 
-class _CoreLoader(yaml.SafeLoader):
+class _CoreLoader(BoundedYaml, yaml.SafeLoader):  # pyright: ignore[reportIncompatibleMethodOverride] - a name
     yaml_implicit_resolvers: dict[str, Any] = {}
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else id(key_node)
-            if key in seen:
-                line = key_node.start_mark.line + 1
-                raise RefusedError(f"has the key {key_node.value} twice (again on line {line}); keep one")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         text = str(self.construct_scalar(node))
@@ -42,31 +34,39 @@ class _CoreLoader(yaml.SafeLoader):
         return (
             int(text)
             if node.tag.endswith(":int")
-            else float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+            else number(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         )
+
+    def construct_truth(self, node: yaml.ScalarNode) -> bool:
+        text = str(self.construct_scalar(node)).lower()
+        if text not in ("true", "false"):  # tagged !!bool
+            raise ContentError(
+                f"has the truth value {text[:100]} on line {node.start_mark.line + 1}; needs true or false"
+            )
+        return text == "true"
 
 
 for _name, _pattern, _first in _CORE:
     _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))
 for _name in ("int", "float"):
     _CoreLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _CoreLoader.construct_number)
+_CoreLoader.add_constructor("tag:yaml.org,2002:bool", _CoreLoader.construct_truth)
 
 
 def load(text: str) -> Any:
     """Return what the YAML document in `text` holds; None for an empty one.
 
     Raises:
-        RefusedError: (a ValueError) it is not valid, holds several documents, or has a key twice; says where.
+        RefusedError: (a ValueError) it is not valid, holds several documents, has a key twice, or comes to too
+            much; says where.
     """
     try:
         return yaml.load(text, Loader=_CoreLoader)
+    except ContentError as error:
+        raise RefusedError(str(error)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise RefusedError(f"is not valid YAML: {where}{error.problem or error}") from None
-    except yaml.YAMLError as error:
-        raise RefusedError(f"is not valid YAML: {error}") from None
-    except ValueError as error:
-        if isinstance(error, RefusedError):
-            raise
-        raise RefusedError(f"is not valid YAML: {error}") from None
+        raise RefusedError(f"is not valid YAML: {where}{cut(str(error.problem or error))}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise RefusedError(f"is not valid YAML: {cut(str(error))}") from None

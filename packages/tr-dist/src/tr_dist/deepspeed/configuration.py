@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from tr_dist.alike import alike_on_all_ranks
+from tr_dist.bounded_text import ContentError, load_json, read_text
 
 AUTO = "auto"
 _TOLERANCE = 1e-12  # a number that went through JSON
@@ -66,15 +66,12 @@ def read_configuration(source: Mapping[str, Any] | str | Path | None) -> dict[st
         )
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
-    path = Path(source).expanduser()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"the DeepSpeed configuration {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"the DeepSpeed configuration {path} is not JSON: {error}") from None
+        found = load_json(read_text(source))
+    except ContentError as error:
+        raise ValueError(f"the DeepSpeed configuration {source} {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"the DeepSpeed configuration {path} holds a {type(found).__name__}; it must be an object")
+        raise ValueError(f"the DeepSpeed configuration {source} holds a {type(found).__name__}; it must be an object")
     return found
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from tr_dist.bounded_text import MOST_BYTES, ContentError, load_json, read_text
+from tr_dist.bounded_yaml import MOST_BYTES as MOST_YAML_BYTES
+from tr_dist.bounded_yaml import BoundedYaml
 from tr_dist.launching.accelerate_plugins import (
     deepspeed_variables,
     dynamo_variables,
@@ -16,6 +17,7 @@ from tr_dist.launching.accelerate_plugins import (
 )
 from tr_dist.launching.launch import LaunchError
 
+_LONGEST_WORDS = 300  # of what a library says
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "XLA")
 PRECISIONS = ("no", "fp16", "bf16")
 # Without effect on the processes that this launcher starts. key -> why, said when it is set to something
@@ -77,14 +79,12 @@ def read_file(path: str) -> dict[str, Any]:
     Raises:
         LaunchError: it cannot be read, or PyYAML is missing.
     """
+    is_json = path.endswith(".json")
     try:
-        text = Path(path).expanduser().read_text("utf-8")
-    except OSError as error:
-        raise LaunchError(f"--config_file {path} cannot be read: {error.strerror}") from None
-    try:
-        content = json.loads(text) if path.endswith(".json") else _yaml(path, text)
-    except ValueError as error:
-        raise LaunchError(f"--config_file {path} cannot be read: {error}") from None
+        text = read_text(path, MOST_BYTES if is_json else MOST_YAML_BYTES)
+        content = load_json(text) if is_json else _yaml(path, text)
+    except ContentError as error:
+        raise LaunchError(f"--config_file {path} {error}") from None
     if not isinstance(content, dict):
         raise LaunchError(f"--config_file {path} holds {type(content).__name__}; it must hold `key: value` lines")
     return content
@@ -98,9 +98,16 @@ def _yaml(path: str, text: str) -> Any:
             f"reading {path} needs PyYAML: pip install 'tr-dist[yaml]', or write the file as JSON"
         ) from None
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        return yaml.load(text, Loader=_bounded(yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ContentError):
+            raise
+        raise ContentError(f"is not valid YAML: {' '.join(str(error).split())[:_LONGEST_WORDS]}") from None
+
+
+def _bounded(loader: Any) -> Any:
+    """Return PyYAML's loader with bounds; what it makes of plain scalars is left as Accelerate reads them."""
+    return type("BoundedLoader", (BoundedYaml, loader), {"tags": BoundedYaml.tags | {"timestamp", "value"}})
 
 
 def interpret(content: Mapping[str, Any], name: str) -> FileSettings:
@@ -251,7 +258,7 @@ def _number(content: Mapping[str, Any], key: str, default: int, *, low: int = 0,
         return default
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise LaunchError(f"{key}: {value!r} is not a whole number") from None
     if number < low or (high is not None and number > high):
         raise LaunchError(f"{key}: {number} is out of range; it must be {low}{f' to {high}' if high else ' or more'}")
