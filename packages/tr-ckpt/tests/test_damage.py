@@ -253,8 +253,8 @@ def rewritten(folder, whole=None, **changes):
     ("changes", "message"),
     [
         ({"step": "many"}, "manifest.json lacks what it must hold"),
-        ({"files": {"../../secret": {"bytes": 1, "sha256": ""}}}, "names '../../secret', which lies outside"),
-        ({"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}}, "names '/etc/passwd', which lies outside"),
+        ({"files": {"../../secret": {"bytes": 1, "sha256": ""}}}, "names '../../secret', which leads elsewhere"),
+        ({"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}}, "names '/etc/passwd', which leads elsewhere"),
     ],
     ids=["no number", "above", "absolute"],
 )

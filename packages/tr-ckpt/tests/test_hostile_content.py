@@ -103,6 +103,21 @@ OUTSIDE = (
     "a\0b",
     "\ud800",
     "sub/../../checkpoint-20/model.json",
+    "C:\\Windows\\x",
+    "sub\\..\\x",
+    "D:x",
+    "\\\\server\\share",
+    "sub//x",
+    "sub/",
+    "./x",
+    "NUL",
+    "sub/com1.json",
+    "x.",
+    "x ",
+    "\x1b[31mx",
+    "\u2028x",
+    "x" * 256,
+    "x/" * 600 + "x",
 )
 
 
@@ -152,6 +167,18 @@ def test_sections_that_lie_name_some_tensor_and_read_no_further(saved):
         path.write_bytes(content[:-1])
         refused(saved, saved.path(30), "model.safetensors is 1 bytes short")
         path.write_bytes(content)
+
+
+ONE_FILE = (("a.json", "A.json"), ("caf\u00e9", "cafe\u0301"), ("a", "a/b"), ("stra\u00dfe", "STRASSE"))
+
+
+@pytest.mark.parametrize("names", ONE_FILE)
+def test_a_manifest_of_names_that_some_systems_make_one_is_refused(names, saved):
+    folder = saved.path(30)
+    described = json.loads((folder / "manifest.json").read_text())["files"]
+    described |= {key: {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()} for key in names}
+    rewritten(folder, files=described)
+    refused(saved, folder, "manifest.json names")
 
 
 def test_manifests_of_real_saves_pass_all_these_checks(saved):

@@ -154,7 +154,7 @@ class Checkpointer:
             CheckpointError: a state holds something that cannot be saved; the message says where.
         """
         name = names.checkpoint_name(self.prefix, step)
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
             raise CheckpointError(f"step={step!r} is no count of optimizer steps; give an integer of 0 or more")
         self._background.hold_up()
         self.wait()

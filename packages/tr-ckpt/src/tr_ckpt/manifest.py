@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tr_ckpt import files, plain_file, strict_json, tensor_damage
+from tr_ckpt import files, path_names, plain_file, strict_json, tensor_damage
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.names import MANIFEST
@@ -131,9 +131,8 @@ def read(folder: Path) -> Manifest:
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} lacks what it must hold: {error!r}") from error
-    for name in (*manifest.files, *manifest.parts):
-        if plain_file.leads_outside(name):
-            raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which lies outside the checkpoint")
+    if problem := path_names.wrong_among(manifest.files) or path_names.wrong_among(manifest.parts):
+        raise DamagedCheckpointError(f"{MANIFEST} names {problem}")
     if unknown := {name for names in manifest.parts.values() for name in names} - set(manifest.files):
         raise DamagedCheckpointError(f"{MANIFEST} gives no size and digest of {min(unknown)!r}")
     return manifest

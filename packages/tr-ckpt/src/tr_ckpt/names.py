@@ -74,7 +74,7 @@ def checkpoint_name(prefix: str, step: int) -> str:
 
 def step_of(name: str, prefix: str) -> int | None:
     """Return the step in a checkpoint folder's name, None for any other name."""
-    match = re.fullmatch(re.escape(prefix) + r"-(0|[1-9]\d*)", name)
+    match = re.fullmatch(re.escape(prefix) + r"-(0|[1-9][0-9]{0,17})", name)
     return int(match[1]) if match else None
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tr_ckpt import files, plain_file, strict_json, tensor_file, tree
+from tr_ckpt import files, path_names, plain_file, strict_json, tensor_file, tree
 from tr_ckpt.distributed_tensor import is_distributed
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
@@ -20,6 +20,8 @@ from tr_ckpt.names import MANIFEST
 
 # Parts that differ between the ranks: each rank has its own files.
 PER_RANK = ("rng",)
+
+MOST_RANKS = 10**7  # of any run: names of their files are this long at most
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -36,6 +38,8 @@ def check_names(names: Iterable[str]) -> None:
             raise CheckpointError(
                 f"the name {name!r} cannot name a file; use letters, digits, '_', '-' and, not first, '.'"
             )
+        if problem := path_names.wrong(name) or path_names.wrong(f"{name}-shard-{MOST_RANKS}.safetensors"):
+            raise CheckpointError(f"the part name {name!r} {problem}; give another")
         if any(re.fullmatch(rf"{per_rank}-\d+", name) for per_rank in PER_RANK) or re.search(r"-shard-\d+$", name):
             raise CheckpointError(f"the part name {name!r} is that of one rank's files; give another")
         if name.endswith(".shards"):
@@ -44,21 +48,29 @@ def check_names(names: Iterable[str]) -> None:
             raise CheckpointError(f"the part name {name!r} is taken by {other!r}; some file systems ignore case")
 
 
-def check_free(taken: Iterable[str], part_names: Iterable[str], world_size: int) -> None:
-    """Refuse files that the caller added under the names of a part's files.
+def check_free(taken: Iterable[str], part_names: Iterable[str]) -> None:
+    """Refuse files that the caller added under names that no reader takes, or under those of a part's files.
 
     Raises:
         CheckpointError: the message names the file and the part.
     """
-    owners = {MANIFEST.lower(): "the manifest"}
-    for name in part_names:
-        for rank in range(world_size):
-            stems = (stem(name, rank), f"{name}.shards", f"{name}-shard-{rank}")
-            for file in (f"{each}.{suffix}" for each in stems for suffix in ("json", "safetensors")):
-                owners[file.lower()] = f"the part {name!r}"
+    taken = list(taken)
+    if problem := path_names.wrong_among(taken):
+        raise CheckpointError(f"write_extra made {problem}; give it another name, for nobody could restore it")
+    part_names = list(part_names)
     for file in taken:
-        if (owner := owners.get(file.lower())) is not None:
+        if (owner := _owner(file, part_names)) is not None:
             raise CheckpointError(f"write_extra made {file!r}, which is where {owner} goes; give it another name")
+
+
+def _owner(file: str, part_names: Iterable[str]) -> str | None:
+    if file.lower() == MANIFEST.lower():
+        return "the manifest"
+    for name in part_names:
+        of_rank = r"-\d+" if name in PER_RANK else ""
+        if re.fullmatch(rf"{re.escape(name)}({of_rank}|\.shards|-shard-\d+)\.(json|safetensors)", file, re.IGNORECASE):
+            return f"the part {name!r}"
+    return None
 
 
 def stem(name: str, rank: int) -> str:

@@ -1,26 +1,16 @@
 """Keep reads inside a checkpoint: nothing in it, whoever made it, leads to a file elsewhere.
 
-A checkpoint may be anybody's: downloaded, unpacked, taken from a shared disk. The names in its manifest are checked
-before they are used, and a link, which such an archive can hold too, is not followed.
+A checkpoint may be anybody's: downloaded, unpacked, taken from a shared disk. Names in it are checked before they are
+used (`path_names.py`), and a link, which such an archive can hold too, is not followed.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from tr_ckpt.errors import CheckpointError
-
-
-def leads_outside(name: str) -> bool:
-    """Whether what should be the path of a file below a checkpoint is that of none."""
-    path = PurePath(name)
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:
-        return True
-    return bool(path.anchor or not path.parts or ".." in path.parts or "\0" in name)
 
 
 def wrong_kind(folder: Path, name: str) -> str:

@@ -125,7 +125,7 @@ class Saving:
                 return None
             with explained(self.name, self._directory):
                 self._added = self._staging.begin(write_extra)
-                parts.check_free(self._added, given, world_size)
+                parts.check_free(self._added, given)
                 if in_background and world_size > 1:
                     self._records = RankRecords.make(self._directory, self.name)
             return self._staging.folder, None if self._records is None else self._records.folder, may_exist()

@@ -53,7 +53,7 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
     staging = Staging(directory, name)
     try:
         added = staging.begin(lambda folder: _copy_plain_files(checkpoint, folder))
-        parts.check_free(added, held, checkpoint.world_size)
+        parts.check_free(added, held)
         written: list[dict[str, dict[str, FileRecord]]] = [{"": staging.seal(added)}]
         for part in held:
             written += _write_part(checkpoint, part, staging.folder)

@@ -184,6 +184,7 @@ class HubRepository:
 
     def _make(self) -> None:
         made = self._api.create_repo(self.repo_id, private=self.private, exist_ok=True)
+        _check_name(made.repo_id)  # the Hub's word
         self.repo_id = made.repo_id
         if self.revision not in (None, "main") and not self.revision.startswith("refs/"):
             self._api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tr_ckpt import catalogue, files, manifest, names, staging
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError
+from tr_ckpt.hub.commit import COMMIT, Commit, commit_of
 from tr_ckpt.hub.hub_callback import LAST
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.manifest import Manifest
@@ -92,8 +91,9 @@ def fetch(repository: HubRepository, directory: Path, prefix: str) -> Path:
         DamagedCheckpointError: all of them are damaged.
     """
     try:
-        commit = _commit_of(repository)
-        candidates = [name for name in commit.folders() if name == LAST or names.step_of(name, prefix) is not None]
+        commit = commit_of(repository)
+        folders = commit.folders((names.MANIFEST, _FOREIGN))
+        candidates = [name for name in folders if name == LAST or names.step_of(name, prefix) is not None]
         if not candidates:
             raise CheckpointError(
                 f"no checkpoint at {commit}: it holds neither {LAST}/ nor {prefix}-<step>/, which are pushed with "
@@ -110,38 +110,6 @@ def fetch(repository: HubRepository, directory: Path, prefix: str) -> Path:
     raise CheckpointError(failure)
 
 
-@dataclass(frozen=True)
-class _Commit:
-    """One commit of a repository.
-
-    Attributes:
-        repository: which.
-        sha: of the commit.
-        sizes: of every file, in bytes, by path.
-    """
-
-    repository: HubRepository
-    sha: str
-    sizes: dict[str, int]
-
-    def __str__(self) -> str:
-        return f"{self.repository.url}, commit {self.sha[:8]}"
-
-    def folders(self) -> list[str]:
-        """Return the folders that look like a checkpoint, ours or another program's."""
-        marks = ((path.partition("/")[0], path.partition("/")[2]) for path in self.sizes)
-        return sorted({folder for folder, name in marks if name in (names.MANIFEST, _FOREIGN)})
-
-    def download(self, what: str, into: Path) -> None:
-        """Download the files whose path matches `what`, a pattern, keeping those that are there already."""
-        self.repository.ask(
-            f"{what} of {self} was not downloaded",
-            lambda api: api.snapshot_download(
-                self.repository.repo_id, revision=self.sha, allow_patterns=[what], local_dir=into
-            ),
-        )
-
-
 def _repository(source: str, own: Callable[[], HubRepository] | None) -> HubRepository:
     name, _, revision = source.removeprefix(SCHEME).removeprefix(":").partition("@")
     if not name:
@@ -154,24 +122,7 @@ def _repository(source: str, own: Callable[[], HubRepository] | None) -> HubRepo
         raise CheckpointError(f"{source!r}: {error}") from None
 
 
-def _commit_of(repository: HubRepository) -> _Commit:
-    if "/" not in repository.repo_id:
-        owner = repository.ask(
-            f"whose repository {repository.repo_id!r} is could not be found out, give hub:OWNER/NAME",
-            lambda api: api.whoami()["name"],
-        )
-        repository = repository.but(repo_id=f"{owner}/{repository.repo_id}")
-    what = f"{repository.url} at {repository.revision or 'main'} could not be read"
-    sha = repository.ask(what, lambda api: api.repo_info(repository.repo_id, revision=repository.revision).sha)
-
-    def sizes(api: Any) -> dict[str, int]:
-        listed = api.list_repo_tree(repository.repo_id, revision=sha, recursive=True)
-        return {entry.path: entry.size for entry in listed if getattr(entry, "size", None) is not None}
-
-    return _Commit(repository, sha, repository.ask(what, sizes))
-
-
-def _folder_for(commit: _Commit, directory: Path) -> Path:
+def _folder_for(commit: Commit, directory: Path) -> Path:
     """Make the temporary folder of a download, or take over what a process that is gone has left of it."""
     files.make_folders(directory)
     into = names.temporary(directory, "fetched", commit.sha)
@@ -188,8 +139,9 @@ def _folder_for(commit: _Commit, directory: Path) -> Path:
     return into
 
 
-def _newest_valid(commit: _Commit, candidates: list[str], into: Path, prefix: str) -> Path:
-    commit.download(f"*/{names.MANIFEST}", into)
+def _newest_valid(commit: Commit, candidates: list[str], into: Path, prefix: str) -> Path:
+    there = [f"{name}/{names.MANIFEST}" for name in candidates if f"{name}/{names.MANIFEST}" in commit.sizes]
+    commit.download(f"*/{names.MANIFEST}", there, into)
     ages = {name: manifest.read_age(into / name) for name in candidates}
 
     def key(name: str) -> tuple[bool, bool, tuple[int, int], float]:
@@ -212,19 +164,20 @@ def _newest_valid(commit: _Commit, candidates: list[str], into: Path, prefix: st
     raise DamagedCheckpointError(f"no valid checkpoint at {commit}: {'; '.join(damages)}{_earlier(commit)}")
 
 
-def _download(commit: _Commit, name: str, into: Path) -> Path:
+def _download(commit: Commit, name: str, into: Path) -> Path:
     folder = into / name
-    if f"{name}/{names.MANIFEST}" not in commit.sizes:
-        commit.download(f"{name}/*", into)
+    listed = commit.below(name)
+    if f"{name}/{names.MANIFEST}" not in listed:
+        commit.download(f"{name}/*", listed, into)
         return folder
     described = manifest.read(folder)
     _check_sizes(commit, name, described)  # before much is downloaded
-    commit.download(f"{name}/*", into)
+    commit.download(f"{name}/*", listed, into)
     catalogue.verify(folder, catalogue.check_quickly(Found(None, name, folder)))
     return folder
 
 
-def _check_sizes(commit: _Commit, name: str, described: Manifest) -> None:
+def _check_sizes(commit: Commit, name: str, described: Manifest) -> None:
     wrong = []
     for file, record in described.files.items():
         size = commit.sizes.get(f"{name}/{file}")
@@ -235,7 +188,7 @@ def _check_sizes(commit: _Commit, name: str, described: Manifest) -> None:
     catalogue.raise_if_any(wrong)
 
 
-def _earlier(commit: _Commit) -> str:
+def _earlier(commit: Commit) -> str:
     """Return how to go on from an earlier commit, as the end of a message; nothing where they cannot be listed."""
     repository = commit.repository
     try:
@@ -244,7 +197,11 @@ def _earlier(commit: _Commit) -> str:
         )
     except PushError:
         return ""
-    named = [f"hub:{repository.repo_id}@{each.commit_id} ({each.title})" for each in commits[1 : 1 + _COMMITS_NAMED]]
+    named = [
+        f"hub:{repository.repo_id}@{each.commit_id} ({each.title!s:.80})"
+        for each in commits[1 : 1 + _COMMITS_NAMED]
+        if COMMIT.fullmatch(str(each.commit_id))
+    ]
     return f" — go on from an earlier commit: {', '.join(named)}" if named else ""
 
 
