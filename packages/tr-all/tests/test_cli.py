@@ -1,5 +1,7 @@
 """The `trainer` command: it finds subcommands in installed packages and runs them."""
 
+import contextlib
+import re
 import subprocess
 import sys
 from importlib import invalidate_caches
@@ -123,3 +125,12 @@ def test_a_module_without_source_or_docstring_has_an_empty_summary(install):
     assert summary("bare_commands") == ""
     assert summary("module_of_no_package.inner") == ""
     assert summary("sys") == ""
+
+
+@pytest.mark.parametrize("command", ["check", "ckpt", "config", "doctor", "launch", "version"])
+def test_the_commands_of_the_packages_are_there(command, capsys):
+    assert main(["--help"]) == 0
+    assert re.search(rf"^  {command} +\S", capsys.readouterr().out, re.MULTILINE)
+    with contextlib.suppress(SystemExit):
+        assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.strip()

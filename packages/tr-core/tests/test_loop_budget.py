@@ -93,8 +93,9 @@ class CountsTokens(nn.Module):
 
 @pytest.mark.parametrize("counts", [False, True], ids=["mean loss", "counted loss"])
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_steps_between_logs_read_nothing_from_the_device(
-    make_trainer, model, read_counter, monkeypatch, counts, accumulation
+    make_trainer, model, read_counter, monkeypatch, counts, accumulation, bf16
 ):
     reads_at_step_end = []
 
@@ -117,6 +118,7 @@ def test_steps_between_logs_read_nothing_from_the_device(
         callbacks=[Recorder()],
         logging_steps=1000,
         gradient_accumulation_steps=accumulation,
+        bf16=bf16,
     )
     with read_counter:
         trainer.train()

@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from memory_checkpointer import MemoryCheckpointer
 from small_models import Classifier, samples
 
-from tr_core import Trainer, TrainingArguments
+from tr_core import Trainer, TrainingArguments, plugins
 from tr_core.single_device import SingleDevice
 
 README = Path(__file__).parent.parent / "README.md"
@@ -52,3 +53,21 @@ def test_parts_may_be_objects_in_place_of_names(tmp_path):
     assert trainer.optimizer is optimizer
     assert trainer.strategy is device
     assert (watch.step, keeper.saves) == (2, [2])
+
+
+def test_an_optimizer_of_ones_own_is_offered_by_an_entry_point(make_trainer, monkeypatch):
+    given = []
+
+    def build(params, args):
+        given.extend((group, args) for group in params)
+        return torch.optim.SGD(params, lr=args.learning_rate)
+
+    origin = SimpleNamespace(name="mine", version="1.0")
+    offered = SimpleNamespace(name="mine", value="mine:build", dist=origin, load=lambda: build)
+    entries = plugins._entries
+    monkeypatch.setattr(plugins, "_entries", lambda group: (*entries(group), *[offered][: group == "tr.optimizers"]))
+    trainer = make_trainer(optim="mine", weight_decay=0.1)
+    trainer.train()
+    assert all({"params", "weight_decay"} <= set(group) and args is trainer.args for group, args in given)
+    assert {group["weight_decay"] for group, _ in given} == {0.1, 0.0}
+    assert isinstance(trainer.optimizer, torch.optim.SGD)

@@ -68,6 +68,20 @@ def _readme_example(heading_word):
 
 
 @pytest.mark.launcher
+def test_the_readmes_four_lines_distribute_a_loop(tmp_path):
+    (tmp_path / "loop.py").write_text(_readme_example("with Loop()"))
+    alone = subprocess.run(
+        [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    both = _torchrun("--standalone", "--nproc-per-node", 2, "loop.py", cwd=tmp_path)
+    assert both.returncode == 0, both.stderr
+    # One process has steps of 8 rows and two have steps of 16: the losses are not alike.
+    lines = [line for ended in (alone, both) for line in ended.stdout.splitlines() if ", loss " in line]
+    assert [line.split(", loss ")[0] for line in lines] == ["1 processes", "2 processes"]
+    assert all(float(line.split(", loss ")[1]) < 10 for line in lines)
+
+
+@pytest.mark.launcher
 def test_the_readmes_loop_trains_alike_alone_and_under_torchrun(tmp_path):
     (tmp_path / "loop.py").write_text(_readme_example("strategy.accumulate"))
     alone = subprocess.run(

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from fused_workers import Ranks
+from shard_gathering import gathered_by_svd
 from shard_models import batch, build, described, local, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -176,6 +177,7 @@ def train_all(ranks):
     found |= {name: run_ordinary(name, ranks) for name in ORDINARY}
     found |= {f"resumed {name}": resume(name) for name in RESUMED}
     found["exchanges"] = {name: exchanges(name) for name in EXCHANGES}
+    found["gathered by svd"] = gathered_by_svd()
     found["kept memory"] = kept_memory(ranks)
     found["refusals"] = {name: refuse(name) for name in REFUSED}
     return found

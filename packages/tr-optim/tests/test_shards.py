@@ -155,6 +155,15 @@ WORDS = {
 }
 
 
+def test_svd_gathers_one_matrix_at_a_time_where_it_finds_a_basis(on_two):
+    for ranks in on_two:
+        # All matrices in the first step; then they take turns.
+        matrices, counts, at_once = ranks["gathered by svd"]
+        assert matrices > 1
+        assert counts == [matrices, 1]
+        assert at_once == 1
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_built_over_parts_is_refused(on_two, name):
     assert WORDS[name] in on_two[0]["refusals"][name]
