@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -13,6 +17,10 @@ from tr_dist.environment import LaunchEnvironment
 # again.
 _stores: dict[LaunchEnvironment, dist.Store] = {}
 _meetings = itertools.count()
+# Torch's own waits do not end by Ctrl-C, and last half an hour; so this one asks, at first often.
+_FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.5
+
+Value = TypeVar("Value")
 
 
 def open_store(environment: LaunchEnvironment, *, timeout_s: float) -> dist.Store:
@@ -62,7 +70,7 @@ def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: 
     names = [str(number) for number in range(size)]
     try:
         store.set(str(rank), str(size))
-        store.wait(names, timedelta(seconds=timeout_s))
+        _poll(store, names, timeout_s)
         sizes = [int(value) for value in store.multi_get(names)]
     except RuntimeError:  # each kind of store has its own
         raise ConnectionError(f"{me} {_why_not_all(store, names, place, timeout_s)}") from None
@@ -72,6 +80,40 @@ def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: 
                 f"{me} and rank {number} of {other} met at {place}: they were not started as one job; give all the "
                 "same WORLD_SIZE"
             )
+
+
+def _poll(store: dist.Store, names: list[str], timeout_s: float) -> None:
+    """Return when a store has all names.
+
+    Raises:
+        RuntimeError: it had not in time, or the connection to it was lost.
+    """
+    deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+    for name in names:  # one at a time, for many ranks ask the one that serves
+        while not store.check([name]):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{name} is not there after {timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+
+def _interruptible(wait: Callable[[], Value]) -> Value:
+    """Return what a function does that is deaf to Ctrl-C: it is called in a thread, which is left behind then."""
+    results: list[Value] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(wait())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True, name="meeting of the ranks")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _why_not_all(store: dist.Store, names: list[str], place: str, timeout_s: float) -> str:
@@ -94,17 +136,23 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
         raise ValueError(f"no MASTER_ADDR and MASTER_PORT for {environment.world_size} processes to meet")
     serves = environment.rank == 0 and not environment.agent_store
     try:
-        return dist.TCPStore(
-            environment.master_addr,
-            environment.master_port,
-            environment.world_size,
-            is_master=serves,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return _interruptible(lambda: _tcp_store(environment, timeout, serves))
     except dist.DistError as error:
         raise ConnectionError(_explain(error, environment, timeout, serves)) from None
+
+
+def _tcp_store(environment: LaunchEnvironment, timeout: timedelta, serves: bool) -> dist.Store:
+    assert environment.master_addr is not None
+    assert environment.master_port is not None
+    return dist.TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        environment.world_size,
+        is_master=serves,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def _explain(error: Exception, environment: LaunchEnvironment, timeout: timedelta, serves: bool) -> str:
