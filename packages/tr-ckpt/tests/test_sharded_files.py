@@ -82,7 +82,7 @@ EVEN = ("tensors", "held.0.even")
         (index_changed((*EVEN, "dtype"), "F32"), "is of torch.complex64, not torch.float32"),
         (lambda content: content.update({"held.shards.json": b"[]"}), "held.shards.json cannot be read"),
         (lambda content: content.update({"held.shards.json": b"{"}), "held.shards.json cannot be read"),
-        (lambda content: content.update({SHARDS[1]: b"short"}), "held-shard-1.safetensors: "),
+        (lambda content: content.update({SHARDS[1]: b"short"}), "in held-shard-1.safetensors, which has 5"),
         (lambda content: content.update({SHARDS[0]: content[SHARDS[1]]}), "held-shard-0.safetensors: "),
         (lambda content: content.update({"held.json": b'{"$tensor": "other"}'}), "tensor 'other' is in no file of it"),
     ],
@@ -100,7 +100,57 @@ def test_files_that_do_not_fit_together_are_refused_in_words(saved, tmp_path, ch
     assert all(not tensor.any() for tensor in held.tensors.values())
 
 
+def whole(length, *chunks):
+    """An index of one tensor of bytes, all of whose chunks are in the file `a`."""
+    placed = [{"file": "a", "offset": list(offset), "size": list(size)} for offset, size in chunks]
+    tensor = {"dtype": "U8", "shape": list(length), "distributed": True, "chunks": placed}
+    return json.dumps({"format": 1, "tensors": {"w": tensor}})
+
+
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [
+        ((4,), [((0,), (3,)), ((1,), (1,))]),  # as many numbers, and the last is not there
+        ((4,), [((0,), (2,)), ((0,), (2,))]),
+        ((4,), [((0,), (2,)), ((1,), (2,))]),
+        ((2, 2), [((0, 0), (1, 2)), ((0, 1), (2, 1))]),
+        ((2, 2), [((0, 0), (1, 1)), ((1, 1), (1, 1))]),
+        ((2, 2), []),
+        ((0,), [((0,), (0,))]),
+        ((2,) * 9, [((0,) * 9, (1,) * 9)]),
+    ],
+)
+def test_chunks_that_leave_a_gap_or_overlap_are_refused(length, chunks, tmp_path):
+    (tmp_path / "a").write_bytes(bytes(100))
+    (tmp_path / "w.shards.json").write_text(whole(length, *chunks))
+    with pytest.raises(CheckpointError, match="do not fill its shape|lies outside its shape"):
+        shard_index.read(tmp_path / "w.shards.json", ["a"])
+
+
+def test_boxes_of_any_kind_that_fill_a_whole_are_taken():
+    from tr_ckpt.sharded import tiling
+
+    assert tiling.is_filled((), [((), ())])
+    assert not tiling.is_filled((), [])
+    assert tiling.is_filled((3, 0), [])
+    wheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    assert tiling.is_filled((3, 3), wheel)
+    assert not tiling.is_filled((3, 3), wheel[:-1])
+    assert not tiling.is_filled((3, 3), [*wheel, wheel[0]])
+    assert tiling.is_filled((4, 5, 6), [((a, 0, c), (2, 5, 3)) for a in (0, 2) for c in (0, 3)])
+
+
+@pytest.mark.parametrize("length", [10**12, 2**62, 2**64])
+def test_an_index_of_more_than_its_files_hold_takes_no_memory(length, tmp_path):
+    (tmp_path / "a").write_bytes(bytes(100))
+    (tmp_path / "w.shards.json").write_text(whole((length,), ((0,), (length,))))
+    with pytest.raises(CheckpointError, match=r"it places [\d,]+ bytes in a, which has 100|is no list of lengths"):
+        shard_index.read(tmp_path / "w.shards.json", ["a"])
+
+
 def test_an_index_reads_back_as_it_was_written(tmp_path):
+    for name, size in (("a", 20), ("b", 4)):
+        (tmp_path / name).write_bytes(bytes(size))
     index = {
         "w": SavedTensor(torch.bfloat16, (4, 2), True, (Chunk("a", (0, 0), (3, 2)), Chunk("b", (3, 0), (1, 2)))),
         "none": SavedTensor(torch.int8, (0, 2), False, ()),

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tr_ckpt import catalogue, retention
+from tr_ckpt import catalogue, reading_back, retention
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import DamagedCheckpointError
 
@@ -58,7 +58,7 @@ def prune(
     if not surplus:
         return
     try:
-        catalogue.verify(saved.path, catalogue.check_quickly(saved))
+        reading_back.verify(saved.path, catalogue.check_quickly(saved))
     except DamagedCheckpointError as error:
         logger.error("nothing is removed: %s, just saved, reads back damaged: %s", saved.name, error)
         return

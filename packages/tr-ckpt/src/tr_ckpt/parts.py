@@ -150,6 +150,11 @@ def encode(name: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
         text = json.dumps(encoded, indent=2, sort_keys=encoder.plain, allow_nan=False)
     except RecursionError:
         raise CheckpointError(f"{name} is nested too deeply to be saved") from None
+    if len(text) > strict_json.MOST_BYTES:  # it is ASCII
+        raise CheckpointError(
+            f"what of {name} is no tensor takes {len(text):,} bytes of JSON, and at most {strict_json.MOST_BYTES:,} "
+            "are read back; give long lists of numbers as tensors"
+        )
     return text.encode(), encoder.tensors
 
 
@@ -182,6 +187,6 @@ def read_json(path: Path) -> Any:
     """
     plain_file.require(path)
     try:
-        return strict_json.loads(path.read_bytes().decode())
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        return strict_json.read(path)
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error

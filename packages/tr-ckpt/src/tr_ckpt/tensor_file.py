@@ -45,6 +45,9 @@ _NAMES = {
     "complex64": "C64",
 }
 
+# Of the library: it opens no file with a longer header.
+MOST_BYTES_OF_HEADER = 100_000_000
+
 DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if name in vars(torch)}
 
 
@@ -53,7 +56,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
 
     Raises:
         OSError: it cannot be written.
-        CheckpointError: this machine stores numbers high byte first.
+        CheckpointError: it could not be read back, or this machine stores numbers high byte first.
     """
     return write_each(path, tensors, tensors.__getitem__)
 
@@ -68,7 +71,7 @@ def write_each(path: Path, like: Mapping[str, torch.Tensor], tensor: Callable[[s
 
     Raises:
         OSError: it cannot be written.
-        CheckpointError: this machine stores numbers high byte first.
+        CheckpointError: it could not be read back, or this machine stores numbers high byte first.
     """
     if sys.byteorder != "little":
         raise CheckpointError(
@@ -78,7 +81,33 @@ def write_each(path: Path, like: Mapping[str, torch.Tensor], tensor: Callable[[s
     # need.
     ordered = dict(sorted(like.items(), key=lambda item: (-item[1].element_size(), item[0])))
     header, ends = _header(ordered)
-    return files.write_file(path, _blocks(header, map(tensor, ordered)), ends)
+    if len(header) - 8 > MOST_BYTES_OF_HEADER:
+        raise CheckpointError(
+            f"{path.name} was not written: the names and shapes of its {len(ordered):,} tensors take {len(header):,} "
+            f"bytes, and safetensors reads at most {MOST_BYTES_OF_HEADER:,}; join tensors (torch.stack), give shorter "
+            "names, or save the state as several parts"
+        )
+    record = files.write_file(path, _blocks(header, map(tensor, ordered)), ends)
+    check(path)
+    return record
+
+
+def check(path: Path) -> None:
+    """Open a safetensors file as a load does; no number of it is read.
+
+    Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is no valid safetensors file.
+    """
+    plain_file.require(path)
+    try:
+        with safe_open(path, "pt", device="cpu") as file:
+            file.keys()
+    except OSError:
+        path.open("rb").close()  # whose error says which it is; the library's does not
+        raise
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from None
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -93,7 +122,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
             # The library maps the file; a copy outlives a file that is removed or cut while the run goes on.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from error
+        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from None
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:

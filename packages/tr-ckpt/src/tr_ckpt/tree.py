@@ -21,11 +21,17 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import distributed_tensor, leaves
+from tr_ckpt import distributed_tensor, key_spread, leaves
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.tensor_file import DTYPES as SAFETENSORS_DTYPES
 
 Steps = tuple[Any, ...]
+
+# Of a state that is saved: it can be read back wherever in a program that is done.
+MOST_DEPTH = 100
+
+# What a key, or a member of one that is a tuple, may be.
+_KEYS = (str, int, float, bool, type(None))
 
 # Reserved in a safetensors header for the metadata.
 _RESERVED_NAMES = ("__metadata__",)
@@ -61,6 +67,8 @@ class Encoder:
             self.plain = False
             return {"$tensor": self._store(value, steps)}
         if (encoder := _CONTAINERS.get(type(value))) is not None:
+            if len(steps) > MOST_DEPTH:
+                raise CheckpointError(f"{self._part} is nested too deeply to be saved: more than {MOST_DEPTH} deep")
             return self._inside(value, steps, encoder)
         return self._encode_array(value, steps)
 
@@ -103,7 +111,7 @@ class Encoder:
 
     def _key(self, key: Any, steps: Steps) -> Any:
         members = key if type(key) is tuple else (key,)
-        if not all(type(member) in (str, int, float, bool, type(None)) for member in members):
+        if not all(type(member) in _KEYS for member in members):
             raise CheckpointError(
                 f"{self._where(steps)} has the key {key!r:.80}, a {type(key).__qualname__}; "
                 "keys may be strings, numbers, booleans, None and flat tuples of these"
@@ -130,7 +138,7 @@ class Encoder:
         identity = _identity(tensor)
         if identity in self._name_of:
             return self._name_of[identity]
-        name = wanted = ".".join(str(step) for step in steps) or "value"
+        name = wanted = ".".join(map(str, steps)).encode("utf-8", "backslashreplace").decode() or "value"
         number = 2
         while name in self.tensors or name in _RESERVED_NAMES:
             name, number = f"{wanted}#{number}", number + 1
@@ -195,39 +203,64 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     Raises:
         CheckpointError: the JSON is not one that `Encoder` writes.
     """
+    return _decode(value, _Given(tensor))
+
+
+class _Given:
+    """The tensors of a state, by name."""
+
+    def __init__(self, tensor: Callable[[str], torch.Tensor]) -> None:
+        self.tensor = tensor
+        self._of_arrays: set[str] = set()
+
+    def array(self, name: str) -> torch.Tensor:
+        """Return the bytes of a NumPy array, which is a copy of them and shares them with nothing."""
+        if name in self._of_arrays:
+            raise CheckpointError(f"{name!r:.80} is the content of two arrays")
+        self._of_arrays.add(name)
+        return self.tensor(name)
+
+
+def _decode(value: Any, given: _Given) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return [_decode(item, given) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next((name for name in value if name.startswith("$")), None)
     if tag is None:
-        return {name: decode(item, tensor) for name, item in value.items()}
+        return {name: _decode(item, given) for name, item in value.items()}
     if leaves.is_tag(tag):
         return leaves.decode(tag, value[tag])
     if tag not in _TAGS:
-        raise CheckpointError(f"{tag!r} is not known to this version of tr-ckpt; a newer one wrote it")
+        raise CheckpointError(f"{tag!r:.80} is not known to this version of tr-ckpt; a newer one wrote it")
     try:
-        return _TAGS[tag](value, tensor)
+        return _TAGS[tag](value, given)
     except CheckpointError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(f"the content of {tag!r} cannot be read: {error}") from error
 
 
-def _decode_pairs(pairs: Any, tensor: Callable[[str], torch.Tensor]) -> list[tuple[Any, Any]]:
-    return [(decode(key, tensor), decode(item, tensor)) for key, item in pairs]
+def _decode_pairs(pairs: Any, given: _Given) -> list[tuple[Any, Any]]:
+    decoded = [(_decode(key, given), _decode(item, given)) for key, item in pairs]
+    for key, _ in decoded:
+        members = key if type(key) is tuple else (key,)
+        if not all(type(member) in _KEYS for member in members):
+            raise TypeError(f"a {type(key).__name__} is a key")
+    key_spread.check(key for key, _ in decoded)
+    return decoded
 
 
-def _decode_ordered(value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
-    ordered = OrderedDict(_decode_pairs(value["$ordered"], tensor))
+def _decode_ordered(value: dict[str, Any], given: _Given) -> Any:
+    ordered = OrderedDict(_decode_pairs(value["$ordered"], given))
     if "$metadata" in value:
-        ordered._metadata = decode(value["$metadata"], tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        ordered._metadata = _decode(value["$metadata"], given)  # pyright: ignore[reportAttributeAccessIssue]
     return ordered
 
 
-def _decode_array(value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+def _decode_array(value: dict[str, Any], given: _Given) -> Any:
     array = value["$array"]
-    return leaves.array_from_bytes(tensor(array["tensor"]), array["dtype"], array["shape"])
+    return leaves.array_from_bytes(given.array(array["tensor"]), array["dtype"], array["shape"])
 
 
 _CONTAINERS: dict[type, Callable[[Encoder, Any, Steps], Any]] = {
@@ -238,11 +271,11 @@ _CONTAINERS: dict[type, Callable[[Encoder, Any, Steps], Any]] = {
     Counter: Encoder._counter,
 }
 
-_TAGS: dict[str, Callable[[dict[str, Any], Callable[[str], torch.Tensor]], Any]] = {
-    "$tensor": lambda value, tensor: tensor(value["$tensor"]),
-    "$tuple": lambda value, tensor: tuple(decode(item, tensor) for item in value["$tuple"]),
-    "$dict": lambda value, tensor: dict(_decode_pairs(value["$dict"], tensor)),
+_TAGS: dict[str, Callable[[dict[str, Any], _Given], Any]] = {
+    "$tensor": lambda value, given: given.tensor(value["$tensor"]),
+    "$tuple": lambda value, given: tuple(_decode(item, given) for item in value["$tuple"]),
+    "$dict": lambda value, given: dict(_decode_pairs(value["$dict"], given)),
     "$ordered": _decode_ordered,
-    "$counter": lambda value, tensor: Counter(dict(_decode_pairs(value["$counter"], tensor))),
+    "$counter": lambda value, given: Counter(dict(_decode_pairs(value["$counter"], given))),
     "$array": _decode_array,
 }

@@ -1,4 +1,4 @@
-"""`trainer ckpt verify`: read every byte of checkpoints."""
+"""`trainer ckpt verify`: read every byte of checkpoints, and open each file as a load would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from tr_ckpt import catalogue
+from tr_ckpt import catalogue, reading_back
 from tr_ckpt.command import listing, selection
 from tr_ckpt.command.progress import Progress
 from tr_ckpt.command.selection import COMPLETE, DAMAGED, UNREADABLE, Entry
@@ -43,6 +43,8 @@ def _verify(entry: Entry, progress: Progress) -> Entry:
             damages += _damage(entry.found.path, described, name, progress)
         if damages:
             return replace(entry, condition=DAMAGED, problem="; ".join(damages))
+        if problems := reading_back.problems(entry.found.path, described):
+            return replace(entry, condition=UNREADABLE, problem="; ".join(problems))
     elif entry.condition == DAMAGED and described is not None:  # sizes were wrong: there may be more
         damages = catalogue.damages(entry.found.path, described, list(described.files))
         return replace(entry, problem="; ".join(damages) or entry.problem)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tr_ckpt import files
+from tr_ckpt import files, path_names, plain_file
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.foreign import pickled
 from tr_ckpt.foreign.pickled import Strided
+
+# What the tensors of a file may come to, each written out for itself: so much in any case, else so many times the file.
+MOST_BYTES = 64_000_000
+TIMES_THE_FILE = 16
 
 
 def read(path: Path) -> Any:
@@ -25,9 +30,10 @@ def read(path: Path) -> Any:
         DamagedCheckpointError: the file is cut off, was changed, or is no such archive.
     """
     name = path.name
+    plain_file.require(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            return _Archive(archive).load()
+            return _Archive(archive, path.stat().st_size).load()
     except pickled.RefusedNameError as error:
         raise CheckpointError(
             f"{name} names {error}, which is neither tensor, number nor container: nothing of it was executed, and it "
@@ -47,10 +53,14 @@ def read(path: Path) -> Any:
 class _Archive:
     """An open archive, and the storages that were read from it."""
 
-    def __init__(self, archive: zipfile.ZipFile) -> None:
+    def __init__(self, archive: zipfile.ZipFile, size_bytes: int) -> None:
         self._archive = archive
+        self._size_bytes = size_bytes
+        self._made_bytes = 0
         self._storages: dict[str, torch.Tensor] = {}
         names = archive.namelist()
+        if problem := path_names.wrong_among(names):
+            raise DamagedCheckpointError(f"it has {problem}")
         pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1 or len(set(names)) != len(names):
             raise DamagedCheckpointError("it is a zip archive, but not one of torch.save")
@@ -72,13 +82,23 @@ class _Archive:
         return pickled.load(self._archive.read(self._pickle), self._tensor)
 
     def _check_sizes(self) -> None:
-        for entry in self._archive.infolist():
+        entries = self._archive.infolist()
+        for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise DamagedCheckpointError(f"{entry.filename} in it is compressed, which torch.save never does")
+        if sum(entry.file_size for entry in entries) > self._size_bytes:
+            raise DamagedCheckpointError("its entries are longer than it is: they lie over each other, or are cut off")
 
     def _tensor(self, described: Strided) -> torch.Tensor:
-        numbers = self._storage(described.storage.key)
         width = described.dtype.itemsize
+        # Those that overlap, or repeat a number, are whole ones as soon as they are copied.
+        self._made_bytes += math.prod(described.size) * width
+        if self._made_bytes > max(MOST_BYTES, TIMES_THE_FILE * self._size_bytes):
+            raise CheckpointError(
+                f"its tensors come to more than {TIMES_THE_FILE} times its {self._size_bytes:,} bytes: they repeat the "
+                "same numbers. Save what is not repeated, as tensor.clone() of it"
+            )
+        numbers = self._storage(described.storage.key)
         available = numbers.numel() // width
         last = described.offset + sum((n - 1) * step for n, step in zip(described.size, described.stride, strict=True))
         if 0 not in described.size and last >= available:

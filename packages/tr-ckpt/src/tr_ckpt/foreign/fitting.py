@@ -47,10 +47,13 @@ def fit(part: str, state: Any, target: Any) -> Any:
     """
     if part == "model" and isinstance(target, nn.Module):
         return model_names.complete(state, target)
-    if part == "optimizer" and isinstance(groups := getattr(target, "param_groups", None), list):
-        _check_optimizer(state, target, groups)
-    if part == "scheduler":
-        _check_schedule(state, getattr(target, "schedule", target))  # a part may only keep its state for later
+    try:
+        if part == "optimizer" and isinstance(groups := getattr(target, "param_groups", None), list):
+            _check_optimizer(state, target, groups)
+        if part == "scheduler":
+            _check_schedule(state, getattr(target, "schedule", target))  # a part may only keep its state for later
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the state of the part {part!r} is not made as torch makes one: {error!r}") from error
     return state
 
 

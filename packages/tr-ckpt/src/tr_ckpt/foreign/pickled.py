@@ -3,21 +3,25 @@
 A pickle is a program: it names functions and calls them. Here each name that may occur stands for something of this
 file, which keeps what it is given and does nothing; any other name is refused before anything is called. Tensors come
 out as descriptions, which `archive.py` turns into tensors; arrays and scalars of NumPy become tensors and numbers.
-Neither torch's unpickler nor NumPy takes part, so what is read does not depend on their versions.
+Neither Python's unpickler nor torch's nor NumPy takes part, so what is read does not depend on their versions.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import torch
 
+from tr_ckpt import key_spread
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt.foreign.pickle_machine import Machine
+from tr_ckpt.foreign.shared_values import TIMES_THE_FILE, Finishing
+
+# Of a tensor, as in NumPy; torch writes fewer.
+_MOST_DIMENSIONS = 64
 
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -80,16 +84,16 @@ class _DType:
 
     def __init__(self, code: Any) -> None:
         if code not in _NUMBERS:
-            raise CheckpointError(f"it holds a NumPy value of dtype {code!r}; numbers and booleans are read")
+            raise CheckpointError(f"it holds a NumPy value of dtype {code!r:.80}; numbers and booleans are read")
         self.number = _NUMBERS[code]
 
-    def __setstate__(self, state: Any) -> None:
+    def take(self, state: Any) -> None:
         if state[1] == ">":
             raise CheckpointError("it holds NumPy values with the high byte first, which are not read")
 
     def tensor(self, data: Any) -> torch.Tensor:
         if not isinstance(data, bytes):
-            raise pickle.UnpicklingError(f"a NumPy value holds {type(data).__name__} in place of bytes")
+            raise DamagedCheckpointError(f"a NumPy value holds {type(data).__name__} in place of bytes")
         return torch.frombuffer(bytearray(data), dtype=self.number) if data else torch.empty(0, dtype=self.number)
 
 
@@ -98,11 +102,13 @@ class _Array:
 
     values = torch.empty(0)
 
-    def __setstate__(self, state: Any) -> None:
+    def take(self, state: Any) -> None:
         """Take what NumPy writes of an array: version, shape, dtype, whether in Fortran's order, bytes."""
         _, shape, dtype, in_fortran_order, data = state
         if in_fortran_order and len(shape) > 1:
             raise CheckpointError("it holds a NumPy array in Fortran's order, which is not read")
+        if len(shape) > _MOST_DIMENSIONS:
+            raise DamagedCheckpointError(f"it holds a NumPy array of {len(shape):,} dimensions")
         self.values = dtype.tensor(data).reshape(shape)
 
 
@@ -112,8 +118,17 @@ def _scalar(dtype: _DType, data: Any) -> Any:
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise pickle.UnpicklingError("bytes are given in a form that pickle does not write")
+        raise DamagedCheckpointError("bytes are given in a form that pickle does not write")
     return text.encode("latin1")
+
+
+def _keyed(kind: type, given: Any = ()) -> Any:
+    pairs = list(given.items()) if isinstance(given, dict) else [(key, value) for key, value in given]
+    keys = [key for key, _ in pairs]
+    if not all(type(key) in (str, int, float, bool, type(None)) for key in keys):
+        raise CheckpointError("it has a key that is neither text, number, boolean nor None")
+    key_spread.check(keys)
+    return kind(pairs if kind is OrderedDict else dict(pairs))
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Strided:
@@ -127,10 +142,10 @@ def _tensor_with_dtype(  # noqa: PLR0917  the order in which torch writes them
 
 
 def _strided(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Strided:
-    numbers = (offset, *size, *stride)
     is_sound = isinstance(storage, Storage) and isinstance(dtype, torch.dtype) and len(size) == len(stride)
-    if not is_sound or not all(type(number) is int and number >= 0 for number in numbers):
-        raise pickle.UnpicklingError("a tensor is described in a form that torch does not write")
+    is_sound = is_sound and len(size) <= _MOST_DIMENSIONS
+    if not is_sound or not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *size, *stride)):
+        raise DamagedCheckpointError("a tensor is described in a form that torch does not write")
     return Strided(storage, offset, tuple(size), tuple(stride), dtype)
 
 
@@ -138,44 +153,84 @@ def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+@dataclass(frozen=True, slots=True)
+class _Callee:
+    """What a name stands for that a pickle may call."""
+
+    function: Callable[..., Any]
+
+
 _NUMPY: dict[str, Any] = {
     "multiarray._reconstruct": lambda *given: _Array(),
     "multiarray.scalar": _scalar,
 }
 
-# Everything that a pickle may name, and what it gets.
-_ALLOWED: dict[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "collections.Counter": Counter,
+_CALLED: dict[str, Any] = {
+    "collections.OrderedDict": lambda *given: _keyed(OrderedDict, *given),
+    "collections.Counter": lambda *given: _keyed(Counter, *given),
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
     "torch._utils._rebuild_parameter": _parameter,
     "torch.Size": lambda size=(): torch.Size(size),
     "torch.device": lambda kind, index=None: torch.device(kind) if index is None else torch.device(kind, index),
     "_codecs.encode": _encode,
-    "numpy.ndarray": _Array,
+    "numpy.ndarray": lambda *given: _Array(),
     "numpy.dtype": lambda code, *rest: _DType(code),
     **{f"numpy.{core}.{name}": stand_in for core in ("core", "_core") for name, stand_in in _NUMPY.items()},
+}
+
+# Everything that a pickle may name, and what it gets.
+_ALLOWED: dict[str, Any] = {
+    **{name: _Callee(function) for name, function in _CALLED.items()},
     **_DTYPES,
     **_STORAGES,
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        path = f"{module}.{name}"
+class RefusedNameError(CheckpointError):
+    """A pickle names something that is not read; the message is the name."""
+
+
+class _Names:
+    """What the names in one pickle stand for, and how much they have made of what they were given.
+
+    Args:
+        size_bytes: of the pickle.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = TIMES_THE_FILE * size_bytes
+
+    def find(self, path: str) -> Any:
         if path not in _ALLOWED:
             raise RefusedNameError(path)
         return _ALLOWED[path]
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
-            raise pickle.UnpicklingError("something other than a storage is kept outside the pickle")
+            raise DamagedCheckpointError("something other than a storage is kept outside the pickle")
         return Storage(str(pid[2]), pid[1])
 
+    def call(self, callee: Any, given: tuple[Any, ...]) -> Any:
+        if not isinstance(callee, _Callee):
+            raise DamagedCheckpointError(f"it calls a {type(callee).__name__}")
+        self._charge(given)
+        return callee.function(*given)
 
-class RefusedNameError(CheckpointError):
-    """A pickle names something that is not read; the message is the name."""
+    def build(self, made: Any, state: Any) -> None:
+        if isinstance(made, _DType | _Array):
+            self._charge(state)
+            made.take(state)
+        elif isinstance(made, OrderedDict) and isinstance(state, dict) and set(state) <= {"_metadata"}:
+            vars(made).update(state)  # versions of a module's state
+        elif not isinstance(made, Counter) or state:
+            raise CheckpointError(f"it gives a {type(made).__name__} attributes, which are not read")
+
+    def _charge(self, given: Any) -> None:
+        # What is given may be shared, and each call makes something of all of it.
+        self._left -= sum(len(each) for each in given if isinstance(each, str | bytes | list | tuple | dict))
+        if self._left < 0:
+            raise CheckpointError("it makes much more of its values than it holds: the same ones again and again")
 
 
 def load(data: bytes, tensor: Callable[[Strided], torch.Tensor]) -> Any:
@@ -183,29 +238,20 @@ def load(data: bytes, tensor: Callable[[Strided], torch.Tensor]) -> Any:
 
     Raises:
         RefusedNameError: it names anything but tensors, numbers and containers; nothing was executed.
+        CheckpointError: it holds something else that is not read, or stands for much more than it is.
         DamagedCheckpointError: it is no pickle, or is cut off.
     """
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Strided):
+            return tensor(value)
+        return value.values if isinstance(value, _Array) else value
+
+    names = _Names(len(data))
+    machine = Machine(data, find=names.find, persistent=names.persistent, call=names.call, build=names.build)
     try:
-        return _with_tensors(_Unpickler(BytesIO(data)).load(), tensor)
+        return Finishing(len(data), replaced).finish(machine.run())
     except CheckpointError:
         raise
-    except Exception as error:  # whatever an unpickler objects to, the bytes are what is wrong
+    except Exception as error:  # whatever an instruction objects to, the bytes are what is wrong
         raise DamagedCheckpointError(f"{type(error).__name__}: {error}") from error
-
-
-def _with_tensors(value: Any, tensor: Callable[[Strided], torch.Tensor]) -> Any:
-    if isinstance(value, Strided):
-        return tensor(value)
-    if isinstance(value, _Array):
-        return value.values
-    if type(value) is list:
-        return [_with_tensors(item, tensor) for item in value]
-    if type(value) is tuple:
-        return tuple(_with_tensors(item, tensor) for item in value)
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _with_tensors(value[key], tensor)
-        metadata = vars(value) if isinstance(value, OrderedDict) else {}
-        for name in metadata:
-            metadata[name] = _with_tensors(metadata[name], tensor)
-    return value

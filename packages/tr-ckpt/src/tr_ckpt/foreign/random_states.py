@@ -19,7 +19,7 @@ def find(folder: Path) -> dict[int, str]:
     """Return the names of the files with random states, by rank."""
     if (folder / "rng_state.pth").is_file():
         return {0: "rng_state.pth"}
-    matches = (re.fullmatch(r"rng_state_(\d+)\.pth", path.name) for path in folder.iterdir())
+    matches = (re.fullmatch(r"rng_state_(0|[1-9][0-9]{0,5})\.pth", path.name) for path in folder.iterdir())
     return dict(sorted((int(match[1]), match[0]) for match in matches if match))
 
 
@@ -35,8 +35,11 @@ def read(path: Path) -> dict[str, Any]:
     saved = archive.read(path)
     try:
         version, words, gauss = saved["python"]
+        words = torch.tensor(words, dtype=torch.int64)
+        if words.ndim != 1:
+            raise ValueError(f"words of shape {tuple(words.shape)}")
         state: dict[str, Any] = {
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "python": {"version": version, "words": words, "gauss": gauss},
             "torch": saved["cpu"],
         }
         if "numpy" in saved:
@@ -47,6 +50,6 @@ def read(path: Path) -> dict[str, Any]:
             if kind in saved:
                 held = saved[kind]
                 state[kind] = list(held) if isinstance(held, list | tuple) else [held]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{path.name} lacks what it must hold: {error!r}") from error
     return state

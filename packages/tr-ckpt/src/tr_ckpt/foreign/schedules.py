@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tr_ckpt.errors import DamagedCheckpointError
+
 # What only the state of transformers' GreedyLR has.
 _GREEDY = "reset_start_original"
 
@@ -13,6 +15,13 @@ def read(saved: dict[str, Any]) -> dict[str, Any]:
     state = {name: value for name, value in saved.items() if name != "verbose"}  # whether to print, before torch 2.7
     if _GREEDY not in state:
         return state
+    try:
+        return _greedy(state)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"the schedule's state lacks what it must hold: {error!r}") from error
+
+
+def _greedy(state: dict[str, Any]) -> dict[str, Any]:
     limit, left = state.pop(_GREEDY), state.pop("reset_start")
     return {
         **{name: value for name, value in state.items() if name not in ("_init_lrs", "_streaming_avg")},

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt.errors import DamagedCheckpointError
+from tr_ckpt import plain_file, strict_json
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.names import step_of
 
 FILE = "trainer_state.json"
+
+# What is looked into here, where it is there.
+_KINDS = {"log_history": list, "stateful_callbacks": dict}
 
 # What callbacks find in transformers' file that is no callback: flags that every event sets anew.
 _CONTROL = "TrainerControl"
@@ -22,13 +25,17 @@ def read(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: it is missing, no JSON, or says of no step.
     """
+    plain_file.require(folder / FILE)
     try:
-        state = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        state = strict_json.read(folder / FILE, is_lax=True)
+    except (OSError, CheckpointError) as error:
         raise DamagedCheckpointError(f"{FILE} cannot be read: {error}") from error
     step = state.get("global_step") if isinstance(state, dict) else None
-    if type(step) is not int or step < 0:
+    if type(step) is not int or not 0 <= step < 10**18:
         raise DamagedCheckpointError(f"{FILE} holds no global_step, the number of completed steps")
+    for name, kind in _KINDS.items():
+        if not isinstance(state.get(name), kind | None):
+            raise DamagedCheckpointError(f"{FILE} holds a {type(state[name]).__name__} as {name}")
     return state
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tr_ckpt import tensor_file
+from tr_ckpt import path_names, plain_file, strict_json, tensor_file
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.foreign import archive
 
@@ -54,13 +53,16 @@ def _sharded(folder: Path, index: str) -> dict[str, torch.Tensor]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
+    plain_file.require(path)
     try:
-        placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        placed = strict_json.read(path)["weight_map"]
         files = set(placed.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, CheckpointError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path.name} cannot be read: {error!r}") from error
+    if problem := path_names.wrong_among(files):
+        raise DamagedCheckpointError(f"{path.name} names {problem}")
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in (".safetensors", ".bin"):
+        if "/" in file or Path(file).suffix not in (".safetensors", ".bin"):
             raise DamagedCheckpointError(f"{path.name} names {file!r}, which is no file of weights beside it")
     return placed
 
@@ -74,6 +76,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         except CheckpointError as error:
             raise DamagedCheckpointError(str(error)) from error
     weights: Any = archive.read(path)
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items()
+    ):
         raise CheckpointError(f"{path.name} holds more than tensors by name; it is no file of weights")
     return dict(weights)

@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from pathlib import Path
 
-from tr_ckpt import catalogue, files, manifest, names, staging
+from tr_ckpt import catalogue, files, manifest, names, reading_back, staging
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError
 from tr_ckpt.hub.commit import COMMIT, Commit, commit_of
@@ -173,7 +173,7 @@ def _download(commit: Commit, name: str, into: Path) -> Path:
     described = manifest.read(folder)
     _check_sizes(commit, name, described)  # before much is downloaded
     commit.download(f"{name}/*", listed, into)
-    catalogue.verify(folder, catalogue.check_quickly(Found(None, name, folder)))
+    reading_back.verify(folder, catalogue.check_quickly(Found(None, name, folder)))
     return folder
 
 

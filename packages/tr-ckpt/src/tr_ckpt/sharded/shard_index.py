@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from tr_ckpt import plain_file, strict_json
 from tr_ckpt.errors import CheckpointError
+from tr_ckpt.sharded import tiling
 from tr_ckpt.tensor_file import DTYPES
 
 FORMAT = 1
@@ -102,12 +104,27 @@ def read(path: Path, files: Collection[str]) -> Index:
     """
     plain_file.require(path)
     try:
-        content = strict_json.loads(path.read_bytes().decode())
+        content = strict_json.read(path)
         if content["format"] != FORMAT:
-            raise CheckpointError(f"its format is {content['format']!r}; this version reads {FORMAT}")
-        return {name: _tensor(name, entry, files) for name, entry in content["tensors"].items()}
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"its format is {content['format']!r:.80}; this version reads {FORMAT}")
+        index = {name: _tensor(name, entry, files) for name, entry in content["tensors"].items()}
+        _check_sizes(path.parent, index)
+        return index
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+
+
+def _check_sizes(folder: Path, index: Index) -> None:
+    """Refuse an index of more than its files hold, before memory is taken for it."""
+    needed: Counter[str] = Counter()
+    for saved in index.values():
+        for chunk in saved.chunks:
+            needed[chunk.file] += math.prod(chunk.size) * saved.dtype.itemsize
+    for file, size in needed.items():
+        plain_file.require(folder / file)
+        held = (folder / file).stat().st_size
+        if size > held:
+            raise CheckpointError(f"it places {size:,} bytes in {file}, which has {held:,}")
 
 
 def of_plain_file(path: Path) -> Index:
@@ -145,14 +162,13 @@ def _tensor(name: str, entry: dict[str, Any], files: Collection[str]) -> SavedTe
         if not inside:
             raise CheckpointError(f"a chunk of {name!r} lies outside its shape {list(shape)}")
         chunks.append(chunk)
-    filled = sum(math.prod(chunk.size) for chunk in chunks)
-    if filled != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
-        raise CheckpointError(f"the chunks of {name!r} do not fill its shape {list(shape)}")
+    if not tiling.is_filled(shape, [(chunk.offset, chunk.size) for chunk in chunks]):
+        raise CheckpointError(f"the chunks of {name!r} do not fill its shape {list(shape)}, each number once")
     return SavedTensor(_dtype(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
 
 
 def _numbers(given: Any) -> tuple[int, ...]:
-    if not isinstance(given, list) or not all(type(number) is int and number >= 0 for number in given):
+    if not isinstance(given, list) or not all(type(number) is int and 0 <= number < 2**63 for number in given):
         raise CheckpointError(f"{given!r:.80} is no list of lengths")
     return tuple(given)
 
