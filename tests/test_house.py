@@ -157,8 +157,11 @@ def test_no_path_of_this_machine_is_written_down():
     assert hits == []
 
 
-@pytest.mark.parametrize("name", ["alike", "bounded_text", "bounded_yaml"])
-def test_what_two_packages_have_alike_on_purpose_stays_alike(name):
-    folders = (ROOT / f"packages/{name}/src/{name.replace('-', '_')}" for name in ("tr-args", "tr-dist"))
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("alike", "tr_args"), ("bounded_text", "tr_args"), ("bounded_yaml", "tr_args"), ("streams", "tr_log")],
+)
+def test_what_two_packages_have_alike_on_purpose_stays_alike(name, package):
+    folders = (ROOT / f"packages/{owner.replace('_', '-')}/src/{owner}" for owner in (package, "tr_dist"))
     mine, theirs = ((folder / f"{name}.py").read_text() for folder in folders)
-    assert mine.replace(f"tr_dist/{name}", f"tr_args/{name}").replace("tr_args.", "tr_dist.") == theirs
+    assert mine.replace(f"tr_dist/{name}", f"{package}/{name}").replace(f"{package}.", "tr_dist.") == theirs

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from io import TextIOWrapper
 
 from tr_all.summary import summary
+from tr_log.streams import usable_streams, write_text
 
 GROUP = "tr.commands"
 USAGE_ERROR = 2
+READER_GONE = 128 + 13  # as a shell has it
 
 _USAGE = "usage: trainer COMMAND [ARGUMENT ...]"
 
@@ -25,9 +29,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `trainer`; None takes this program's.
 
     Returns:
-        The exit code: the subcommand's, or 2 if there is no such subcommand, or 1 if it cannot be loaded.
+        The exit code: the subcommand's, or 2 if there is no such subcommand, or 1 if it cannot be loaded; 141 if
+        nobody reads what is printed any more, as of a command that SIGPIPE ended, and 1 if it cannot be written.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    with usable_streams():
+        _escape_what_stdout_cannot_hold()
+        try:
+            try:
+                code = _run(list(sys.argv[1:] if argv is None else argv))
+            except SystemExit:  # of --help, which was printed
+                sys.stdout.flush()
+                raise
+            sys.stdout.flush()
+            return code
+        except OSError as error:
+            if not _stdout_is_lost():
+                raise
+            return _leave_quietly(error)
+
+
+def _run(words: list[str]) -> int:
     if words[:1] in (["-h"], ["--help"], ["help"]):
         print(_help())
         return 0
@@ -48,6 +69,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trainer: command {name!r} of {_origin(offers[0])} cannot be loaded: {error}", file=sys.stderr)
         return 1
     return command(rest) or 0
+
+
+def _escape_what_stdout_cannot_hold() -> None:
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _stdout_is_lost() -> bool:
+    """Return whether nothing can be printed any more, which tells the error of that from any other."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _leave_quietly(error: OSError) -> int:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # or the interpreter would try it once more, and say so
+    os.close(nowhere)
+    if isinstance(error, BrokenPipeError):
+        return READER_GONE
+    write_text(sys.stderr, f"trainer: what is printed cannot be written: {error.strerror}\n")
+    return 1
 
 
 def commands() -> dict[str, list[EntryPoint]]:

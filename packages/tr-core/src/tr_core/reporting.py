@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +12,7 @@ from tr_core import saving
 from tr_core.assembly import Assembly
 from tr_core.metric_window import MetricWindow
 from tr_core.preflight.requested import stop_if_requested
+from tr_log.terminal import write_line
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -96,7 +98,8 @@ class Reporting(Assembly):
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
         """Print metrics readably, on the main process."""
         if self.is_world_process_zero():
-            print("\n".join([f"***** {split} metrics *****", *saving.metric_lines(self.metrics_format(metrics))]))
+            lines = [f"***** {split} metrics *****", *saving.metric_lines(self.metrics_format(metrics))]
+            write_line(sys.stdout, "\n".join(lines))
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Return metrics as `log_metrics` prints them: run times as h:m:s, operations in GF, numbers to four places."""

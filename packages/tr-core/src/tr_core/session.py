@@ -35,6 +35,7 @@ from tr_core.state import TrainerState
 from tr_core.steps import make_plan, resolve_steps
 from tr_core.training_mode import TrainingMode
 from tr_core.window import close_window
+from tr_log.streams import usable_streams
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -47,7 +48,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     set_seed(seed, deterministic=trainer.args.full_determinism, device=trainer.strategy.device)
     trainer.renew_model()
     check_quantized(trainer.model)
-    with while_training(trainer), trainer.memory.stage("train") as read_memory:
+    with usable_streams(), while_training(trainer), trainer.memory.stage("train") as read_memory:
         run = _begin(trainer, resume, ignore_keys)
         if is_complete(trainer, run):
             return _leave_finished(trainer, run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from tr_dist.alike import alike_on_all_ranks
 from tr_dist.environment import LaunchEnvironment
 from tr_dist.rendezvous import meeting_place, open_store
+from tr_dist.streams import flush_streams
 
 # Seconds that gloo's worker threads get to let go of their last operation, for which they need the interpreter's
 # lock. If the interpreter finalizes in that moment, CPython ends the thread by unwinding it through a C++ destructor:
@@ -296,8 +296,7 @@ def _leave_at_exit() -> None:
     if ProcessGroup._made_here and dist.is_initialized() and not ProcessGroup._stuck:
         _destroy_within(_FAILED_DESTROY_S)  # how the run ended is not known here, so nobody is waited for
     if ProcessGroup._stuck:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(1)  # finalizing would join the stuck thread; the traceback has been printed by now
     time.sleep(max((_unsettled_s(left_at) for left_at, _ in ProcessGroup._left), default=0.0))
     _release_settled()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from tr_log.streams import write_text
 from tr_log.terminal import is_terminal
 
 
@@ -55,8 +56,7 @@ class AboveBars(io.TextIOBase):
         """
         self._is_released = True
         if self._begun:
-            self.stream.write(_overwritten(self._begun))
-            self.stream.flush()
+            write_text(self.stream, _overwritten(self._begun))
             self._begun = ""
 
     def isatty(self) -> bool:

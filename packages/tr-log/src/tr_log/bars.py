@@ -26,6 +26,6 @@ class Bar(Protocol):
 def open_bar(stream: TextIO | None, description: str, total: int | None, *, unit: str = "it") -> Bar:
     """Return what fits `stream`, None being `sys.stderr`: a bar on a terminal, lines elsewhere."""
     where = stream if stream is not None else sys.stderr
-    if is_terminal(where):
+    if where is not None and is_terminal(where):
         return TerminalBar(Screen.on(where), description, total, unit=unit)
     return TextBar(where, description, total, unit=unit)

@@ -46,7 +46,7 @@ class ProgressCallback:
         self._pace = Pace(state.global_step, state.max_steps)
         self._summary = {}
         self._write(_beginning(state))
-        if is_terminal(stream):
+        if stream is not None and is_terminal(stream):
             self._training = TerminalBar(Screen.on(stream), "training", self._pace.total, completed=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ class ProgressCallback:
         self._write("  ".join([*where, "evaluation", *wording.evaluation(logs)]))
         self._shown = frozenset(logs)
 
-    def _stream(self) -> TextIO:
+    def _stream(self) -> TextIO | None:
         return self._given_stream if self._given_stream is not None else sys.stderr
 
     def _write(self, line: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from functools import cache
 from typing import TextIO
+
+from tr_log.streams import write_text
 
 # Set on a record that was written: it may come to this handler from several loggers.
 _SHOWN = "_tr_log_shown"
@@ -50,11 +53,12 @@ class RankHandler(logging.Handler):
             return
         setattr(record, _SHOWN, True)
         try:
-            stream = self.stream or sys.stderr
-            stream.write(self.format(record) + "\n")
-            stream.flush()
-        except Exception:
-            self.handleError(record)
+            text = self.format(record)
+        except Exception:  # the message and its arguments do not go together
+            with contextlib.suppress(ValueError):  # stderr is closed
+                self.handleError(record)
+            return
+        write_text(self.stream if self.stream is not None else sys.stderr, text + "\n")
 
     def _is_shown_by_the_application(self, record: logging.LogRecord) -> bool:
         handlers = [h for h in logging.getLogger().handlers if not isinstance(h, logging.NullHandler)]

@@ -83,7 +83,7 @@ class Screen:
         if self._live is not None:
             try:
                 self._live.refresh()
-            except OSError:
+            except (OSError, ValueError):
                 self._give_up()
         self._next_s = time.perf_counter() + SECONDS_BETWEEN_DRAWINGS
 
@@ -94,9 +94,11 @@ class Screen:
             return
         from rich.text import Text
 
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        shown = line.encode(encoding, "backslashreplace").decode(encoding)
         try:
-            self._live.console.print(Text.from_ansi(line), soft_wrap=True)
-        except OSError:
+            self._live.console.print(Text.from_ansi(shown), soft_wrap=True)
+        except (OSError, ValueError):
             self._give_up()
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class Screen:
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 live.stop()
         self._bars.clear()
         self._taken.close()
@@ -127,7 +129,7 @@ class Screen:
         atexit.register(self.close)  # an error outside the training loop must not leave the cursor hidden
         try:
             live.start()
-        except OSError:
+        except (OSError, ValueError):
             self._give_up()
 
     def _render(self) -> Text:

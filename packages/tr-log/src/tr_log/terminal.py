@@ -6,8 +6,10 @@ import contextlib
 import os
 from typing import TextIO
 
+from tr_log.streams import write_text
 
-def is_terminal(stream: TextIO) -> bool:
+
+def is_terminal(stream: TextIO | None) -> bool:
     """Return whether bars may be drawn on `stream`.
 
     That takes a terminal that can move its cursor (the environment's TERM is not `dumb`), and that the
@@ -18,14 +20,11 @@ def is_terminal(stream: TextIO) -> bool:
         return False
     if os.environ.get("TERM", "").lower() == "dumb":
         return False
-    with contextlib.suppress(AttributeError, ValueError):  # no stream at all, or a closed one
-        return stream.isatty()
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # no stream at all, or a closed one
+        return stream is not None and stream.isatty()
     return False
 
 
-def write_line(stream: TextIO, line: str) -> None:
+def write_line(stream: TextIO | None, line: str) -> None:
     """Write one line at once; a stream that is gone (a closed pipe, a lost terminal) ends no training."""
-    with contextlib.suppress(OSError, ValueError):
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        stream.flush()
+    write_text(stream, line + "\n")

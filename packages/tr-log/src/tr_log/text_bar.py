@@ -30,7 +30,7 @@ class TextBar:
 
     def __init__(
         self,
-        stream: TextIO,
+        stream: TextIO | None,
         description: str,
         total: int | None = None,
         *,

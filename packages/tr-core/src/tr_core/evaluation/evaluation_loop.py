@@ -21,6 +21,7 @@ from tr_core.fast_dev_run import dev_run_batches
 from tr_core.metric_window import separate_window
 from tr_core.model_io import batch_size_of, to_device
 from tr_core.results import EvalLoopOutput, EvalPrediction
+from tr_log.streams import usable_streams
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -139,7 +140,7 @@ def in_evaluation_context(trainer: Trainer) -> Iterator[None]:
     trainer.prepare()
     trainer.is_in_evaluation = True
     try:
-        with trainer.evaluation_context():
+        with usable_streams(), trainer.evaluation_context():
             yield
     finally:
         trainer.is_in_evaluation = False

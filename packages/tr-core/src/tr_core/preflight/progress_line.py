@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+from tr_log.terminal import write_line
+
 
 def say(text: str) -> None:
     """Write one line to stderr at once, on the first of several processes."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"preflight: {text}", file=sys.stderr, flush=True)
+        write_line(sys.stderr, f"preflight: {text}")

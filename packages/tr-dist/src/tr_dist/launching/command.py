@@ -9,6 +9,7 @@ from typing import Any
 
 from tr_dist.launching.accelerate_file import FileSettings, interpret, read_file
 from tr_dist.launching.launch import Launch, LaunchError, visible_devices
+from tr_dist.streams import flush_streams
 
 _USAGE_ERROR = 2
 _DESCRIPTION = """Start a script in several processes, here and on other machines, and restart them if asked.
@@ -173,7 +174,7 @@ def _become(launch: Launch) -> None:
     """Turn this process into the script: one process needs no launcher between it and its signals."""
     words = [*(["-m"] if launch.is_module else []), *launch.command]
     os.environ.update(launch.variables)
-    sys.stdout.flush()
+    flush_streams()
     os.execv(sys.executable, [sys.executable, *words])
 
 

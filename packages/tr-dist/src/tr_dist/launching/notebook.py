@@ -23,6 +23,7 @@ import torch
 
 from tr_dist.launching.report import describe, read_ending
 from tr_dist.process_group import ProcessGroup
+from tr_dist.streams import flush_streams
 
 # Seconds that the others get once one has failed: first by themselves, then told to stop.
 _GRACE_S, _STOP_S = 2.0, 15.0
@@ -82,8 +83,7 @@ def notebook_launcher(
             context.Process(target=_become_rank, args=(rank, variables, folder, function, tuple(args)))
             for rank in range(count)
         ]
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         for process in processes:
             process.start()
         _wait(processes)

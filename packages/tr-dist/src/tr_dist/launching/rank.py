@@ -70,8 +70,9 @@ def _note_and_show(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _show(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is no stream
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 _OWN = {__file__, runpy.__file__, "<frozen runpy>"}
