@@ -77,7 +77,7 @@ def test_two_ranks_end_well_whatever_becomes_of_their_streams(tmp_path, conditio
     check_all_is_there(tmp_path / "out")
 
 
-@pytest.mark.parametrize("words", [["version"], ["--help"], ["launch", "--help"]])
+@pytest.mark.parametrize("words", [["version"], ["--help"]])
 @pytest.mark.parametrize(
     ("condition", "expected"), [("reader gone", 141), ("no descriptors", 0), ("ascii", 0), ("full disk", 1)]
 )

@@ -45,7 +45,7 @@ def test_log_records_progress_and_entries_are_lost_in_silence(without_streams):
     except ValueError:
         logger.exception("with its traceback")
     assert list(progress(range(3))) == [0, 1, 2]
-    with progress_bar(3, "lost") as bar:
+    with progress_bar("lost", 3) as bar:
         bar.advance()
     state = type("State", (), {"is_world_process_zero": True})
     PrinterCallback().on_log(None, state, None, logs={"loss": 1.0})
