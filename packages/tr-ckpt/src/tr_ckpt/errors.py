@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from tr_ckpt.printable import printable
+
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, or a state that cannot be put into one."""
+    """A checkpoint that cannot be used, or a state that cannot be put into one.
+
+    Its message may hold what a checkpoint says, and may be shown as it is, whoever made that: see `printable`.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message, lines=True))
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -20,7 +28,7 @@ class PushError(RuntimeError):
     """
 
     def __init__(self, message: str, *, status: int | None = None, may_pass: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(printable(message, lines=True))
         self.status = status
         self.may_pass = may_pass
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tr_ckpt import files, in_place, names
 from tr_ckpt.files import FileRecord
+from tr_ckpt.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def clear_abandoned(directory: Path) -> None:
         if not synced:  # the rename that made this folder superfluous may not have reached the disk
             files.sync_folder(directory)
             synced = True
-        logger.info("removing %s, left by a run that ended while it was working on it", left.path.name)
+        logger.info("removing %s, left by a run that ended while it was working on it", printable(left.path.name))
         discard(left.path)
 
 
@@ -186,7 +187,7 @@ def _put_back(left: names.Temporary) -> None:
         if error.errno != errno.EXDEV:
             raise
         return  # of a lower layer of overlayfs: it counts under the name that it has
-    logger.warning("put %s back: the run that was replacing it ended before it had", left.target)
+    logger.warning("put %s back: the run that was replacing it ended before it had", printable(left.target))
 
 
 def _complete(left: names.Temporary) -> None:

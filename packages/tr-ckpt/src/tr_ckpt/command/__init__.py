@@ -10,6 +10,7 @@ from importlib import import_module
 
 from tr_ckpt.command.parser import build_parser
 from tr_ckpt.errors import CheckpointError
+from tr_ckpt.printable import printable
 
 ERROR = 2
 
@@ -49,12 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # what reads the output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (CheckpointError, OSError) as error:
-        print(f"trainer ckpt {arguments.action}: {_text(error)}", file=sys.stderr)
+    except (CheckpointError, OSError, RecursionError) as error:
+        print(f"trainer ckpt {arguments.action}: {printable(_text(error), lines=True)}", file=sys.stderr)
         return ERROR
 
 
 def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

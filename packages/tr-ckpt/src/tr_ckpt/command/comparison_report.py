@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tr_ckpt.command.table import Column, render, shorten, terminal_width
+from tr_ckpt.command.table import Column, render, say, say_lines, shorten, terminal_width
 from tr_ckpt.command.tensor_differences import TensorDifference
 
 if TYPE_CHECKING:
@@ -26,27 +26,30 @@ def print_report(first: Path, second: Path, comparisons: Sequence[Comparison], l
         limit: how many values, and how many tensors, of a part are shown; None is all.
     """
     width = terminal_width()
-    print(f"A: {first}\nB: {second}")
+    say(f"A: {first}")
+    say(f"B: {second}")
     hidden = 0
     for comparison in (each for each in comparisons if each.differs):
-        print(f"\n{comparison.name}: {_summary(comparison)}")
+        say()
+        say(f"{comparison.name}: {_summary(comparison)}")
         values = sorted(comparison.values, key=lambda each: -each.size)
         for value in values[:limit]:
-            print(shorten(f"{_INDENT}{value.place}: {value.text}", width))
+            say(shorten(f"{_INDENT}{value.place}: {value.text}", width))
         tensors = sorted(comparison.tensors, key=lambda each: each.size, reverse=True)[:limit]
         if tensors:
             if values:
-                print()
+                say()
             table = render(_columns(tensors), None if width is None else width - len(_INDENT))
-            print(textwrap.indent(table, _INDENT))
+            say_lines(textwrap.indent(table, _INDENT))
         left = len(values) - len(values[:limit]) + len(comparison.tensors) - len(tensors)
         if left:
-            print(f"{_INDENT}… and {left} more")
+            say(f"{_INDENT}… and {left} more")
         hidden += left
     equal = [each.name for each in comparisons if not each.differs]
-    print(f"\nequal: {', '.join(equal)}" if equal else "\nnothing is equal")
+    say()
+    say(f"equal: {', '.join(equal)}" if equal else "nothing is equal")
     if hidden:
-        print(f"{hidden} smaller differences are not shown; --all shows them")
+        say(f"{hidden} smaller differences are not shown; --all shows them")
 
 
 def _summary(comparison: Comparison) -> str:

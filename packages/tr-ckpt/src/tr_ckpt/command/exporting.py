@@ -11,7 +11,7 @@ import torch
 
 from tr_ckpt import files, names, staging
 from tr_ckpt.command import selection
-from tr_ckpt.command.table import size_text
+from tr_ckpt.command.table import say, size_text
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.sharded import export
 
@@ -44,11 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         if fresh != target and fresh.exists():
             staging.discard(fresh)
         names.release(fresh)
-    print(f"{target}: {arguments.part} of {entry.found.name}, step {entry.step}")
+    say(f"{target}: {arguments.part} of {entry.found.name}, step {entry.step}")
     for path in made:
-        print(f"  {path}  {size_text((target / path).stat().st_size)}")
+        say(f"  {path}  {size_text((target / path).stat().st_size)}")
     if Path("config.json") not in made:
-        print("It holds no config.json: from_pretrained needs one, and the checkpoint has none.")
+        say("It holds no config.json: from_pretrained needs one, and the checkpoint has none.")
     return 0
 
 

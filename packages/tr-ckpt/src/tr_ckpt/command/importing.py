@@ -6,7 +6,7 @@ import argparse
 import logging
 
 from tr_ckpt.command import selection
-from tr_ckpt.command.table import size_text
+from tr_ckpt.command.table import say, size_text
 from tr_ckpt.foreign import convert
 
 
@@ -26,5 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
     described = selection.select_one(folder, arguments.prefix).described
     assert described is not None  # it is complete
     held = " ".join(sorted(described.parts))
-    print(f"{folder}: step {described.step}, {size_text(described.total_bytes)}, parts {held}")
+    say(f"{folder}: step {described.step}, {size_text(described.total_bytes)}, parts {held}")
     return 0

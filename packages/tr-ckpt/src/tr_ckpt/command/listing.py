@@ -11,7 +11,8 @@ from typing import Any
 from tr_ckpt import names
 from tr_ckpt.command import selection, trainer_state
 from tr_ckpt.command.selection import DAMAGED, Entry
-from tr_ckpt.command.table import Column, render, size_text, terminal_width
+from tr_ckpt.command.table import Column, render, say, say_lines, size_text, terminal_width
+from tr_ckpt.printable import printable
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,12 +38,12 @@ def show(directory: Path, entries: list[Entry], *, as_json: bool, good: str) -> 
         print(json.dumps({"checkpoints": listed, "left_behind": left}, indent=2, allow_nan=False))
         return
     width = terminal_width()
-    print(render(_columns(listed), width))
+    say_lines(render(_columns(listed), width))
     for paragraph in (_parts(listed), _problems(listed), _order(entries), _left(left)):
         if paragraph:
-            print()
+            say()
         for line in paragraph:
-            print(line if width is None else _wrap(line, width))
+            say_lines(printable(line) if width is None else _wrap(printable(line), width))
 
 
 def _wrap(line: str, width: int) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 
 from tr_ckpt.command.table import size_text
+from tr_ckpt.printable import printable
 
 _BAR = 24
 _PERIOD_S = 0.1
@@ -28,7 +29,7 @@ class Progress:
 
     def begin(self, what: str) -> None:
         """Say what is read now."""
-        self._what = what
+        self._what = printable(what)
 
     def advance(self, size_bytes: int) -> None:
         """Count what was read."""

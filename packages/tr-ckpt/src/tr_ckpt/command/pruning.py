@@ -10,7 +10,7 @@ from tr_ckpt import names, retention
 from tr_ckpt.catalogue import Found
 from tr_ckpt.command import selection, trainer_state
 from tr_ckpt.command.selection import COMPLETE, Entry, bytes_below
-from tr_ckpt.command.table import Column, render, size_text, terminal_width
+from tr_ckpt.command.table import Column, render, say, say_lines, size_text, terminal_width
 from tr_ckpt.command.verifying import verify
 from tr_ckpt.errors import CheckpointError
 
@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"{directory} is one checkpoint; give the folder that it is in")
     newest, passed_over = _newest_valid(entries)
     for entry in passed_over:
-        print(f"{entry.found.name} is damaged and stays: {entry.problem}", file=sys.stderr)
+        say(f"{entry.found.name} is damaged and stays: {entry.problem}", file=sys.stderr)
     if newest is None or newest.step is None:
-        print("nothing is removed: there is no valid checkpoint to keep", file=sys.stderr)
+        say("nothing is removed: there is no valid checkpoint to keep", file=sys.stderr)
         return 1
     best = _best(newest) if arguments.keep_best else None
     damaged = [entry.step for entry in passed_over if entry.step is not None]
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not going or arguments.dry_run:
         return 0
     if not arguments.yes and not _confirmed(len(going)):
-        print("nothing was removed")
+        say("nothing was removed")
         return 0
     return _remove(going)
 
@@ -82,10 +82,11 @@ def _show(entries: list[Entry], going: list[Found], newest: Entry, best: int | N
         Column("size", [size_text(bytes_below(entry.found.path)) for entry in shown], right=True),
         Column("", [_fate(entry, leaving, kept) for entry in shown]),
     ]
-    print(render(columns, terminal_width()))
+    say_lines(render(columns, terminal_width()))
     freed = sum(bytes_below(found.path, alone=True) for found in going)
     what = f"{len(going)} checkpoint{'s' * (len(going) != 1)}"
-    print(f"\n{what} to remove, {size_text(freed)} to free" if going else "\nnothing to remove")
+    say()
+    say(f"{what} to remove, {size_text(freed)} to free" if going else "nothing to remove")
 
 
 def _fate(entry: Entry, leaving: set[str], kept: dict[str, str]) -> str:
@@ -102,7 +103,7 @@ def _confirmed(number: int) -> bool:
     try:
         answer = input(f"remove {number}? [y/N] ")
     except EOFError:
-        print()
+        say()
         return False
     return answer.strip().lower() in ("y", "yes")
 
@@ -114,7 +115,7 @@ def _remove(going: list[Found]) -> int:
             retention.remove(found)
         except OSError as error:
             failed += 1
-            print(f"{found.name} could not be removed: {error.strerror or error}", file=sys.stderr)
+            say(f"{found.name} could not be removed: {error.strerror or error}", file=sys.stderr)
         else:
-            print(f"removed {found.name}")
+            say(f"removed {found.name}")
     return int(bool(failed))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tr_ckpt import catalogue, files, manifest, names, plain_file, staging, strict_json, tensor_file
+from tr_ckpt.command.table import say
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.manifest import Manifest
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"{folder} is a copy of step {described.step}; give it the name of that step")
     changed = catalogue.damages(folder, described, list(described.files))
     if not changed:
-        print(f"{folder}: nothing was changed since it was written")
+        say(f"{folder}: nothing was changed since it was written")
         return 0
     gone = [name for name in described.files if not os.path.lexists(folder / name)]
     owned = {name for of_part in described.parts.values() for name in of_part}
@@ -38,15 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
     now = {name: files.seal_file(_plain(folder, name)) for name in described.files if name not in gone}
     other = [name for name, record in now.items() if record != described.files[name]]
     _check_readable(folder, other)
-    print(f"{folder}, step {described.step}:")
+    say(f"{folder}, step {described.step}:")
     for line in changed:
-        print(f"  {line}")
+        say(f"  {line}")
     if not arguments.yes and not _confirmed():
-        print("nothing was written")
+        say("nothing was written")
         return 0
     held = {name: now[name] if name in other else described.files[name] for name in now}
     _write(folder, replace(described, files=held))
-    print(f"accepted: a run resumes from it as from any other, with {', '.join([*other, *gone])} as now")
+    say(f"accepted: a run resumes from it as from any other, with {', '.join([*other, *gone])} as now")
     return 0
 
 
@@ -74,7 +75,7 @@ def _confirmed() -> bool:
     try:
         answer = input("accept it as it is now? [y/N] ")
     except EOFError:
-        print()
+        say()
         return False
     return answer.strip().lower() in ("y", "yes")
 

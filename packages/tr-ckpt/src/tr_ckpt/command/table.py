@@ -1,4 +1,4 @@
-"""Lay out tables that fit the terminal."""
+"""Lay out tables that fit the terminal, and print lines that it does not obey."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TextIO
+
+from tr_ckpt.printable import printable
 
 _GAP = "  "
 
@@ -27,10 +30,25 @@ class Column:
     right: bool = False
     spare: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heading", printable(self.heading))
+        object.__setattr__(self, "cells", [printable(cell) for cell in self.cells])
+
     @property
     def width(self) -> int:
         """Characters that it takes."""
         return max(map(len, (self.heading, *self.cells)))
+
+
+def say(line: str = "", file: TextIO | None = None) -> None:
+    """Print one line, whatever is in it: see `printable`."""
+    print(printable(line), file=file)
+
+
+def say_lines(text: str) -> None:
+    """Print lines that were made here, and whose parts from outside cannot be lines of their own."""
+    for line in text.split("\n"):
+        say(line)
 
 
 def terminal_width() -> int | None:

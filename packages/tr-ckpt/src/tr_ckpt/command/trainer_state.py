@@ -19,10 +19,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 def best_step(state: dict[str, Any]) -> int | None:
     """Return the step of the best evaluation that `state` knows of."""
     step = state.get("best_global_step")
-    if type(step) is int:
+    if type(step) is int and 0 <= step < 10**18:
         return step
     _, _, number = str(state.get("best_model_checkpoint") or "").rpartition("-")
-    return int(number) if number.isdecimal() else None
+    return int(number) if number.isdecimal() and len(number) <= 18 else None
 
 
 def key_metric(folder: Path, state: dict[str, Any], step: int | None) -> tuple[str, float] | None:
@@ -31,7 +31,8 @@ def key_metric(folder: Path, state: dict[str, Any], step: int | None) -> tuple[s
     That is the one that `metric_for_best_model` names; else the one whose best value the state holds; else `eval_loss`;
     else the last `loss` that was logged. None if the state holds none of these.
     """
-    history = [entry for entry in state.get("log_history") or () if isinstance(entry, dict)]
+    logged = state.get("log_history")
+    history = [entry for entry in logged if isinstance(entry, dict)] if isinstance(logged, list) else []
     at_step: dict[str, float] = {}
     for entry in history:
         if entry.get("step") == step:
@@ -49,7 +50,9 @@ def number(value: Any) -> float | None:
         value = value["$float"]
     if value in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity"):
         return float(value)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):  # which is no measure of a model
+        return None
+    return value if isinstance(value, int | float) else None
 
 
 def _names(folder: Path, state: dict[str, Any], history: list[dict[str, Any]]) -> list[str]:

@@ -11,6 +11,8 @@ from tr_ckpt.command.table import shorten
 
 _LONGEST = 44  # characters of a value that are shown
 
+_MOST_BITS = 4096  # of a number that is shown in digits
+
 _PAIRS = ("$dict", "$ordered", "$counter")
 
 _NUMBERS = {"$float": float, "$int": lambda content: int(content, 16)}
@@ -100,6 +102,8 @@ def _kind(value: Any) -> type:
 def _text(value: Any) -> str:
     if isinstance(value, _Tagged):
         return f"{value.tag[1:]} {value.content if isinstance(value.content, str) else json.dumps(value.content)}"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return hex(value)  # in digits it takes long, and Python refuses some
     return json.dumps(value)
 
 
@@ -118,5 +122,8 @@ def _inside(place: str, name: str) -> str:
 def _change(one: Any, other: Any) -> float:
     if type(one) not in (int, float) or type(other) not in (int, float):
         return float("inf")
-    change = abs(other - one) / max(abs(one), abs(other), 1e-300)
+    try:
+        change = abs(other - one) / max(abs(one), abs(other), 1e-300)
+    except OverflowError:  # an integer beyond all floats
+        return float("inf")
     return change if change == change else float("inf")

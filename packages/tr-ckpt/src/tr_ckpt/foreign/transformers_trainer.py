@@ -10,6 +10,7 @@ from typing import Any
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.foreign import archive, random_states, schedules, sharding, trainer_state, weights
 from tr_ckpt.foreign.checkpoint import ForeignCheckpoint, States
+from tr_ckpt.printable import printable
 
 PROGRAM = "transformers' Trainer"
 
@@ -104,5 +105,5 @@ def _notes(path: Path) -> list[str]:
         )
     folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if folders:
-        notes.append(f"nothing is taken from the folders {', '.join(folders)}")
+        notes.append(f"nothing is taken from the folders {printable(', '.join(folders))}")
     return notes

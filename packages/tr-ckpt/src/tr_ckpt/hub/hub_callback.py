@@ -274,7 +274,7 @@ class HubCallback:
             try:
                 state = json.loads((checkpoint / "trainer_state.json").read_bytes())
                 return f"epoch {int(state['epoch'])}"
-            except (OSError, ValueError, KeyError, TypeError):  # of a loop that keeps no such file
+            except (OSError, ValueError, KeyError, TypeError, OverflowError):  # of a loop that keeps no such file
                 pass
         return f"step {step}"
 

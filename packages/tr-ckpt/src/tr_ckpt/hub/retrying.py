@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from tr_ckpt.errors import PushError
 from tr_ckpt.hub.secret import Secret
+from tr_ckpt.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class Retrying:
         raise AssertionError  # the loop's last round returns or raises
 
     def _judge(self, error: Exception) -> Failure:
-        return Failure(self._secret.hide_in(_reason(error)), _may_pass(error), _asked_s(error), _status(error))
+        return Failure(
+            printable(self._secret.hide_in(_reason(error))), _may_pass(error), _asked_s(error), _status(error)
+        )
 
 
 def _reason(error: BaseException) -> str:
