@@ -90,7 +90,11 @@ class RankRecords:
         except Exception as caught:
             error = caught
         # Also after a failure, so that nothing is removed that another rank is still writing to.
-        others, failed = self._collect()
+        try:
+            with explained(self.name, self.folder.parent):
+                others, failed = self._collect()
+        except OSError as unread:
+            raise (error or unread) from unread
         if error is not None:
             raise error
         if failed:
@@ -100,9 +104,7 @@ class RankRecords:
     def close(self) -> None:
         """Remove the folder, on rank 0."""
         if self.rank == 0:
-            if self.folder.exists():
-                staging.discard(self.folder)
-            names.release(self.folder)
+            staging.discard(self.folder)
 
     def wait_for_rank_0(self) -> None:
         """Return once rank 0 is done.
@@ -111,8 +113,10 @@ class RankRecords:
             SaveError: it ended before, or takes too long.
         """
         for seconds in _delays():
-            if not self.folder.exists():
-                return
+            # A disk that does not answer says nothing; whether rank 0 is there still, the process says.
+            with contextlib.suppress(OSError):
+                if not self.folder.exists():
+                    return
             if names.is_gone(self.processes[0]):
                 raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
             if seconds > LIMIT_S:

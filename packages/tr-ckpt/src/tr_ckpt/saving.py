@@ -139,7 +139,9 @@ class Saving:
             self._taken.take(given, self._what)
 
     def _captured(self, given: Mapping[str, Any], buffers: HostBuffers | None) -> Iterator[tuple[str, CapturedPart]]:
-        if not self._folder.is_dir():
+        with explained(self.name, self._directory):
+            is_seen = self._folder.is_dir()
+        if not is_seen:
             raise OSError(
                 f"rank {self._ranks.rank} does not see {self._folder}, which rank 0 made; "
                 "all ranks must save to one shared file system"

@@ -116,9 +116,7 @@ class Staging:
 
     def discard(self) -> None:
         """Remove the temporary folder, if it is there; a failure leaves it to the next save."""
-        if self.folder.exists():
-            discard(self.folder)
-        names.release(self.folder)
+        discard(self.folder)
 
     def _step_aside(self) -> Path:
         if (self.final / names.MANIFEST).exists():
@@ -146,9 +144,11 @@ class Staging:
 
 
 def discard(folder: Path) -> None:
-    """Remove a temporary folder; a failure is logged and leaves it to the next save."""
+    """Remove a temporary folder, if it is there; a failure is logged and leaves it to the next save."""
     try:
         files.remove_tree(folder)
+    except FileNotFoundError:
+        pass
     except OSError as error:
         logger.warning("%s could not be removed (%s); the next save tries again", folder, error)
     names.release(folder)
