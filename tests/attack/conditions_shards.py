@@ -1,0 +1,119 @@
+"""A checkpoint of 1,000 ranks, each with a shard: saved, listed, verified, restored and exported by one process."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attack_counts import HUNG, WRONG_END, Count
+from storage_processes import End, in_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tr_ckpt import Checkpointer, catalogue, manifest, parts
+from tr_ckpt.command import main as command
+from tr_ckpt.sharded import export
+from tr_ckpt.sharded.capturing import CapturedShards, TakenState
+
+RANKS, ROWS, COLUMNS = 1000, 2, 4
+OPEN_FILES = 256
+ASSIGNED = 20  # ranks that find out what they write as they do in life
+LIMIT_S = 60.0
+
+
+class Whole:
+    """A part that takes the whole tensors."""
+
+    def __init__(self) -> None:
+        self.state = {"weight": torch.zeros(RANKS * ROWS, COLUMNS)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def many_shards(folder: Path) -> Count:
+    """Count what is done with a checkpoint of 1,000 ranks by a process that may open 256 files."""
+    count = Count(f"conditions: {RANKS:,} shards")
+    saved = folder / "run" / "checkpoint-2"
+    saved.mkdir(parents=True)
+    _try(count, folder, "saved", lambda: _save(saved))
+    whole = torch.arange(RANKS * ROWS * COLUMNS, dtype=torch.float32).reshape(-1, COLUMNS)
+    _try(count, folder, "listed", lambda: _expect(Checkpointer(folder / "run").steps(), [2]))
+    _try(count, folder, "verified", lambda: catalogue.verify(saved, manifest.read(saved)))
+    _try(count, folder, "restored", lambda: _restore(folder / "run", whole))
+    _try(count, folder, "exported", lambda: export(saved, folder / "model"))
+    _try(count, folder, "shown by the command", lambda: _expect(command(["ls", str(folder / "run")]), 0))
+    _try(count, folder, "verified by the command", lambda: _expect(command(["verify", str(saved)]), 0))
+    return count
+
+
+def _try(count: Count, folder: Path, what: str, work: Any) -> None:
+    count.tried += 1
+    began = time.monotonic()
+
+    def limited(rank: int, gather: Any) -> bool:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
+        work()
+        return True
+
+    [end] = in_ranks(limited, 1, folder)
+    if _ended(count, what, end):
+        count.ends[what] += 1
+    if time.monotonic() - began > LIMIT_S:
+        count.wrong(HUNG, f"{what}: took {time.monotonic() - began:.0f} s")
+
+
+def _ended(count: Count, what: str, end: End) -> bool:
+    if end.answer is None:
+        count.wrong(HUNG if end.hung else WRONG_END, f"not {what}: {end}\n{end.output[-1500:]}")
+    return end.answer is not None
+
+
+def _expect(found: Any, right: Any) -> None:
+    if found != right:
+        raise AssertionError(f"{found!r}, not {right!r}")
+
+
+def _taken(rank: int) -> TakenState:
+    """Return what one rank takes of a tensor whose rows are shared out; no other rank is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+    try:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        shard = DTensor.from_local(_rows(rank), mesh, [Shard(0)], run_check=False)
+        return TakenState("model", rank, {"weight": shard})
+    finally:
+        dist.destroy_process_group()
+
+
+def _save(folder: Path) -> None:
+    taken = [_taken(rank) for rank in range(RANKS)]
+    shares = [each.share for each in taken]
+    written = []
+    for rank in range(RANKS):
+        if rank < ASSIGNED:
+            captured = taken[rank].capture(shares, None)
+        else:  # each looks at all shares, which 1,000 ranks do at once and one process does not
+            captured = CapturedShards("model", rank, {"weight": _rows(rank)})
+        of_rank = {"model": captured.write(folder)}
+        of_rank["rng"] = parts.capture("rng", rank, {"rank": rank}, None).write(folder)
+        written.append(of_rank)
+    manifest.write(folder, manifest.describe(2, RANKS, written, sequence=1))
+
+
+def _rows(rank: int) -> torch.Tensor:
+    first = rank * ROWS * COLUMNS
+    return torch.arange(first, first + ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+
+
+def _restore(folder: Path, whole: torch.Tensor) -> None:
+    part = Whole()
+    _expect(Checkpointer(folder).restore({"model": part}), 2)
+    _expect(torch.equal(part.state["weight"], whole), True)

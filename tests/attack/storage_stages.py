@@ -1,0 +1,361 @@
+"""The runs whose disk fails: what each does, what it is to end with, and how it is judged."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import failing_disk
+import storage_processes
+import torch
+from attack_counts import HUNG, LOST, OUTSIDE, WRONG_END
+from failing_disk import Aim
+from storage_processes import End, in_ranks, note
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
+
+import crash_operations
+import crash_training
+
+from tr_ckpt import Checkpointer, rank_records
+
+STEPS, EVERY, KEPT = 8, 2, 2
+INTERRUPTED_AT = 7
+
+Gathered = Callable[[Any], list[Any]]
+
+
+class Interrupted(BaseException):
+    """Ends a run at a step, to be resumed."""
+
+
+@dataclass
+class Result:
+    """What came of one attack.
+
+    Attributes:
+        tried: whether the fault struck.
+        end: in which right way it ended.
+        said: what the ranks said at the end.
+        problems: what went wrong: kind and sentence.
+    """
+
+    tried: bool = True
+    end: str = ""
+    said: str = ""
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run, on one or two ranks, new or resumed.
+
+    Attributes:
+        work: does the run in `folder` on one rank, to its end or to the beginning of step `until`; returns a digest.
+        world_size: how many ranks.
+        resumed: whether the disk fails in a run that goes on after an interrupted one.
+        parts: names of what a checkpoint of it holds.
+    """
+
+    work: Callable[..., str]
+    world_size: int
+    resumed: bool
+    parts: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def train_alone(folder: Path, rank: int, gather: Gathered, until: int = 0, **options: Any) -> str:
+    """Train with the Trainer; on two ranks with gloo."""
+    if options.pop("world_size") > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
+            TR_RENDEZVOUS_FILE=str(folder.parent / "meet"),
+        )  # fmt: skip
+        options["per_device_train_batch_size"] = 2  # the same number of steps
+
+    def watcher(place: str, step: int) -> None:
+        if place in (crash_training.COMPLETE, crash_training.SAVED, "in the forward"):
+            note(places=[*storage_processes.noted("places", ()), (place, step)])
+        if place == crash_training.COMPLETE:
+            note(complete=step)
+        if place == "at a step's beginning" and until:
+            note(begun=storage_processes.noted("begun", 0) + 1)
+            if storage_processes.noted("begun", 0) == until:
+                raise Interrupted
+
+    crash_training.watch(watcher)
+    trainer = crash_training.build(folder, save_total_limit=KEPT, **options)
+    trainer.train(resume_from_checkpoint="auto")
+    end = crash_training.digest_end(trainer)
+    note(history=trainer.state.log_history)
+    trainer.strategy.close()
+    return end
+
+
+class Numbers:
+    """A part of a checkpoint: a few tensors."""
+
+    def __init__(self, rank: int) -> None:
+        self.values = {"one": torch.full((16,), 1.0 + rank), "two": torch.arange(6).reshape(2, 3).double()}
+
+    def advance(self, step: int) -> None:
+        for value in self.values.values():
+            value.mul_(1.01).add_(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "count": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def loop_by_hand(folder: Path, rank: int, gather: Gathered, until: int = 0, **options: Any) -> str:
+    """Use `Checkpointer` in a loop of one's own, which takes milliseconds."""
+    world_size = options.pop("world_size")
+    parts = {"model": Numbers(0), "rng": Numbers(rank)}
+    more = {"rank": rank, "world_size": world_size, "gather_objects": gather if world_size > 1 else None}
+    checkpointer = Checkpointer(folder, keep_last=KEPT, **more, **options)
+    step = checkpointer.restore(parts) or 0
+    while step < STEPS:
+        step += 1
+        if step == until:
+            checkpointer.wait()
+            raise Interrupted
+        for part in parts.values():
+            part.advance(step)
+        if step % EVERY == 0:
+            extra = {"write_extra": _write_extra, "on_commit": lambda path, step=step: note(complete=step)}
+            checkpointer.save(step, parts, **extra)
+        checkpointer.check()
+    checkpointer.close()
+    found = hashlib.sha256()
+    for part in parts.values():
+        for value in part.values.values():
+            found.update(value.numpy().tobytes())
+    # Every rank has a state of its own; what they share is the same.
+    return found.hexdigest()
+
+
+def _write_extra(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+STAGES: dict[str, Stage] = {}
+for _saves, _asynchronous in (("", False), (", asynchronous", True)):
+    for _resumed in (False, True):
+        _what = ("resumed" if _resumed else "new") + _saves
+        _options = {"asynchronous": _asynchronous}
+        STAGES[f"trainer, {_what}"] = Stage(train_alone, 1, _resumed, crash_training.PARTS, _options)
+        STAGES[f"two ranks, {_what}"] = Stage(loop_by_hand, 2, _resumed, ("model", "rng"), _options)
+        STAGES[f"trainers, {_what}"] = Stage(train_alone, 2, _resumed, crash_training.PARTS, _options)
+
+
+class Attacked:
+    """One stage with what it is to end with, measured in a folder of its own."""
+
+    def __init__(self, stage: Stage, root: Path, *, of_files: bool = False) -> None:
+        self.stage = stage
+        self.root = root
+        root.mkdir(parents=True)
+        self.base: Path | None = None
+        self.before = 0
+        if stage.resumed:
+            self.base = self._interrupted()
+            self.before = newest(self.base, stage)[0]
+        folder = self.fresh("alone")
+        ends = self.run(folder / "run", {rank: Aim(of_files=of_files) for rank in range(stage.world_size)})
+        if any(end.answer is None for end in ends):
+            raise RuntimeError(f"the run left alone: {'; '.join(map(str, ends))}")
+        self.right = [end.answer for end in ends]
+        self.calls = [(end.noted or {})["calls"] for end in ends]
+        self.left = listed(folder / "run")
+
+    def _interrupted(self) -> Path:
+        folder = self.root / "base"
+        folder.mkdir()
+        ends = self.run(folder / "run", {}, until=INTERRUPTED_AT)
+        if any("Interrupted" not in end.error for end in ends):
+            raise RuntimeError(f"the run to be resumed: {'; '.join(map(str, ends))}")
+        return folder / "run"
+
+    def fresh(self, name: str) -> Path:
+        folder = self.root / name
+        folder.mkdir()
+        if self.base is not None:
+            shutil.copytree(self.base, folder / "run")
+        return folder
+
+    def run(
+        self, run: Path, aims: dict[int, Aim], until: int = 0, prepare: Callable[[Path], None] | None = None
+    ) -> list[End]:
+        """Do the stage's run in the folder `run`, with the disk of some ranks failing as they are aimed.
+
+        Args:
+            run: the folder.
+            aims: by rank.
+            until: the step at whose beginning it is interrupted; 0 lets it end.
+            prepare: called with the folder in each rank's process first.
+        """
+
+        def work(rank: int, gather: Gathered) -> str:
+            rank_records.LIMIT_S = 5.0
+            if prepare is not None:
+                prepare(run)
+            options = {"world_size": self.stage.world_size, "until": until, **self.stage.options}
+            with aimed(run, aims[rank]) if rank in aims else nullcontext():
+                return self.stage.work(run, rank, gather, **options)
+
+        ends = in_ranks(work, self.stage.world_size, run.parent)
+        (run.parent / "meet").unlink(missing_ok=True)
+        return ends
+
+    def attack(self, name: str, rank: int, aim: Aim) -> Result:
+        """Let one rank's disk fail, and judge the end, what is left, and the end of the run that goes on."""
+        folder = self.fresh(name)
+        run = folder / "run"
+        ends = self.run(run, {rank: aim})
+        noted = ends[rank].noted or {}
+        result = Result(tried=noted.get("struck", 1) > 0)
+        self.judge(result, folder, ends)
+        label = f"rank {rank}, {aim}, at {noted.get('where')}"
+        result.said = "; ".join(f"{end.error.split()[0]}: {end.text}" for end in ends if end.error)
+        result.problems = [(kind, f"{label}: {text}") for kind, text in result.problems]
+        if result.problems:  # left to be looked at
+            printed = "\n".join(f"{end}\n{end.output}" for end in ends)
+            (folder / "problems.txt").write_text("\n".join(text for _, text in result.problems) + "\n" + printed)
+        else:
+            shutil.rmtree(folder)
+        return result
+
+    def judge(self, result: Result, folder: Path, ends: list[End]) -> None:
+        run = folder / "run"
+        self._judge_end(result, folder, ends)
+        complete = max([self.before, *((end.noted or {}).get("complete", 0) for end in ends)])
+        found, said = newest(run, self.stage)
+        if found < complete:
+            result.problems.append((LOST, f"{complete} was complete, and {found} is what is left; {said}"))
+        if names := sorted({path.name for path in folder.iterdir()} - {"run"}):
+            result.problems.append((OUTSIDE, f"{names} were made beside the folder"))
+        again = self.run(run, {})
+        if [end.answer for end in again] != self.right:
+            result.problems.append((WRONG_END, f"the next run: {'; '.join(map(str, again))}"))
+        elif not result.problems and (left := listed(run)) != self.left:
+            self._judge_left(result, folder, left)
+
+    def _judge_end(self, result: Result, folder: Path, ends: list[End]) -> None:
+        for number, end in enumerate(ends):
+            if end.hung:
+                result.problems.append((HUNG, f"rank {number} did not end within {storage_processes.LIMIT_S} s"))
+            elif end.signal:
+                result.problems.append((WRONG_END, f"rank {number} {end}"))
+        if all(end.answer is not None for end in ends):
+            result.end = "as if left alone"
+            if [end.answer for end in ends] != self.right:
+                result.problems.append((WRONG_END, "it went on and ended otherwise"))
+        elif not result.problems:
+            result.end = "in words"
+            if not any(is_in_words(end, folder) for end in ends):
+                result.problems.append((WRONG_END, f"not in words: {'; '.join(map(str, ends))}"))
+
+    def _judge_left(self, result: Result, folder: Path, left: list[str]) -> None:
+        """Judge what is left where the last save had no other after it: more is right, if the next one clears it."""
+        if missing := set(self.left) - set(left):
+            result.problems.append((LOST, f"the next run leaves {left}, without {sorted(missing)}"))
+        [end] = in_ranks(lambda rank, gather: _save_once_more(folder / "run", self.stage.parts), 1, folder)
+        after = listed(folder / "run")
+        if end.answer is None or any(name.startswith(".") for name in after) or f"checkpoint-{STEPS}" not in after:
+            result.problems.append((WRONG_END, f"left are {left}, and after one more save ({end}) {after}"))
+
+
+@contextmanager
+def aimed(run: Path, aim: Aim) -> Iterator[None]:
+    """Let calls, or operations of `tr_ckpt.files`, be struck in the block, and note which were."""
+    if aim.of_files:
+        operations = Operations(aim)
+        with crash_operations.every_operation(operations):
+            try:
+                yield
+            finally:
+                note(struck=operations.struck, where=operations.where.replace(str(run), "run"), calls=operations.done)
+        return
+    failing_disk.aim(run, aim)
+    try:
+        yield
+    finally:
+        number, where = failing_disk.struck()
+        note(struck=number, where=where.replace(str(run), "run"))
+        if not aim.at:
+            note(calls=failing_disk.calls())
+
+
+class Operations:
+    """Lets operations of `tr_ckpt.files` fail, where no library can be preloaded, and needs no compiler."""
+
+    def __init__(self, aim: Aim) -> None:
+        self.aim = aim
+        self.done: list[str] = []
+        self.struck = 0
+        self.where = ""
+
+    def __call__(self, name: str, original: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        self.done.append(name)
+        number, aim = len(self.done), self.aim
+        if aim.at and number >= aim.at and (aim.times < 0 or number < aim.at + aim.times):
+            self.struck += 1
+            self.where = self.where or f"{name} {arguments[-1 if name == 'sync' else 0]}"
+            code = getattr(errno, aim.error)
+            raise OSError(code, os.strerror(code))
+        return original(*arguments)
+
+
+def _save_once_more(run: Path, parts: tuple[str, ...]) -> bool:
+    checkpointer, states = Checkpointer(run, keep_last=KEPT), crash_training.held(parts)
+    checkpointer.restore(states)
+    checkpointer.save(STEPS + EVERY, states)
+    return True
+
+
+def is_in_words(end: End, folder: Path) -> bool:
+    """Whether what a process ended with says what is wrong, and where."""
+    kinds = set(end.error.split())
+    names_it = str(folder) in end.text or "checkpoint-" in end.text
+    return bool(kinds & {"OSError", "CheckpointError"}) and names_it
+
+
+def listed(run: Path) -> list[str]:
+    """Return the names of the folders that a run left, but for what it is the next save's business to clear."""
+    return sorted(path.name for path in run.iterdir() if path.is_dir()) if run.is_dir() else []
+
+
+def newest(run: Path, stage: Stage) -> tuple[int, list[str]]:
+    """Return the step that a restore of all parts gives, 0 if none, and what it says."""
+    with passed_over() as said:
+        parts = crash_training.held(stage.parts)
+        try:
+            return Checkpointer(run).restore(parts) or 0, said
+        except (OSError, ValueError) as error:
+            return 0, [*said, f"{type(error).__name__}: {error}"]
+
+
+@contextmanager
+def passed_over() -> Iterator[list[str]]:
+    """Collect what tr_ckpt says, and keep it off the screen."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("tr_ckpt")
+    before = logger.propagate, logger.handlers
+    logger.propagate, logger.handlers = False, [handler]
+    try:
+        yield said
+    finally:
+        logger.propagate, logger.handlers = before
