@@ -127,11 +127,18 @@ def test_a_run_begun_anew_in_an_old_folder_goes_on_from_its_own_checkpoint(compl
     assert begun_at(complete, True, save_steps=5)[0] == 5
 
 
-def test_what_was_left_behind_goes_first_beyond_a_limit(complete):
+def test_what_was_left_behind_stays_until_a_run_resumed_from_what_is_newer(complete):
     trainer(complete, [], save_steps=4, save_total_limit=2, max_steps=18).train(
         resume_from_checkpoint=str(complete / "checkpoint-10")
     )
-    assert steps_of(complete) == [16, 18]
+    assert steps_of(complete) == [16, 18, 20, 30]
+    trainer(complete, [], save_steps=4, save_total_limit=2, max_steps=19).train(resume_from_checkpoint=True)
+    assert steps_of(complete) == [18, 19]
+
+
+def test_a_limit_leaves_what_an_earlier_run_saved_to_a_run_begun_anew(complete):
+    trainer(complete, [], save_steps=4, save_total_limit=1, max_steps=9).train()
+    assert steps_of(complete) == [9, 10, 20, 30]
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "max_steps": 25}

@@ -67,12 +67,12 @@ def test_a_save_does_the_operations_that_are_listed_in_that_order(tmp_path):
     assert [int(number) for number, _ in steps] == list(range(1, 13))
     named = [re.findall(r"`(\w+)`", text) for _, text in steps]
     listed = [[name for name in of_step if name in files.OPERATIONS] for of_step in named]
+    keeper = Checkpointer(tmp_path, keep_last=2)
     for step in (10, 30):
-        Checkpointer(tmp_path).save(step, {"part": State(n=step)})
+        keeper.save(step, {"part": State(n=step)})
+    keeper.keep_last = 1
     with Faults() as counted:
-        Checkpointer(tmp_path, keep_last=1).save(
-            30, {"part": State(n=1)}, write_extra=lambda folder: (folder / "config.json").write_text("{}")
-        )
+        keeper.save(30, {"part": State(n=1)}, write_extra=lambda folder: (folder / "config.json").write_text("{}"))
     assert without_repeats(counted.log) == without_repeats(name for of_step in listed for name in of_step)
 
 

@@ -103,23 +103,29 @@ def copy_of_lower(base, directory, lower):
     lower(directory)
 
 
+def resumed(directory):
+    checkpointer = Checkpointer(directory, keep_last=2)
+    checkpointer.restore(parts())
+    return checkpointer
+
+
 @pytest.mark.parametrize("mode", ["kill", "error"])
 @pytest.mark.parametrize("step", [2, 3])
 def test_at_no_operation_does_a_half_one_look_whole_or_is_one_lost(tmp_path, lower, mode, step, caplog):
     prepared(tmp_path / "base", 1, 2)
     copy_of_lower(tmp_path / "base", tmp_path / "counted", lower)
     with Faults() as counted:
-        Checkpointer(tmp_path / "counted", keep_last=2).save(step, parts(21), write_extra=write_extra)
+        resumed(tmp_path / "counted").save(step, parts(21), write_extra=write_extra)
     seen = []
     for at in range(1, len(counted.log) + 1):
         directory = tmp_path / str(at)
         copy_of_lower(tmp_path / "base", directory, lower)
         with Faults(at, mode), contextlib.suppress(Killed, OSError):
-            Checkpointer(directory, keep_last=2).save(step, parts(21), write_extra=write_extra)
+            resumed(directory).save(step, parts(21), write_extra=write_extra)
         if whole(directory) not in seen:
             seen.append(whole(directory))
         assert restored(directory) in {(2, 20), (step, 21)}
-        Checkpointer(directory, keep_last=2).save(4, parts(40))
+        resumed(directory).save(4, parts(40))
         assert len(listed(directory)) == 2, listed(directory)
         assert restored(directory) == (4, 40)
     assert seen == saving(step)

@@ -99,9 +99,9 @@ def test_what_only_another_rank_finds_damaged_is_refused_here(tmp_path):
     Checkpointer(tmp_path).save(1, parts(10))
     exchanges = [
         lambda mine: [mine, mine],
-        lambda mine: [mine, ((-1, "model.safetensors cannot be read: I/O error"), None)],
+        lambda mine: [mine, ((-1, "model-shard-1.safetensors is missing"), None)],
     ]
     into = parts()
-    with pytest.raises(CheckpointError, match=r"checkpoint-1: model.safetensors cannot be read: I/O error"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-1: model-shard-1.safetensors is missing"):
         Checkpointer(tmp_path, **as_rank(0, 2, exchanges)).restore(into, tmp_path / "checkpoint-1")
     assert number_of(into) == 0

@@ -1,12 +1,15 @@
 """Old checkpoints go, the right ones, and only when the new one is safe."""
 
+import errno
 import logging
+import shutil
 
 import pytest
 from ckpt_faults import Faults
-from ckpt_parts import parts
+from ckpt_parts import number_of, parts
+from ckpt_reads import ERRNOS, BadReads
 
-from tr_ckpt import Checkpointer, catalogue, files, retention
+from tr_ckpt import Checkpointer, catalogue, files, reads, retention
 from tr_ckpt.errors import DamagedCheckpointError
 
 STEPS = (5, 10, 15, 20, 25)
@@ -46,8 +49,8 @@ def test_what_is_to_go_is_old_and_neither_newest_nor_protected_nor_kept_for_ever
 ):
     for step in saved:
         Checkpointer(tmp_path).save(step, parts(step))
-    arguments = (tmp_path, "checkpoint", limit, saved[-1], protected, every)
-    going = [found.step for found in retention.superfluous(*arguments)]
+    complete = [found for _, found in retention.complete(tmp_path, "checkpoint")]
+    going = [found.step for found in retention.superfluous(complete, limit, saved[-1], protected, every)]
     assert sorted(set(saved) - set(going)) == sorted(kept)
     assert going == [step for step in saved if step not in kept]  # the oldest first
 
@@ -70,7 +73,9 @@ def test_damaged_and_foreign_ones_neither_count_nor_go(tmp_path):
     (checkpointer.path(2) / "model.json").unlink()
     (tmp_path / "checkpoint-0").mkdir()
     (tmp_path / "checkpoint-0" / "pytorch_model.bin").touch()
-    Checkpointer(tmp_path, keep_last=2).save(4, parts(4))
+    goes_on = Checkpointer(tmp_path, keep_last=2)
+    assert goes_on.restore(parts()) == 3
+    goes_on.save(4, parts(4))
     assert checkpointer.steps() == [3, 4]
     assert checkpointer.path(2).is_dir()
     assert checkpointer.path(0).is_dir()
@@ -121,3 +126,173 @@ def test_one_that_cannot_be_removed_is_reported_and_tried_again(tmp_path, monkey
         checkpointer.save(3, parts(3))
     assert checkpointer.steps() == [3]
     assert "removing checkpoint-1: it is beyond the limit" in caplog.text
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """What a run before this one left: steps 10, 20 and 30."""
+    checkpointer = Checkpointer(tmp_path)
+    for step in (10, 20, 30):
+        checkpointer.save(step, parts(step))
+    return tmp_path
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_that_resumed_removes_what_is_no_newer_than_that_and_what_it_saved(earlier):
+    keeper = Checkpointer(earlier, keep_last=2)
+    assert keeper.restore(parts()) == 30
+    for step, kept in ((40, [30, 40]), (50, [40, 50])):
+        keeper.save(step, parts(step))
+        assert keeper.steps() == kept
+
+
+def test_a_fresh_run_leaves_what_others_saved_and_says_so_once(earlier, caplog):
+    keeper = Checkpointer(earlier, keep_last=2)
+    for step in (1, 2, 3, 4):
+        keeper.save(step, parts(step))
+    assert keeper.steps() == [3, 4, 10, 20, 30]
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "checkpoint-10, checkpoint-20, checkpoint-30 stay whatever the limit: this run neither saved them nor resumed "
+        f"from them or a newer one; what is not needed is removed by `trainer ckpt prune {earlier}`"
+    )
+
+
+def test_a_fresh_run_with_a_limit_that_is_not_passed_says_nothing(earlier, caplog):
+    Checkpointer(earlier, keep_last=4).save(1, parts(1))
+    assert not caplog.records
+
+
+def test_what_was_skipped_as_damaged_stays_whatever_the_limit(earlier):
+    flip(earlier / "checkpoint-30" / "model.safetensors")  # its size is right, so that it looks complete
+    keeper = Checkpointer(earlier, keep_last=1)
+    assert keeper.restore(parts()) == 20
+    for step in (21, 22, 23):
+        keeper.save(step, parts(step))
+    assert keeper.steps() == [23, 30]
+
+
+def test_what_is_newer_than_a_checkpoint_that_was_named_stays(earlier):
+    keeper = Checkpointer(earlier, keep_last=1)
+    assert keeper.restore(parts(), earlier / "checkpoint-20") == 20
+    for step in (21, 22):
+        keeper.save(step, parts(step))
+    assert keeper.steps() == [22, 30]
+
+
+def test_what_another_run_saves_meanwhile_stays(earlier):
+    keeper, other = Checkpointer(earlier, keep_last=1), Checkpointer(earlier)
+    assert keeper.restore(parts()) == 30
+    other.save(31, parts(31))
+    keeper.save(32, parts(32))
+    keeper.save(33, parts(33))
+    assert keeper.steps() == [31, 33]
+
+
+def test_a_run_that_resumed_from_elsewhere_leaves_what_is_in_its_folder(earlier, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.copytree(earlier / "checkpoint-30", elsewhere / "checkpoint-30")
+    keeper = Checkpointer(earlier, keep_last=1)
+    assert keeper.restore(parts(), elsewhere) == 30
+    keeper.save(40, parts(40))
+    keeper.save(50, parts(50))
+    assert keeper.steps() == [10, 20, 30, 50]
+
+
+def test_a_folder_that_is_named_by_another_path_is_the_runs_own(earlier, tmp_path_factory):
+    link = tmp_path_factory.mktemp("links") / "link"
+    link.symlink_to(earlier)
+    keeper = Checkpointer(earlier, keep_last=1)
+    assert keeper.restore(parts(), link / "checkpoint-30") == 30
+    keeper.save(40, parts(40))
+    assert keeper.steps() == [40]
+
+
+def test_a_restore_that_failed_verifies_nothing(earlier):
+    keeper = Checkpointer(earlier, keep_last=1)
+    flip(earlier / "checkpoint-30" / "model.safetensors")
+    with pytest.raises(DamagedCheckpointError):
+        keeper.restore(parts(), earlier / "checkpoint-30")
+    keeper.save(40, parts(40))
+    assert keeper.steps() == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("number", ERRNOS)
+@pytest.mark.parametrize("where", ["checkpoint-20", "checkpoint-20/manifest.json", "checkpoint-20/model.json"])
+def test_one_that_cannot_be_read_now_stays_and_the_next_save_looks_again(number, where, earlier, monkeypatch):
+    monkeypatch.setattr(reads, "DELAYS_S", (0.001,))
+    keeper = Checkpointer(earlier, keep_last=1)
+    keeper.restore(parts())
+    keeper.save(40, parts(40), protected=(10, 20, 30))  # so that its age is known
+    originals = retention.complete
+
+    def complete(*arguments):
+        with BadReads(number, where=where):
+            return originals(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(retention, "complete", complete)
+        keeper.save(50, parts(50))
+    assert (earlier / "checkpoint-20" / "manifest.json").exists()
+    keeper.save(60, parts(60))
+    assert keeper.steps() == [60]
+
+
+@pytest.mark.parametrize("number", ERRNOS)
+@pytest.mark.parametrize("where", ["", "checkpoint-40", "checkpoint-40/extra.json"])
+def test_nothing_is_removed_while_the_new_one_cannot_be_read_back(number, where, earlier, monkeypatch, caplog):
+    keeper = Checkpointer(earlier, keep_last=1)
+    keeper.restore(parts())
+    original = catalogue.verify
+
+    def verify(folder, described):
+        with BadReads(number, where=where) as bad:
+            try:
+                original(folder, described)
+            finally:
+                assert bad.failed == 1  # the save does not wait for it
+
+    with monkeypatch.context() as patched:
+        patched.setattr(catalogue, "verify", verify)
+        keeper.save(40, parts(40))
+    assert keeper.steps() == [10, 20, 30, 40]
+    assert "nothing is removed now, the next save tries again: " in caplog.text
+    assert "damaged" not in caplog.text
+    keeper.save(50, parts(50))
+    assert keeper.steps() == [50]
+
+
+@pytest.mark.parametrize("number", ERRNOS)
+@pytest.mark.parametrize("source", ["own", "named"])
+def test_a_momentary_error_while_looking_for_what_to_resume_from_deletes_nothing(number, source, tmp_path, monkeypatch):
+    """What once began at step 0 and then removed a thousand good steps."""
+    monkeypatch.setattr(reads, "DELAYS_S", (0.001,))
+    for step in (800, 900, 1000):
+        Checkpointer(tmp_path).save(step, parts(step))
+    with BadReads(after=10**9) as counted:
+        Checkpointer(tmp_path).restore(parts())
+    for lasting in (False, True):
+        for after in range(0, len(counted.log), 7):
+            keeper, into = Checkpointer(tmp_path, keep_last=1), parts()
+            try:
+                with BadReads(number, times=0 if lasting else 1, after=after):
+                    keeper.restore(into, tmp_path if source == "named" else None)
+            except reads.UnreadableError:
+                assert lasting
+            else:
+                assert number_of(into) == 1000
+            assert keeper.steps() == [800, 900, 1000]
+
+
+def test_the_reads_of_a_save_are_no_more_than_two_a_file_and_checkpoint(earlier):
+    keeper = Checkpointer(earlier, keep_last=3)
+    keeper.restore(parts())
+    with BadReads(errno.EIO, after=10**9) as counted:
+        keeper.save(40, parts(40))
+    opened = counted.log.count("open_file")
+    assert opened <= 2 * 4 + 5 + 1  # each manifest for the sequence and the limit, and the new checkpoint read back

@@ -136,7 +136,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found_without_changing_anything
 
 def test_a_checkpoint_that_was_being_replaced_is_put_back_at_the_next_save(half_replaced, caplog):
     Checkpointer(half_replaced.directory).save(3, parts(30))
-    assert "putting checkpoint-2 back: the run that was replacing it ended before it had" in caplog.text
+    assert "put checkpoint-2 back: the run that was replacing it ended before it had" in caplog.text
     assert sorted(path.name for path in half_replaced.directory.iterdir()) == [f"checkpoint-{n}" for n in (1, 2, 3)]
     into = parts()
     half_replaced.restore(into, half_replaced.path(2))

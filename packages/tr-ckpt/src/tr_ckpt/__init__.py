@@ -1,7 +1,7 @@
 """Atomic, verified checkpoints for any PyTorch training loop."""
 
 from tr_ckpt.checkpointer import Checkpointer
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError, SaveError
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError, SaveError, UnreadableError
 from tr_ckpt.hub.hub_callback import HubCallback
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.rng_state import RNGState
@@ -15,4 +15,5 @@ __all__ = [
     "PushError",
     "RNGState",
     "SaveError",
+    "UnreadableError",
 ]

@@ -6,15 +6,16 @@ import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tr_ckpt import catalogue, reading_back, retention
+from tr_ckpt import catalogue, reading_back, reads, retention
 from tr_ckpt.catalogue import Found
-from tr_ckpt.errors import DamagedCheckpointError
+from tr_ckpt.errors import DamagedCheckpointError, UnreadableError
+from tr_ckpt.retention import Known
 
 logger = logging.getLogger(__name__)
 
 
 def warn_of_others(saved: Path, before: int | None, now: int) -> None:
-    """Warn where somebody else has saved to the folder since this run did: the two remove each other's checkpoints.
+    """Warn where somebody else has saved to the folder since this run did: the two replace each other's checkpoints.
 
     Args:
         saved: the checkpoint just saved.
@@ -24,7 +25,7 @@ def warn_of_others(saved: Path, before: int | None, now: int) -> None:
     if before is not None and now > before + 1:
         logger.warning(
             "%s holds checkpoints that were saved since this run's last one, and not by it: two runs that save to one "
-            "folder replace and remove each other's checkpoints; give each a folder of its own",
+            "folder replace each other's checkpoints; give each a folder of its own",
             saved.parent,
         )
 
@@ -40,25 +41,36 @@ def tell(on_commit: Callable[[Path], None] | None, folder: Path) -> None:
 
 
 def prune(
-    saved: Found, prefix: str, *, keep_last: int | None, keep_every: int | None, protected: Collection[int]
+    saved: Found,
+    prefix: str,
+    known: Known,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    protected: Collection[int],
 ) -> None:
     """Remove the checkpoints beyond a limit, once the one just saved has been read back and is as it was written.
+
+    An error of reading is not tried again here: nothing is removed, and the next save looks once more.
 
     Args:
         saved: the one just saved; those beside it are looked at.
         prefix: what their names begin with.
+        known: what the run knows of them.
         keep_last: how many stay; None keeps all.
         keep_every: those whose step is a multiple of this stay and do not count.
         protected: steps that stay.
     """
     if keep_last is None or saved.step is None:
         return
-    directory = saved.path.parent
-    surplus = retention.superfluous(directory, prefix, keep_last, saved.step, protected, keep_every)
-    if not surplus:
-        return
     try:
-        reading_back.verify(saved.path, catalogue.check_quickly(saved))
+        with reads.at_once():
+            surplus = _surplus(saved.path.parent, prefix, known, keep_last, saved.step, protected, keep_every)
+            if surplus:
+                reading_back.verify(saved.path, catalogue.check_quickly(saved))
+    except UnreadableError as error:
+        logger.warning("nothing is removed now, the next save tries again: %s", error)
+        return
     except DamagedCheckpointError as error:
         logger.error("nothing is removed: %s, just saved, reads back damaged: %s", saved.name, error)
         return
@@ -67,3 +79,19 @@ def prune(
             retention.remove(found)
         except OSError as error:
             logger.error("%s could not be removed (%s); the next save tries again", found.name, error)
+
+
+def _surplus(  # noqa: PLR0917  what `prune` was given
+    directory: Path,
+    prefix: str,
+    known: Known,
+    keep_last: int,
+    newest: int,
+    protected: Collection[int],
+    keep_every: int | None,
+) -> list[Found]:
+    complete = retention.complete(directory, prefix)
+    own = [found for age, found in complete if known.may_go(age)]
+    if len(complete) > keep_last:
+        known.say_what_stays(directory, [found for age, found in complete if not known.may_go(age)])
+    return retention.superfluous(own, keep_last, newest, protected, keep_every)

@@ -6,16 +6,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tr_ckpt import after_commit, catalogue, names, parts, unsynced
+from tr_ckpt import after_commit, catalogue, names, parts, reads, unsynced
 from tr_ckpt.background import Background
 from tr_ckpt.catalogue import Found
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.nodes import NodeRanks
 from tr_ckpt.ranks import Ranks
 from tr_ckpt.restoring import Restoring
+from tr_ckpt.retention import Known
 from tr_ckpt.saving import Saving
 
 
@@ -46,7 +47,8 @@ class Checkpointer:
 
     Args:
         directory: where the checkpoints are; made at the first save.
-        keep_last: how many complete checkpoints stay; None keeps all.
+        keep_last: how many complete checkpoints stay, of those that this object saved and those that are no newer than
+            what it restored; others in the folder do not count and stay. None keeps all.
         keep_every: those whose step is a multiple of this stay for ever and do not count; None keeps none so.
         asynchronous: write in the background.
         rank: number of this process among those that save together.
@@ -94,6 +96,7 @@ class Checkpointer:
         self._buffers = HostBuffers()
         self._background = Background()
         self._sequence: int | None = None  # of the last checkpoint that this object saved
+        self._known = Known()
 
     @classmethod
     def from_arguments(cls, args: Any, collectives: Any) -> Checkpointer:
@@ -159,7 +162,7 @@ class Checkpointer:
         self._background.hold_up()
         self.wait()
         folder = self.directory / name
-        saving = Saving(self.directory, self.prefix, step, self._ranks)
+        saving = Saving(self.directory, self.prefix, step, self._ranks, self._known)
 
         def follow() -> None:
             if self._ranks.rank == 0:
@@ -186,7 +189,7 @@ class Checkpointer:
         self._sequence = sequence
         after_commit.tell(on_commit if self._ranks.number == 0 else None, saved.path)
         limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-        after_commit.prune(saved, self.prefix, protected=protected, **limits)
+        after_commit.prune(saved, self.prefix, self._known, protected=protected, **limits)
 
     def check(self) -> None:
         """Raise what a write in the background failed with, if one did since the last call; waits for nothing.
@@ -236,9 +239,16 @@ class Checkpointer:
         Raises:
             CheckpointError: `source` is damaged or holds no checkpoint, or the checkpoint lacks one of
                 `parts` that is not optional, or a part does not take its state.
+            UnreadableError: a checkpoint that may be the newest could not be read for a while, here; on the other ranks
+                it is a `CheckpointError` that names this one. No other is taken in its place.
         """
         self._background.join()
         restoring = Restoring(parts, self._ranks, self.prefix, optional)
+        step = self._restore(restoring, source)
+        self._known.restored = restoring.age_in(self.directory)
+        return step
+
+    def _restore(self, restoring: Restoring, source: str | Path | None) -> int | None:
         if source is None:
             return restoring.newest(self.directory)
         if resume.is_address(source):
@@ -252,12 +262,18 @@ class Checkpointer:
         return restoring.explicit(Path(source).expanduser().absolute())
 
     def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, ascending. Checks sizes, reads no content."""
+        """Return the steps of all complete checkpoints, ascending. Checks sizes, reads no content.
+
+        Raises:
+            UnreadableError: one cannot be looked at.
+        """
         self._background.hold_up()
         complete = []
         for found in catalogue.find(self.directory, self.prefix):
             try:
                 catalogue.check_quickly(found)
+            except UnreadableError:
+                raise
             except CheckpointError:
                 continue
             complete.append(found.step)
@@ -267,10 +283,13 @@ class Checkpointer:
         """Return the folder of the checkpoint of `step`, whether it exists or not.
 
         It is `checkpoint-<step>`, except for one that a run was replacing when it was killed.
+
+        Raises:
+            UnreadableError: that cannot be found out.
         """
         self._background.hold_up()
         path = self.directory / names.checkpoint_name(self.prefix, step)
-        if not path.exists():
+        if not reads.is_there(path):
             for found in catalogue.find(self.directory, self.prefix):
                 if found.step == step:
                     return found.path

@@ -19,6 +19,13 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint whose files are not those that were written; the message names each of them."""
 
 
+class UnreadableError(CheckpointError):
+    """Something that could not be read, also when tried again; nothing is known of it, so it is not damaged.
+
+    The message names it and what the system said. What it may be is neither skipped nor removed.
+    """
+
+
 class PushError(RuntimeError):
     """Something asked of the Hub that failed, also when tried again; the message says why and holds no token.
 
@@ -34,4 +41,7 @@ class PushError(RuntimeError):
 
 
 class SaveError(OSError):
-    """A save that was given up because another rank could not write its share; the message names the rank."""
+    """A save that was given up: another rank could not write its share, or what is there could not be read.
+
+    The message names the rank, or what could not be read.
+    """

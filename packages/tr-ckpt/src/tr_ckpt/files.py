@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import unsynced
+from tr_ckpt import reads, unsynced
 from tr_ckpt.tensor_damage import DIGITS, Section
 
 OPERATIONS = (
@@ -163,12 +163,16 @@ def seal_file(path: Path) -> FileRecord:
 
 
 def record(path: Path) -> FileRecord:
-    """Read a file and return its size and digest."""
+    """Read a file and return its size and digest.
+
+    Raises:
+        OSError: there is no such file.
+        UnreadableError: it cannot be read.
+    """
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
+    for block in reads.blocks(path, BLOCK_BYTES):
+        digest.update(block)
+        size += len(block)
     return FileRecord(size, digest.hexdigest())
 
 

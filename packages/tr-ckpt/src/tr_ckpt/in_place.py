@@ -9,11 +9,12 @@ removal (`complete`).
 from __future__ import annotations
 
 import logging
-import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-from tr_ckpt import files, manifest, names
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt import files, manifest, names, reads
+from tr_ckpt.errors import CheckpointError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,11 @@ def complete(beside: Path, name: str) -> None:
 
     Raises:
         OSError: it could not be removed; the next save tries again.
+        UnreadableError: it cannot be found out what is there; the next save tries again.
     """
     rest = beside.parent / name
-    if os.path.lexists(beside / names.MANIFEST) and rest.is_dir() and not os.path.lexists(rest / names.MANIFEST):
+    is_emptied = reads.is_folder(rest) and not reads.is_there(rest / names.MANIFEST, follow=False)
+    if is_emptied and reads.is_there(beside / names.MANIFEST, follow=False):
         if _is_rest(rest, beside):
             logger.info("removing what is left of %s: a run ended while it was removing it", name)
             _remove_rest(rest)
@@ -66,7 +69,7 @@ def complete(beside: Path, name: str) -> None:
 
 
 def _remove_rest(folder: Path) -> None:
-    if os.path.lexists(folder / _OF_OTHER_PROGRAMS):
+    if reads.is_there(folder / _OF_OTHER_PROGRAMS, follow=False):
         files.remove_file(folder / _OF_OTHER_PROGRAMS)
         files.sync_folder(folder)
     files.remove_tree(folder)
@@ -76,7 +79,17 @@ def _remove_rest(folder: Path) -> None:
 def _is_rest(folder: Path, beside: Path) -> bool:
     try:
         known = manifest.read(beside).files
+    except UnreadableError:
+        raise
     except CheckpointError:
         return False
-    below = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return all(path.relative_to(folder).as_posix() in known for path in below)
+    return all(path.relative_to(folder).as_posix() in known for path in _below(folder))
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for name in reads.names_in(folder):
+        path = folder / name
+        if stat.S_ISDIR(reads.status(path, follow=False).st_mode):
+            yield from _below(path)
+        else:
+            yield path

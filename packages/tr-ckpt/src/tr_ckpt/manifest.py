@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tr_ckpt import files, path_names, plain_file, strict_json, tensor_damage
+from tr_ckpt import files, path_names, plain_file, reads, strict_json, tensor_damage
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.names import MANIFEST
@@ -112,6 +112,7 @@ def read(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: it is absent or was changed.
+        UnreadableError: it cannot be read.
         CheckpointError: it is of a format that this version does not know.
     """
     content = _content(folder)
@@ -139,7 +140,11 @@ def read(folder: Path) -> Manifest:
 
 
 def read_age(folder: Path) -> tuple[int, int] | None:
-    """Return sequence and step, which tell what is newer, of a manifest of any format; None if it is not whole."""
+    """Return sequence and step, which tell what is newer, of a manifest of any format; None if it is not whole.
+
+    Raises:
+        UnreadableError: it cannot be read.
+    """
     try:
         content = _content(folder)
     except DamagedCheckpointError:
@@ -164,14 +169,23 @@ def _content(folder: Path) -> dict[str, Any]:
     try:
         if problem := plain_file.wrong_kind(folder, MANIFEST):
             raise DamagedCheckpointError(f"{MANIFEST} {problem}")
-        raw = (folder / MANIFEST).read_bytes()
+        return _parsed(folder / MANIFEST)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{MANIFEST} is missing, so it is incomplete or was written by another program"
         ) from None
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    return _parse(raw)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    raw = reads.content(path)
+    try:
+        return _parse(raw)
+    except DamagedCheckpointError:
+        if (again := reads.content(path)) == raw:  # else it was not the file that was wrong
+            raise
+    return _parse(again)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from tr_ckpt import reads
+
 MANIFEST = "manifest.json"
 
 # Temporary folders that this process is using now: another instance in this process must not clear them away.
@@ -93,12 +95,16 @@ def release(path: Path) -> None:
 
 
 def temporaries(directory: Path) -> list[Temporary]:
-    """Return the temporary folders in `directory`, by name; an absent directory has none."""
+    """Return the temporary folders in `directory`, by name; an absent directory has none.
+
+    Raises:
+        UnreadableError: it cannot be listed.
+    """
     found = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if match := _TEMPORARY.fullmatch(path.name):
+    for name in reads.names_in(directory):
+        if match := _TEMPORARY.fullmatch(name):
             process = match["host"], int(match["pid"]), match["numbering"] or ""
-            found.append(Temporary(path, match["kind"], match["target"], *process))
+            found.append(Temporary(directory / name, match["kind"], match["target"], *process))
     return found
 
 

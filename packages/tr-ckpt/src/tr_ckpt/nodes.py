@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tr_ckpt import manifest
 from tr_ckpt.catalogue import Found
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -92,11 +92,20 @@ def on_all(ranks: Ranks, candidates: list[Found]) -> list[Found]:
     Args:
         ranks: this process among the others; all must call it.
         candidates: what this machine has.
+
+    Raises:
+        UnreadableError: a machine cannot read what one of its own is.
     """
     if not ranks.is_one_of_several:
         return candidates
     mine = {found.step: found for found in candidates}
-    machines = ranks.across([(found.step, _identity(found)) for found in candidates])
+    machines = ranks.across(
+        ranks.together(
+            "nothing was restored",
+            lambda: [(found.step, _identity(found)) for found in candidates],
+            failure=CheckpointError,
+        )[0]
+    )
     held = [dict(machine) for machine in machines]
     kept = []
     for step, _ in machines[0]:
@@ -133,8 +142,12 @@ def check_same(ranks: Ranks, found: Found) -> None:
 
     Raises:
         CheckpointError: machines were given checkpoints of different runs or steps.
+        UnreadableError: one cannot be read.
     """
-    if ranks.is_one_of_several and len(set(ranks.across(_identity(found))) - {None}) > 1:
+    if not ranks.is_one_of_several:
+        return
+    seen = ranks.together(f"{found.name} was not restored", lambda: _identity(found), failure=CheckpointError)[0]
+    if len(set(ranks.across(seen)) - {None}) > 1:
         raise CheckpointError(f"{found.name} is not the same on every machine; name the checkpoint of one step and run")
 
 
@@ -142,6 +155,8 @@ def _identity(found: Found) -> str | None:
     """Return what is the same in all machines' copies of a checkpoint; None for one that is damaged."""
     try:
         described = manifest.read(found.path)
+    except UnreadableError:
+        raise
     except CheckpointError:
         return None
     digests = [described.files[name].sha256 for name in _MODEL if name in described.files]

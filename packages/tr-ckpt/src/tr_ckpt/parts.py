@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from tr_ckpt import files, path_names, plain_file, strict_json, tensor_file, tree
+from tr_ckpt import files, path_names, plain_file, reads, strict_json, tensor_file, tree
 from tr_ckpt.distributed_tensor import is_distributed
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.names import MANIFEST
@@ -166,7 +166,7 @@ def read(folder: Path, name: str, rank: int) -> Any:
     """
     encoded = read_json(folder / f"{stem(name, rank)}.json")
     path = folder / f"{stem(name, rank)}.safetensors"
-    tensors = tensor_file.read(path) if path.exists() else {}
+    tensors = tensor_file.read(path) if reads.is_there(path) else {}
 
     def tensor(name: str) -> torch.Tensor:
         if name not in tensors:
@@ -183,10 +183,13 @@ def read_json(path: Path) -> Any:
     """Return what a part's JSON file holds.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it is no strict JSON.
+        UnreadableError: it cannot be read.
     """
     plain_file.require(path)
     try:
         return strict_json.read(path)
+    except UnreadableError:
+        raise
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error

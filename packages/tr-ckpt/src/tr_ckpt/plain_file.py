@@ -6,10 +6,10 @@ used (`path_names.py`), and a link, which such an archive can hold too, is not f
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path, PurePosixPath
 
+from tr_ckpt import reads
 from tr_ckpt.errors import CheckpointError
 
 
@@ -17,14 +17,15 @@ def wrong_kind(folder: Path, name: str) -> str:
     """Return what is wrong with a file's kind in words; empty if it is a plain file in plain folders.
 
     Raises:
-        OSError: it cannot be looked at, as where there is none.
+        OSError: there is none.
+        UnreadableError: it cannot be looked at.
     """
     path, mode = folder, 0
     for step in PurePosixPath(name).parts:
         path = path / step
-        mode = path.lstat().st_mode
+        mode = reads.status(path, follow=False).st_mode
         if stat.S_ISLNK(mode) and _is_in_cache_of_hub(path):
-            mode = path.stat().st_mode
+            mode = reads.status(path).st_mode
         if stat.S_ISLNK(mode):
             return "is a link, which may lead anywhere; copy the checkpoint with its links followed"
     return "" if stat.S_ISREG(mode) else "is no plain file"
@@ -35,6 +36,7 @@ def require(path: Path) -> None:
 
     Raises:
         CheckpointError: the message names it.
+        UnreadableError: it cannot be looked at.
     """
     try:
         problem = wrong_kind(path.parent, path.name)
@@ -46,5 +48,8 @@ def require(path: Path) -> None:
 
 def _is_in_cache_of_hub(link: Path) -> bool:
     """Whether a link leads from a snapshot that huggingface_hub downloaded to a file of the same repository's."""
-    blobs = Path(os.path.realpath(link)).parent  # which, unlike Path.resolve, takes a link to itself
-    return blobs.name == "blobs" and link.parent.resolve().is_relative_to(blobs.parent / "snapshots")
+    try:
+        blobs = reads.resolved(link).parent
+        return blobs.name == "blobs" and reads.resolved(link.parent).is_relative_to(blobs.parent / "snapshots")
+    except OSError:  # it leads nowhere, or to itself
+        return False

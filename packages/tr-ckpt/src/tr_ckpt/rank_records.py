@@ -15,6 +15,7 @@ The folder goes when rank 0 is done, in whichever way; the other ranks wait for 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -22,8 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import files, names, staging, tensor_damage
-from tr_ckpt.errors import SaveError
+from tr_ckpt import files, names, reads, staging, tensor_damage
+from tr_ckpt.errors import SaveError, UnreadableError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.write_errors import explained
 
@@ -114,8 +115,8 @@ class RankRecords:
         """
         for seconds in _delays():
             # A disk that does not answer says nothing; whether rank 0 is there still, the process says.
-            with contextlib.suppress(OSError):
-                if not self.folder.exists():
+            with contextlib.suppress(UnreadableError), reads.at_once():
+                if not reads.is_there(self.folder):
                     return
             if names.is_gone(self.processes[0]):
                 raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
@@ -151,10 +152,12 @@ class RankRecords:
         missing = set(range(1, len(self.processes)))
         for seconds in _delays():
             gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
-            present = os.listdir(self.folder)  # after asking who is gone: what these left is in it
+            present = reads.names_in(self.folder)  # after asking who is gone: what these left is in it
+            if not present:  # each rank began by leaving something there
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             for rank in sorted(missing):
                 if f"rank-{rank}.json" in present:
-                    content = json.loads((self.folder / f"rank-{rank}.json").read_bytes())
+                    content = json.loads(reads.content(self.folder / f"rank-{rank}.json"))
                     found[rank] = {part: _from_json(held) for part, held in content.get("parts", {}).items()}
                     if "error" in content:
                         failed[rank] = content["error"]

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tr_ckpt.errors import SaveError
+from tr_ckpt.errors import CheckpointError, SaveError, UnreadableError
 
 T = TypeVar("T")
+
+_UNREADABLE = f"{UnreadableError.__name__}: "
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Ranks:
         Raises:
             Exception: what `work` raised on this rank.
             failure: it raised on another process of the run; the message says which, and begins with `what`.
+            UnreadableError: where `failure` is `CheckpointError`, in place of it and on all, with one text: the ranks
+                that failed could not read something.
         """
         error: Exception | None = None
         result: Any = None
@@ -72,11 +76,14 @@ class Ranks:
         except Exception as caught:
             error = caught
         answers = self._everywhere((result, None if error is None else f"{type(error).__name__}: {error}"))
+        failed = [(rank, text) for rank, (_, (_, text)) in enumerate(answers) if text is not None]
+        if failure is CheckpointError and self.total > 1 and all(text.startswith(_UNREADABLE) for _, text in failed):
+            failed = [(rank, text.removeprefix(_UNREADABLE)) for rank, text in failed]
+            error, failure = None, UnreadableError
         if error is not None:
             raise error
-        failed = [f"rank {rank}: {text}" for rank, (_, (_, text)) in enumerate(answers) if text is not None]
         if failed:
-            raise failure(f"{what}: {'; '.join(failed)}")
+            raise failure(f"{what}: {'; '.join(f'rank {rank}: {text}' for rank, text in failed)}")
         return [answer for group, (answer, _) in answers if group == self._group]
 
     @property

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from tr_ckpt import catalogue, parts, tensor_file, tree
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.sharded import reading, shard_index
 from tr_ckpt.sharded.reading import SlicedFiles
@@ -27,18 +27,25 @@ def verify(folder: Path, described: Manifest) -> None:
 
     Raises:
         DamagedCheckpointError: the message names every file that is wrong.
+        UnreadableError: one cannot be read.
     """
     catalogue.verify(folder, described)
     catalogue.raise_if_any(problems(folder, described))
 
 
 def problems(folder: Path, described: Manifest) -> list[str]:
-    """Return why files of parts, whose bytes are those that were written, cannot be loaded, one sentence a file."""
+    """Return why files of parts, whose bytes are those that were written, cannot be loaded, one sentence a file.
+
+    Raises:
+        UnreadableError: one cannot be read.
+    """
     found = []
     for part, owned in sorted(described.parts.items()):
         for name in owned:
             try:
                 _open(folder, part, name, owned)
+            except UnreadableError:
+                raise
             except CheckpointError as error:
                 found.append(str(error) if name in str(error) else f"{name} cannot be loaded: {error}")
             except (SafetensorError, OSError, RecursionError) as error:

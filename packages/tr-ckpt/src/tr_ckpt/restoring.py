@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import catalogue, nodes, parts
-from tr_ckpt.catalogue import Found
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt import catalogue, nodes, parts, reads
+from tr_ckpt.catalogue import Age, Found
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from tr_ckpt.foreign import taking_over
 from tr_ckpt.foreign.fitting import fit
 from tr_ckpt.manifest import Manifest
@@ -18,6 +21,11 @@ from tr_ckpt.ranks import Ranks
 from tr_ckpt.sharded import restoring_shards
 
 logger = logging.getLogger(__name__)
+
+# What reading came to on a rank: the step and None, or what is damaged in words.
+Answer = tuple[int, str | None]
+
+_REMOVED = "it was removed while it was being read"
 
 # From here on somebody waits for it.
 LONG_READ_BYTES = 500_000_000
@@ -38,12 +46,22 @@ class Restoring:
         self._optional = optional
         self._ranks = ranks
         self._prefix = prefix
+        self._read_last: tuple[Found, Age] | None = None
+        self._loaded: tuple[Found, Age] | None = None
+
+    def age_in(self, directory: Path) -> Age | None:
+        """Return the age of what was loaded; None if that was nothing, of another program, or not in `directory`."""
+        if self._loaded is None:
+            return None
+        found, age = self._loaded
+        return age if os.path.realpath(found.path.parent) == os.path.realpath(directory) else None
 
     def newest(self, directory: Path) -> int | None:
         """Load the newest valid checkpoint in `directory`; None if there is none.
 
         Raises:
             CheckpointError: it lacks a part, or a part does not take its state.
+            UnreadableError: what is there, or one that may be the newest, cannot be read.
         """
         tried: set[str] = set()
         # Anew after each round: a run that saves there meanwhile removes what was listed, but never its newest.
@@ -71,10 +89,15 @@ class Restoring:
 
         Raises:
             CheckpointError: there is none, it is damaged, it lacks a part, or a part does not take its state.
+            UnreadableError: it cannot be read.
         """
         [(is_folder, is_checkpoint, inside), *_] = self._ranks.together(
             "nothing was restored",
-            lambda: (source.is_dir(), _is_checkpoint(source, self._prefix), len(catalogue.find(source, self._prefix))),
+            lambda: (
+                reads.is_folder(source),
+                _is_checkpoint(source, self._prefix),
+                len(catalogue.find(source, self._prefix)),
+            ),
             failure=CheckpointError,
         )
         nodes.check_alike(self._ranks, source, (is_folder, is_checkpoint, bool(inside)))
@@ -106,38 +129,76 @@ class Restoring:
     def _load(self, found: Found) -> int:
         what = f"{found.name} was not restored"
         states: dict[str, Any] = {}
-
-        def read() -> tuple[int, str | None]:
-            rank = self._ranks.number
-            try:
-                if catalogue.is_foreign(found.path):
-                    targets = self._targets
-                    return taking_over.read_into(states, found.path, found.step, targets, rank, self._optional), None
-                described = self._check(found)
-                for part, target in self._targets.items():
-                    if self._is_saved(part, described):
-                        state = restoring_shards.read_part(found.path, part, rank, described, target)
-                        states[part] = fit(part, state, target) if taking_over.NOTE in described.files else state
-            except CheckpointError as error:
-                if not found.path.is_dir():
-                    return -1, "it was removed while it was being read"
-                if isinstance(error, DamagedCheckpointError):
-                    return -1, str(error)
-                raise CheckpointError(f"{found.name}: {error}") from error
-            return described.step, None
-
-        answers = self._ranks.together(what, read, failure=CheckpointError)
+        answers = self._read_alike(found, states)
         found_here = [damage for _, damage in answers if damage]
         everywhere = [damage for machine in self._ranks.across(found_here) for damage in machine]
         if damages := dict.fromkeys(everywhere):  # ranks mostly see the same
             raise DamagedCheckpointError(f"{found.name}: {'; '.join(damages)}")
         self._ranks.together(what, lambda: self._hand_out(found.name, states), failure=CheckpointError)
+        self._loaded = self._read_last
         return answers[0][0]
+
+    def _read_alike(self, found: Found, states: dict[str, Any]) -> list[Answer]:
+        """Read a checkpoint into `states`, on all ranks, and again where one sees other files than the first.
+
+        Returns:
+            What came of it on each rank of this machine.
+        """
+        what = f"{found.name} was not restored"
+        # What one machine wrote, another may see only after a while.
+        problems: list[str] = []
+        for delay_s in (*reads.DELAYS_S[-2:], None):
+            self._read_last = None
+            states.clear()
+            answers = self._ranks.together(what, lambda: self._read(found, states), failure=CheckpointError)
+            problems = [problem for machine in self._ranks.across(_contradictions(answers)) for problem in machine]
+            if not problems:
+                return answers
+            if delay_s is not None:
+                time.sleep(delay_s)
+        raise UnreadableError(
+            f"{what}: the ranks do not see the same files: {'; '.join(problems)}. Nothing else was taken in its place: "
+            "see to the shared file system and start again"
+        )
+
+    def _read(self, found: Found, states: dict[str, Any]) -> Answer:
+        try:
+            if not catalogue.is_foreign(found.path):
+                return self._read_own(found, states), None
+            with contextlib.suppress(DamagedCheckpointError):  # which counts if it is there the second time too
+                return self._take_over(found, states), None
+            return self._take_over(found, states), None
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            if not reads.is_folder(found.path):
+                return -1, _REMOVED
+            if isinstance(error, DamagedCheckpointError):
+                return -1, str(error)
+            raise CheckpointError(f"{found.name}: {error}") from error
+
+    def _take_over(self, found: Found, states: dict[str, Any]) -> int:
+        rank = self._ranks.number
+        return taking_over.read_into(states, found.path, found.step, self._targets, rank, self._optional)
+
+    def _read_own(self, found: Found, states: dict[str, Any]) -> int:
+        described = self._check(found)
+        for part, target in self._targets.items():
+            if self._is_saved(part, described):
+                state = restoring_shards.read_part(found.path, part, self._ranks.number, described, target)
+                states[part] = fit(part, state, target) if taking_over.NOTE in described.files else state
+        self._read_last = found, (described.sequence, described.step)
+        return described.step
 
     def _name_later(self, chosen: Found, candidates: list[Found]) -> None:
         """Say what a run with a higher step of another program is not gone on with."""
         later = [found for found in candidates if (found.step or 0) > (chosen.step or 0)]
-        if self._ranks.rank == 0 and not catalogue.is_foreign(chosen.path):
+        if self._ranks.rank != 0 or not later:
+            return
+        # What was loaded is loaded: not to know of another program's takes nothing from it.
+        with contextlib.suppress(UnreadableError), reads.at_once():
+            if catalogue.is_foreign(chosen.path):
+                return
             for found in later:
                 if catalogue.is_foreign(found.path):
                     logger.warning(
@@ -193,4 +254,17 @@ class Restoring:
 def _is_checkpoint(source: Path, prefix: str) -> bool:
     """Whether a folder is a checkpoint itself; a folder that checkpoints are in may hold a trainer's state too."""
     is_foreign = catalogue.is_foreign(source) and not catalogue.find(source, prefix)
-    return is_foreign or (source / MANIFEST).exists()
+    return is_foreign or reads.is_there(source / MANIFEST)
+
+
+def _contradictions(answers: list[Answer]) -> list[str]:
+    """Return what ranks say of files that the first of their machine read too and finds otherwise."""
+    first, *others = [damage for _, damage in answers]
+    if first is None:  # it read all files but those in shards, which one rank each reads
+        return [
+            f"{damage} on rank {rank} alone"
+            for rank, damage in enumerate(others, start=1)
+            if damage and any("-shard-" not in each.split(" ")[0] for each in damage.split("; "))
+        ]
+    of_all = first == _REMOVED or first.startswith(MANIFEST)
+    return [f"{first} on rank 0, and not on rank {others.index(None) + 1}"] if of_all and None in others else []

@@ -1,44 +1,102 @@
-"""Remove old checkpoints beyond a limit."""
+"""Decide which old checkpoints go beyond a limit, and remove them.
+
+A run removes what it saved itself, and what is as old as what it resumed from, or older: that was read and verified.
+Anything else in the folder is not known to be worthless, and stays: what another run left there, what was skipped as
+damaged, what cannot be read now.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tr_ckpt import catalogue, files, in_place, names, staging
-from tr_ckpt.catalogue import Found
+from tr_ckpt.catalogue import Age, Found
 from tr_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+_NAMED = 3  # of those that stay
+
+
+@dataclass
+class Known:
+    """What a run knows of the checkpoints in its folder.
+
+    Attributes:
+        restored: age of what it resumed from; None if that was none of this folder.
+        saved: ages of what it saved.
+        seen: the last known age of each, by name.
+        has_said: whether it was said that others stay.
+    """
+
+    restored: Age | None = None
+    saved: set[Age] = field(default_factory=set)
+    seen: dict[str, Age] = field(default_factory=dict)
+    has_said: bool = False
+
+    def may_go(self, age: Age) -> bool:
+        """Whether the run may remove a checkpoint: it made it, or resumed from it or from a newer one."""
+        return age in self.saved or (self.restored is not None and age <= self.restored)
+
+    def say_what_stays(self, directory: Path, staying: Sequence[Found]) -> None:
+        """Warn, once, of complete checkpoints that no limit removes."""
+        if not staying or self.has_said:
+            return
+        self.has_said = True
+        listed = ", ".join(found.name for found in staying[:_NAMED]) + " and others" * (len(staying) > _NAMED)
+        logger.warning(
+            "%s stay whatever the limit: this run neither saved them nor resumed from them or a newer one; what is not "
+            "needed is removed by `trainer ckpt prune %s`",
+            listed,
+            directory,
+        )
+
+
+def complete(directory: Path, prefix: str) -> list[tuple[Age, Found]]:
+    """Return the complete checkpoints in `directory` with their ages, the oldest first.
+
+    Those that are damaged, another program's, or cannot be read now are left out.
+
+    Raises:
+        UnreadableError: the folder cannot be listed.
+    """
+    listed = []
+    for found in catalogue.find(directory, prefix):
+        try:
+            described = catalogue.check_quickly(found)
+        except CheckpointError:
+            continue
+        listed.append(((described.sequence, described.step), found))
+    return sorted(listed, key=lambda each: each[0])
+
 
 def superfluous(
-    directory: Path,
-    prefix: str,
+    complete: Sequence[Found],
     keep_last: int,
     newest: int,
     protected: Collection[int],
     keep_every: int | None = None,
 ) -> list[Found]:
-    """Return what to remove so that `keep_last` complete checkpoints stay, the oldest first.
+    """Return what to remove so that `keep_last` of the checkpoints given stay, the oldest first.
 
-    Old is what was saved early, whatever its step: what a run left behind when it went back goes first. The one of
-    step `newest` and the `protected` ones always stay, also where that makes more than the limit; both count towards
-    it. Those whose step is a multiple of `keep_every` stay too and do not count. Damaged ones and those of other
-    programs do not count and stay: nothing says that they are worthless.
+    The one of step `newest` and the `protected` ones always stay, also where that makes more than the limit; both count
+    towards it. Those whose step is a multiple of `keep_every` stay too and do not count.
+
+    Args:
+        complete: what counts, the oldest first. Old is what was saved early, whatever its step: what a run left behind
+            when it went back goes first.
+        keep_last: how many stay.
+        newest: step of the one that was saved last.
+        protected: steps that stay.
+        keep_every: those whose step is a multiple of this stay and do not count; None keeps none so.
     """
-    complete = []
-    for found in catalogue.by_age(directory, prefix):
-        try:
-            catalogue.check_quickly(found)
-        except CheckpointError:
-            continue
-        if keep_every is None or found.step is None or found.step % keep_every:
-            complete.append(found)
-    removable = [found for found in complete if found.step != newest and found.step not in protected]
-    return removable[: max(0, len(complete) - keep_last)]
+    counted = [found for found in complete if keep_every is None or found.step is None or found.step % keep_every]
+    removable = [found for found in counted if found.step != newest and found.step not in protected]
+    return removable[: max(0, len(counted) - keep_last)]
 
 
 def remove(found: Found) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import catalogue, manifest, names, parts
+from tr_ckpt import catalogue, manifest, names, parts, reads
 from tr_ckpt.distributed_tensor import may_exist
 from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.parts import CapturedPart
 from tr_ckpt.rank_records import RankRecords, Written
 from tr_ckpt.ranks import Ranks
+from tr_ckpt.retention import Known
 from tr_ckpt.sharded.taken import TakenStates
 from tr_ckpt.staging import Staging
 from tr_ckpt.write_errors import explained
@@ -33,18 +34,20 @@ class Saving:
         prefix: what their names begin with.
         step: completed optimizer steps.
         ranks: this process among the others.
+        known: what the run knows of the checkpoints there; the one that is saved is added.
 
     Attributes:
         sequence: that of the checkpoint, on the rank that committed it; 0 before.
     """
 
-    def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks) -> None:
+    def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks, known: Known) -> None:
         self.name = names.checkpoint_name(prefix, step)
         self.sequence = 0
         self._directory = directory
         self._prefix = prefix
         self._step = step
         self._ranks = ranks
+        self._known = known
         self._what = f"{self.name} was not saved"
         self._staging = Staging(directory, self.name) if ranks.rank == 0 else None
         self._folder = directory  # until `_begin`
@@ -140,7 +143,7 @@ class Saving:
 
     def _captured(self, given: Mapping[str, Any], buffers: HostBuffers | None) -> Iterator[tuple[str, CapturedPart]]:
         with explained(self.name, self._directory):
-            is_seen = self._folder.is_dir()
+            is_seen = reads.is_folder(self._folder)
         if not is_seen:
             raise OSError(
                 f"rank {self._ranks.rank} does not see {self._folder}, which rank 0 made; "
@@ -180,9 +183,10 @@ class Saving:
         if self._staging is None:
             return
         with explained(self.name, self._directory):
-            sequence = catalogue.next_sequence(self._directory, self._prefix)
+            sequence = catalogue.next_sequence(self._directory, self._prefix, self._known.seen)
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
             manifest.write(self._folder, described)
+            self._known.saved.add((sequence, self._step))  # before it is in its place: an error may come after that
             self._staging.commit()
             self.sequence = sequence
 

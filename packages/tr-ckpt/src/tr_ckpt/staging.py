@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tr_ckpt import files, in_place, names
+from tr_ckpt import catalogue, files, in_place, manifest, names, reads
+from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.printable import printable
 
@@ -41,8 +41,9 @@ class Staging:
             OSError: a file cannot be written, or is a link or no plain file.
         """
         files.make_folders(self.directory)
-        if not any(self.directory.glob(f"*/{names.MANIFEST}")):  # else the first save here has done it
-            files.settle(self.directory)
+        there = reads.names_in(self.directory)
+        if not any(reads.is_there(self.directory / name / names.MANIFEST) for name in there):
+            files.settle(self.directory)  # else the first save here has done it
         clear_abandoned(self.directory)
         files.make_folder(self.folder)
         if write_extra is None:
@@ -69,12 +70,13 @@ class Staging:
 
         Raises:
             OSError: it did not work; what was in that place is there still.
+            UnreadableError: it could not be found out what is in that place, and all is as it was.
         """
         files.sync_folder(self.folder)
         try:
-            aside = self._step_aside() if os.path.lexists(self.final) else None
+            aside = self._step_aside() if reads.is_there(self.final, follow=False) else None
         except OSError as error:
-            if error.errno != errno.EXDEV or not (self.final / names.MANIFEST).exists():
+            if error.errno != errno.EXDEV or not reads.is_there(self.final / names.MANIFEST):
                 raise
             self._replace_in_place()
             return self.final
@@ -84,7 +86,7 @@ class Staging:
             names.release(self.folder)
             if aside is not None:  # whatever happened: the next save puts it back or removes it
                 names.release(aside)
-        if aside is not None and aside.name.startswith(".tmp-"):
+        if aside is not None and aside.name.startswith(".tmp-") and _is_sound(self.final):
             discard(aside)
         return self.final
 
@@ -102,6 +104,7 @@ class Staging:
         try:
             files.rename(self.folder, waiting)
             files.sync_folder(self.directory)
+            catalogue.verify(waiting, manifest.read(waiting))
             # From one instant in here the new one counts.
             in_place.remove(self.final)
             files.rename(waiting, self.final)
@@ -119,12 +122,12 @@ class Staging:
         discard(self.folder)
 
     def _step_aside(self) -> Path:
-        if (self.final / names.MANIFEST).exists():
+        if reads.is_there(self.final / names.MANIFEST):
             aside = names.temporary(self.directory, "replaced", self.final.name)
         else:
             # Not a checkpoint of ours: another program's, perhaps the only copy. Never removed.
             number = 1
-            while os.path.lexists(aside := self.directory / f"{self.final.name}.replaced-{number}"):
+            while reads.is_there(aside := self.directory / f"{self.final.name}.replaced-{number}", follow=False):
                 number += 1
             logger.warning("%s has no %s, so it is kept as %s", self.final, names.MANIFEST, aside.name)
         try:
@@ -159,6 +162,7 @@ def clear_abandoned(directory: Path) -> None:
 
     Raises:
         OSError: a checkpoint could not be put back.
+        UnreadableError: it could not be found out what was left.
     """
     synced = False
     for left in names.temporaries(directory):
@@ -167,8 +171,11 @@ def clear_abandoned(directory: Path) -> None:
         if left.kind == "emptied":  # sorted before those that wait for its place
             _complete(left)
             continue
-        if left.kind == "replaced" and not (directory / left.target / names.MANIFEST).exists():
-            _put_back(left)
+        final = directory / left.target
+        if left.kind == "replaced" and not reads.is_there(final / names.MANIFEST):
+            _put_back(left, final)
+            continue
+        if left.kind == "replaced" and not _is_sound(final):
             continue
         if not synced:  # the rename that made this folder superfluous may not have reached the disk
             files.sync_folder(directory)
@@ -177,9 +184,19 @@ def clear_abandoned(directory: Path) -> None:
         discard(left.path)
 
 
-def _put_back(left: names.Temporary) -> None:
-    final = left.path.parent / left.target
-    if os.path.lexists(final):  # somebody else's; the checkpoint waits under the name it has
+def _is_sound(replacing: Path) -> bool:
+    """Whether a checkpoint reads back as it was written, so that the one that it replaced may go."""
+    try:
+        with reads.at_once():
+            catalogue.verify(replacing, manifest.read(replacing))
+    except CheckpointError as error:
+        logger.warning("the replaced %s stays, as the one in its place is not sound: %s", replacing.name, error)
+        return False
+    return True
+
+
+def _put_back(left: names.Temporary, final: Path) -> None:
+    if reads.is_there(final, follow=False):  # somebody else's; the checkpoint waits under the name it has
         return
     try:
         files.rename(left.path, final)
@@ -193,5 +210,5 @@ def _put_back(left: names.Temporary) -> None:
 def _complete(left: names.Temporary) -> None:
     try:
         in_place.complete(left.path, left.target)
-    except OSError as error:
+    except (OSError, UnreadableError) as error:
         logger.warning("what is left of %s could not be removed (%s); the next save tries again", left.target, error)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tr_ckpt import reads
 from tr_ckpt.errors import CheckpointError
 
 # Of a file. What it becomes in memory is up to 30 times as large.
@@ -20,11 +21,11 @@ def read(path: Path, *, is_lax: bool = False) -> Any:
         is_lax: whether it may hold what JSON does not have and Python writes: NaN, infinities, a name twice.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: there is no such file.
+        UnreadableError: it cannot be read.
         CheckpointError: it is no JSON, or larger than anything that is read.
     """
-    with open(path, "rb") as file:
-        raw = file.read(MOST_BYTES + 1)
+    raw = reads.content(path, MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
         raise CheckpointError(f"it has more than {MOST_BYTES:,} bytes, and that much JSON is not read")
     try:

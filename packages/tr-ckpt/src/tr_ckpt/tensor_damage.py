@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tr_ckpt import reads
+
 # Enough to find a place by: whether a file is whole is decided by its full digest.
 DIGITS = 16
 
@@ -67,10 +69,11 @@ def where_changed(path: Path, sections: Iterable[Section]) -> str:
     """Return where a file of the right length was changed first; empty if that is not known. Reads the file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: there is no such file.
+        UnreadableError: it cannot be read.
     """
     digest, start = hashlib.sha256(), 0
-    with open(path, "rb") as file:
+    with reads.CheckpointFile(path) as file:
         for section in sections:
             left = section.end - start
             while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from tr_ckpt import files, plain_file
+from tr_ckpt import files, plain_file, reads
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.tensor_damage import HEADER
@@ -96,16 +96,14 @@ def check(path: Path) -> None:
     """Open a safetensors file as a load does; no number of it is read.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: there is no such file.
+        UnreadableError: it cannot be read.
         CheckpointError: it is no valid safetensors file.
     """
     plain_file.require(path)
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        with reads.tensors(path) as file:
             file.keys()
-    except OSError:
-        path.open("rb").close()  # whose error says which it is; the library's does not
-        raise
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from None
 
@@ -115,10 +113,11 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         CheckpointError: it is no valid safetensors file.
+        UnreadableError: it cannot be read.
     """
     plain_file.require(path)
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        with reads.tensors(path) as file:
             # The library maps the file; a copy outlives a file that is removed or cut while the run goes on.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

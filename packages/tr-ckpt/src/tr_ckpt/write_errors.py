@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tr_ckpt.errors import SaveError, UnreadableError
+
 
 @contextmanager
 def explained(name: str, directory: Path) -> Iterator[None]:
@@ -20,6 +22,8 @@ def explained(name: str, directory: Path) -> Iterator[None]:
     """
     try:
         yield
+    except UnreadableError as error:
+        raise SaveError(f"{name} was not saved in {directory}: {error}") from error
     except OSError as error:
         if error.errno is None:  # one of ours, which says it
             raise

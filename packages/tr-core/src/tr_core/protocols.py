@@ -302,12 +302,17 @@ class Checkpointer(Protocol):
             The checkpoint's step, or None if `source` is None and there is no valid checkpoint.
 
         Raises:
-            ValueError: `source` is damaged or no checkpoint, or it lacks one of `parts` that is not optional.
+            ValueError: `source` is damaged or no checkpoint, or it lacks one of `parts` that is not optional; or one
+                that may be the newest cannot be read, which is no damage.
         """
         ...
 
     def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, ascending."""
+        """Return the steps of all complete checkpoints, ascending.
+
+        Raises:
+            ValueError: one cannot be looked at.
+        """
         ...
 
     def path(self, step: int) -> Path:

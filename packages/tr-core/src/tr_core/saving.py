@@ -105,8 +105,8 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
     run.has_saved = True
     run.ends_epoch_early = trainer.control.should_epoch_stop and not run.is_at_epoch_end
     best = state.best_global_step
-    if best is not None and (best == state.global_step or best in checkpointer.steps()):
-        state.best_model_checkpoint = str(checkpointer.path(best))
+    if best is not None:
+        _note_place_of_best(trainer, checkpointer, best)
     parts = checkpoint_parts(trainer, run)
     if trainer.args.save_only_model:
         parts = {name: parts[name] for name in (*model_parts(trainer), *weight_parts(trainer), "trainer_state")}
@@ -125,6 +125,15 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
             protected=() if best is None else (best,),
             on_commit=partial(_announce, trainer, step=state.global_step),
         )
+
+
+def _note_place_of_best(trainer: Trainer, checkpointer: Checkpointer, best: int) -> None:
+    state = trainer.state
+    try:
+        if best == state.global_step or best in checkpointer.steps():
+            state.best_model_checkpoint = str(checkpointer.path(best))
+    except ValueError as error:  # one that cannot be read now must not keep the run from saving
+        trainer.logger.warning("where the checkpoint of the best step %d is was not looked up: %s", best, error)
 
 
 def _announce(trainer: Trainer, folder: Path, *, step: int) -> None:

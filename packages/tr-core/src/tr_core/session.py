@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -130,10 +130,19 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
 
 
 def _warn_of_earlier(trainer: Trainer, checkpointer: Checkpointer) -> None:
-    if trainer.strategy.rank == 0 and (earlier := checkpointer.steps()):
+    earlier, problem = [], ""
+    if trainer.strategy.rank == 0:
+        try:
+            earlier = checkpointer.steps()
+        except ValueError as error:
+            problem = str(error)
+    if problem := trainer.strategy.gather_objects(problem)[0]:
+        raise ValueError(problem)  # the first save would fail at it
+    if earlier:
         trainer.logger.warning(
             "%s holds checkpoints of an earlier run, up to step %d: resuming takes those until this run has saved its "
-            "first, and save_total_limit removes them first; give every run an output_dir of its own, or remove them",
+            "first, a save of the same step replaces one, and save_total_limit leaves the others; give every run an "
+            "output_dir of its own, or remove them with `trainer ckpt prune`",
             trainer.args.output_dir,
             earlier[-1],
         )
@@ -211,12 +220,10 @@ def _load_best(trainer: Trainer) -> None:
             state.global_step,
         )
         return
-    folder = checkpointer.path(state.best_global_step)
-    is_there = state.best_global_step in checkpointer.steps()
-    if not is_there:  # the run began in another folder, or on another machine and went on from the Hub
-        folder = state.best_model_checkpoint or folder
-        is_there = Path(folder).is_dir()
-    trainer.lacks_best_weights = not trainer.strategy.gather_objects(is_there)[0]  # as rank 0 sees it
+    folder, is_there, problem = trainer.strategy.gather_objects(_place_of_best(state, checkpointer))[0]
+    if problem:
+        raise ValueError(f"load_best_model_at_end=True, but the best weights were not loaded: {problem}")
+    trainer.lacks_best_weights = not is_there  # as rank 0 sees it
     if trainer.lacks_best_weights:
         trainer.logger.error(
             "load_best_model_at_end=True, but the checkpoint of the best step, %d, is not at %s; the weights are those "
@@ -228,6 +235,20 @@ def _load_best(trainer: Trainer) -> None:
         return
     restore_either_form(trainer, {**model_parts(trainer), **weight_parts(trainer)}, source=folder)
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
+
+
+def _place_of_best(state: TrainerState, checkpointer: Checkpointer) -> tuple[str, bool, str]:
+    """Return where the checkpoint of the best step is, whether it is there, and why that cannot be found out."""
+    best = cast("int", state.best_global_step)
+    try:
+        folder = str(checkpointer.path(best))
+        if best in checkpointer.steps():
+            return folder, True, ""
+        # The run began in another folder, or on another machine and went on from the Hub.
+        folder = state.best_model_checkpoint or folder
+        return folder, os.path.isdir(folder), ""
+    except ValueError as error:
+        return "", False, str(error)
 
 
 def _last_train_loss(trainer: Trainer) -> float:

@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         every is None or step % every != 0 for step in damaged
     )  # they are none of those asked for
     protected = [*damaged, *([] if best is None else [best])]
-    going = retention.superfluous(directory, arguments.prefix, keep, newest.step, protected, every)
+    complete = [found for _, found in retention.complete(directory, arguments.prefix)]
+    going = retention.superfluous(complete, keep, newest.step, protected, every)
     known = {entry.found: entry for entry in (*entries, *passed_over)}  # what verifying found replaces what ls shows
     _show(list(known.values()), going, newest, best)
     if not going or arguments.dry_run:

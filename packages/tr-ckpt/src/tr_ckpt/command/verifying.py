@@ -7,10 +7,11 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from tr_ckpt import catalogue, reading_back
+from tr_ckpt import catalogue, reading_back, reads
 from tr_ckpt.command import listing, selection
 from tr_ckpt.command.progress import Progress
 from tr_ckpt.command.selection import COMPLETE, DAMAGED, UNREADABLE, Entry
+from tr_ckpt.errors import UnreadableError
 from tr_ckpt.files import BLOCK_BYTES
 from tr_ckpt.manifest import Manifest
 
@@ -29,9 +30,16 @@ def verify(entries: list[Entry]) -> list[Entry]:
     total = sum(entry.described.total_bytes for entry in entries if entry.described and entry.condition == COMPLETE)
     progress = Progress(total)
     try:
-        return [_verify(entry, progress) for entry in entries]
+        return [_verify_if_readable(entry, progress) for entry in entries]
     finally:
         progress.end()
+
+
+def _verify_if_readable(entry: Entry, progress: Progress) -> Entry:
+    try:
+        return _verify(entry, progress)
+    except UnreadableError as error:
+        return replace(entry, condition=UNREADABLE, problem=str(error))
 
 
 def _verify(entry: Entry, progress: Progress) -> Entry:
@@ -54,10 +62,9 @@ def _verify(entry: Entry, progress: Progress) -> Entry:
 def _damage(folder: Path, described: Manifest, name: str, progress: Progress) -> list[str]:
     digest = hashlib.sha256()
     try:
-        with open(folder / name, "rb", buffering=0) as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-                progress.advance(len(block))
+        for block in reads.blocks(folder / name, BLOCK_BYTES):
+            digest.update(block)
+            progress.advance(len(block))
     except OSError:
         pass  # put into words below
     if digest.hexdigest() == described.files[name].sha256:

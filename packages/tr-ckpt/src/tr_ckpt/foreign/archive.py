@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import files, path_names, plain_file
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt import files, path_names, plain_file, reads
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from tr_ckpt.foreign import pickled
 from tr_ckpt.foreign.pickled import Strided
 
@@ -28,17 +28,20 @@ def read(path: Path) -> Any:
     Raises:
         CheckpointError: the file holds something that is not plain state; the message names it.
         DamagedCheckpointError: the file is cut off, was changed, or is no such archive.
+        UnreadableError: it cannot be read.
     """
     name = path.name
     plain_file.require(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _Archive(archive, path.stat().st_size).load()
+        with reads.CheckpointFile(path) as file, zipfile.ZipFile(file) as archive:
+            return _Archive(archive, reads.status(path).st_size).load()
     except pickled.RefusedNameError as error:
         raise CheckpointError(
             f"{name} names {error}, which is neither tensor, number nor container: nothing of it was executed, and it "
             "is not read. Save the state as plain values, or find out who put that there"
         ) from error
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         raise type(error)(f"{name} cannot be read: {error}") from error
     except zipfile.BadZipFile as error:

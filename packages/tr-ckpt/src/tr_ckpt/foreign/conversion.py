@@ -7,7 +7,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from tr_ckpt import catalogue, manifest, names, parts
+from tr_ckpt import catalogue, manifest, names, parts, reads
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.foreign.checkpoint import ForeignCheckpoint
@@ -47,7 +47,7 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
     checkpoint = read(source)
     directory = Path(target).expanduser().absolute()
     name = names.checkpoint_name(prefix, checkpoint.step)
-    if (directory / name).exists():
+    if reads.is_there(directory / name, follow=False):
         raise CheckpointError(f"{directory / name} exists; give another folder, for nothing is written over")
     held = _parts_to_write(checkpoint)
     staging = Staging(directory, name)
@@ -70,7 +70,7 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
 
 
 def _refuse_what_is_no_foreign_checkpoint(source: Path, prefix: str) -> None:
-    if (source / names.MANIFEST).exists():
+    if reads.is_there(source / names.MANIFEST):
         raise CheckpointError(f"{source} is one of ours already: there is nothing to convert")
     if inside := [found for found in catalogue.find(source, prefix) if catalogue.is_foreign(found.path)]:
         raise CheckpointError(f"{source} holds checkpoints; give one of them, such as {inside[-1].path}")

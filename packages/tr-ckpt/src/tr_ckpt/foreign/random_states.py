@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tr_ckpt import reads
 from tr_ckpt.errors import DamagedCheckpointError
 from tr_ckpt.foreign import archive
 
@@ -17,9 +18,9 @@ _DEVICES = ("cuda", "xpu", "mps")
 
 def find(folder: Path) -> dict[int, str]:
     """Return the names of the files with random states, by rank."""
-    if (folder / "rng_state.pth").is_file():
+    if reads.is_file(folder / "rng_state.pth"):
         return {0: "rng_state.pth"}
-    matches = (re.fullmatch(r"rng_state_(0|[1-9][0-9]{0,5})\.pth", path.name) for path in folder.iterdir())
+    matches = (re.fullmatch(r"rng_state_(0|[1-9][0-9]{0,5})\.pth", name) for name in reads.names_in(folder))
     return dict(sorted((int(match[1]), match[0]) for match in matches if match))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 
+from tr_ckpt import reads
 from tr_ckpt.errors import CheckpointError
 
 _JOIN_FSDP = (
@@ -31,7 +33,7 @@ def refuse(folder: Path) -> None:
         CheckpointError: it is; the message names the files, and says what joins them.
     """
     for kind, patterns, remedy in _MARKS:
-        seen = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
+        seen = [name for name in reads.names_in(folder) if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
         if seen:
             raise CheckpointError(
                 f"its state is in pieces that training with {kind} left ({', '.join(seen)}), which are not read here: "

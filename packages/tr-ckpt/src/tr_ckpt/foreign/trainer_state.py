@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tr_ckpt import plain_file, strict_json
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from tr_ckpt.names import step_of
 
 FILE = "trainer_state.json"
@@ -24,10 +24,13 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: it is missing, no JSON, or says of no step.
+        UnreadableError: it cannot be read.
     """
     plain_file.require(folder / FILE)
     try:
         state = strict_json.read(folder / FILE, is_lax=True)
+    except UnreadableError:
+        raise
     except (OSError, CheckpointError) as error:
         raise DamagedCheckpointError(f"{FILE} cannot be read: {error}") from error
     step = state.get("global_step") if isinstance(state, dict) else None

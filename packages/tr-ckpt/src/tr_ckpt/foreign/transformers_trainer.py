@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tr_ckpt import reads
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.foreign import archive, random_states, schedules, sharding, trainer_state, weights
 from tr_ckpt.foreign.checkpoint import ForeignCheckpoint, States
@@ -25,7 +27,7 @@ _NOT_PLAIN = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".safetensors")
 
 def recognises(path: Path) -> bool:
     """Whether a folder looks like a checkpoint of this program."""
-    return (path / trainer_state.FILE).is_file()
+    return reads.is_file(path / trainer_state.FILE)
 
 
 def read(path: Path) -> ForeignCheckpoint:
@@ -35,7 +37,7 @@ def read(path: Path) -> ForeignCheckpoint:
         CheckpointError: optimizer and model are in pieces of several processes.
         DamagedCheckpointError: `trainer_state.json` is damaged.
     """
-    if (path / _UNFINISHED).exists():
+    if reads.is_there(path / _UNFINISHED):
         raise DamagedCheckpointError(f"it holds {_UNFINISHED}: the process that wrote it was stopped meanwhile")
     sharding.refuse(path)
     reached = trainer_state.read(path)
@@ -64,7 +66,7 @@ def read(path: Path) -> ForeignCheckpoint:
 
 
 def _state(file: Path, part: str) -> Any:
-    if not file.is_file():
+    if not reads.is_file(file):
         raise CheckpointError(
             f"there is no {file.name} in it, and without the state of {part!r} a run that goes on is another run. Give "
             "a checkpoint that was saved without save_only_model, or begin a new run with its weights"
@@ -76,7 +78,7 @@ def _state(file: Path, part: str) -> Any:
 
 
 def _parts(path: Path, *, has_random_states: bool) -> tuple[str, ...]:
-    files = [part for part, file in _STATE_FILES.items() if (path / file).is_file()]
+    files = [part for part, file in _STATE_FILES.items() if reads.is_file(path / file)]
     model = [weights.part_of(path)] if weights.find(path) else []
     return (*model, *files, *(["rng"] if has_random_states else []), "run", "callbacks", "trainer_state")
 
@@ -85,25 +87,24 @@ def _plain_files(path: Path) -> tuple[str, ...]:
     taken = (trainer_state.FILE, *weights.INDEXES)
     return tuple(
         sorted(
-            entry.name
-            for entry in path.iterdir()
-            if entry.is_file()
-            and not entry.is_symlink()
-            and entry.suffix not in _NOT_PLAIN
-            and entry.name not in taken
-            and not entry.name.startswith(".")
+            name
+            for name in reads.names_in(path)
+            if Path(name).suffix not in _NOT_PLAIN
+            and name not in taken
+            and not name.startswith(".")
+            and stat.S_ISREG(reads.status(path / name, follow=False).st_mode)
         )
     )
 
 
 def _notes(path: Path) -> list[str]:
     notes = ["the place in the data is derived from the step, as no file holds it"]
-    if (path / "training_args.bin").is_file():
+    if reads.is_file(path / "training_args.bin"):
         notes.append(
             "training_args.bin is a pickle of a class, which could execute anything: it is not read, and the arguments "
             "are those of this run"
         )
-    folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    folders = [name for name in reads.names_in(path) if not name.startswith(".") and reads.is_folder(path / name)]
     if folders:
         notes.append(f"nothing is taken from the folders {printable(', '.join(folders))}")
     return notes

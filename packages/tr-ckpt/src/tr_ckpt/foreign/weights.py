@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import path_names, plain_file, strict_json, tensor_file
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt import path_names, plain_file, reads, strict_json, tensor_file
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from tr_ckpt.foreign import archive
 
 # In the order in which transformers itself looks for them, safetensors first.
@@ -19,7 +19,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 def find(folder: Path) -> str | None:
     """Return the name of the file with a model's or an adapter's weights, or of their index; None if there is none."""
-    return next((name for name in (*SINGLE, *INDEXES, *ADAPTERS) if (folder / name).is_file()), None)
+    return next((name for name in (*SINGLE, *INDEXES, *ADAPTERS) if reads.is_file(folder / name)), None)
 
 
 def part_of(folder: Path) -> str:
@@ -44,7 +44,7 @@ def _sharded(folder: Path, index: str) -> dict[str, torch.Tensor]:
     placed = _weight_map(folder / index)
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(set(placed.values())):
-        if not (folder / file).is_file():
+        if not reads.is_file(folder / file):
             raise DamagedCheckpointError(f"{file} is missing, which {index} names")
         weights |= _tensors(folder / file)
     if lost := [name for name in placed if name not in weights]:
@@ -57,6 +57,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         placed = strict_json.read(path)["weight_map"]
         files = set(placed.values())
+    except UnreadableError:
+        raise
     except (OSError, CheckpointError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path.name} cannot be read: {error!r}") from error
     if problem := path_names.wrong_among(files):
@@ -71,7 +73,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         try:
             return tensor_file.read(path)
-        except DamagedCheckpointError:
+        except (DamagedCheckpointError, UnreadableError):
             raise
         except CheckpointError as error:
             raise DamagedCheckpointError(str(error)) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tr_ckpt import catalogue, distributed_tensor, files, model_dtype, names, staging, tensor_file
+from tr_ckpt import catalogue, distributed_tensor, files, model_dtype, names, reads, staging, tensor_file
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
@@ -102,10 +102,9 @@ def _copy(source: Path, extra: list[str], folder: Path, dtype: torch.dtype | Non
                 files.make_folder(folder / above)
                 made.add(above)
         if name == "config.json" and dtype is not None:
-            files.write_file(folder / name, [model_dtype.configured((source / name).read_bytes(), dtype)])
+            files.write_file(folder / name, [model_dtype.configured(reads.content(source / name), dtype)])
             continue
-        with open(source / name, "rb", buffering=0) as file:
-            files.write_file(folder / name, iter(lambda file=file: file.read(files.BLOCK_BYTES), b""))
+        files.write_file(folder / name, reads.blocks(source / name, files.BLOCK_BYTES))
     for above in sorted(made, reverse=True):
         files.sync_folder(folder / above)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from tr_ckpt import distributed_tensor, plain_file, tree
+from tr_ckpt import distributed_tensor, plain_file, reads, tree
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.sharded import shard_index
 from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
@@ -116,11 +116,12 @@ class SlicedFiles:
 
         Raises:
             CheckpointError: the file is no safetensors file or does not hold the chunk.
+            UnreadableError: it cannot be read.
         """
         try:
             if chunk.file not in self._opened:
                 plain_file.require(self._folder / chunk.file)
-                file = safe_open(self._folder / chunk.file, "pt", device="cpu")
+                file = reads.tensors(self._folder / chunk.file)
                 self._opened[chunk.file] = self._stack.enter_context(file)
             view = self._opened[chunk.file].get_slice(name)
         except (SafetensorError, OSError) as error:

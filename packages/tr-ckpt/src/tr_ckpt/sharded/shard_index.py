@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from tr_ckpt import plain_file, strict_json
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt import plain_file, reads, strict_json
+from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.sharded import tiling
 from tr_ckpt.tensor_file import DTYPES
 
@@ -101,6 +101,7 @@ def read(path: Path, files: Collection[str]) -> Index:
 
     Raises:
         CheckpointError: it is none that `dump` writes.
+        UnreadableError: it cannot be read.
     """
     plain_file.require(path)
     try:
@@ -110,6 +111,8 @@ def read(path: Path, files: Collection[str]) -> Index:
         index = {name: _tensor(name, entry, files) for name, entry in content["tensors"].items()}
         _check_sizes(path.parent, index)
         return index
+    except UnreadableError:
+        raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 
@@ -122,7 +125,7 @@ def _check_sizes(folder: Path, index: Index) -> None:
             needed[chunk.file] += math.prod(chunk.size) * saved.dtype.itemsize
     for file, size in needed.items():
         plain_file.require(folder / file)
-        held = (folder / file).stat().st_size
+        held = reads.status(folder / file).st_size
         if size > held:
             raise CheckpointError(f"it places {size:,} bytes in {file}, which has {held:,}")
 
@@ -132,13 +135,14 @@ def of_plain_file(path: Path) -> Index:
 
     Raises:
         CheckpointError: it is no valid safetensors file.
+        UnreadableError: it cannot be read.
     """
-    if not path.exists():
+    if not reads.is_there(path):
         return {}
     plain_file.require(path)
     index: Index = {}
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        with reads.tensors(path) as file:
             for name in file.keys():  # noqa: SIM118
                 view = file.get_slice(name)
                 shape = tuple(view.get_shape())

@@ -48,7 +48,7 @@ CODES: dict[str, Code] = {
     "T202": Code("error", "the disk is too small for the checkpoints"),
     "T203": Code("info", "the number of checkpoints is not limited"),
     "T204": Code("error", "there is no checkpoint to resume from"),
-    "T205": Code("error", "the checkpoint to resume from is damaged or lacks something"),
+    "T205": Code("error", "the checkpoint to resume from is damaged, lacks something or cannot be read"),
     "T206": Code("warning", "a damaged checkpoint would be passed over"),
     "T207": Code("warning", "the run to be resumed is complete"),
     "T208": Code("warning", "output_dir holds checkpoints of an earlier run"),

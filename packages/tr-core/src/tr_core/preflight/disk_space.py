@@ -101,7 +101,10 @@ def _existing(subject: Subject) -> int:
     if subject.resume in (None, False):
         return 0
     checkpointer = checkpointer_of(subject)
-    return 0 if checkpointer is None else len(checkpointer.steps())
+    try:
+        return 0 if checkpointer is None else len(checkpointer.steps())
+    except ValueError:  # said where the checkpoint to resume from is looked at
+        return 0
 
 
 def _model_bytes(trainer: Any) -> int:

@@ -49,7 +49,7 @@ def check_resume(subject: Subject) -> Iterator[Problem]:
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source, origin = None if automatic else str(resume), subject.origin("resume_from_checkpoint")
     is_at_hub = source is not None and source.partition(":")[0] == "hub"  # which the checkpointer looks up
-    if source is not None and not is_at_hub and not Path(source).exists():
+    if source is not None and not is_at_hub and _is_missing(Path(source)):
         message = f"resume_from_checkpoint={source!r}: there is no such folder; give a checkpoint's folder, or True"
         yield Problem("T204", message, origin)
         return
@@ -74,6 +74,16 @@ def check_resume(subject: Subject) -> Iterator[Problem]:
         yield Problem("T207", f"{message}num_train_epochs or max_steps to go on", origin)
 
 
+def _is_missing(source: Path) -> bool:
+    try:
+        source.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return True
+    except OSError:  # which says nothing of it: whoever reads it says what is the matter
+        return False
+    return False
+
+
 def checkpointer_of(subject: Subject) -> Any:
     """Return what keeps the run's checkpoints; None if it keeps none or nothing of the name is installed."""
     args = subject.args
@@ -88,11 +98,16 @@ def checkpointer_of(subject: Subject) -> Any:
 
 
 def _earlier(subject: Subject, checkpointer: Any) -> Iterator[Problem]:
-    if steps := checkpointer.steps():
+    try:
+        steps = checkpointer.steps()
+    except ValueError as error:
+        yield Problem("T205", str(error), subject.origin("output_dir"))
+        return
+    if steps:
         yield Problem(
             "T208",
             f"{subject.args.output_dir!r} holds checkpoints of an earlier run, up to step {steps[-1]}: resuming takes "
-            "those until this run has saved its first, and save_total_limit removes them first; give every run an "
-            "output_dir of its own, or remove them",
+            "those until this run has saved its first, a save of the same step replaces one, and save_total_limit "
+            "leaves the others; give every run an output_dir of its own, or remove them with `trainer ckpt prune`",
             subject.origin("output_dir"),
         )

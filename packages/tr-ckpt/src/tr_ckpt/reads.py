@@ -1,0 +1,338 @@
+"""Read the file system: every operation by which a checkpoint is read goes through the functions of this file.
+
+An error of reading is not damage. A mount that is gone for a moment, a server that restarts or a right that is missing
+says nothing about the files: the operation is tried again for a while, and then raises `UnreadableError`, which ends
+what was going on. Only errors about the form of what is there, such as `FileNotFoundError`, come through as they are.
+
+`READS` names the operations; each is looked up when it is called, so a test that replaces one sees every use of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+
+from tr_ckpt.errors import UnreadableError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+READS = ("list_folder", "look", "follow", "open_file", "read_block", "open_tensors")
+
+# Waited before each further try. Most errors that pass have passed after the first of them.
+DELAYS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+# No further try is begun later than this: an operation may take a minute until it fails.
+LIMIT_S = 30.0
+
+_BLOCK_BYTES = 2**20
+_MOST_BYTES_AT_ONCE = 2**26  # memory is taken for all of what is asked for, however little comes
+
+# What these say of a path is true of what is there, and stays true however often it is asked.
+_OF_FORM = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_OF_FORM_ON_WINDOWS = (123, 1921)  # a name that none can have, a link that leads to itself
+
+_REMEDIES = {
+    errno.EACCES: "give this user the right to read it",
+    errno.EPERM: "give this user the right to read it",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close what holds the machine's files open",
+    errno.ENOMEM: "free memory",
+}
+
+_is_patient: ContextVar[bool] = ContextVar("is_patient", default=True)
+
+
+def list_folder(path: Path) -> list[str]:
+    """Return the names in a folder."""
+    return os.listdir(path)
+
+
+def look(path: Path, *, follow: bool) -> os.stat_result:
+    """Return what the system knows of a path; of a link itself unless `follow`."""
+    return os.stat(path, follow_symlinks=follow)
+
+
+def follow(path: Path) -> str:
+    """Return where a path leads in the end."""
+    return os.path.realpath(path, strict=True)
+
+
+def open_file(path: Path) -> int:
+    """Open a file for reading; returns its descriptor."""
+    return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+
+
+def read_block(descriptor: int, size: int) -> bytes:
+    """Read at most `size` bytes; none are left if it returns none."""
+    return os.read(descriptor, size)
+
+
+def open_tensors(path: Path) -> Any:
+    """Open a safetensors file."""
+    return safe_open(path, "pt", device="cpu")
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Give up at the first error inside the block: what was to be read is not needed now."""
+    token = _is_patient.set(False)
+    try:
+        yield
+    finally:
+        _is_patient.reset(token)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted; none if there is no such folder.
+
+    Raises:
+        UnreadableError: it cannot be listed.
+    """
+    try:
+        return sorted(_tried(folder, lambda: list_folder(folder)))
+    except OSError:
+        return []
+
+
+def status(path: Path, *, follow: bool = True) -> os.stat_result:
+    """Return what the system knows of a path; of a link itself unless `follow`.
+
+    Raises:
+        OSError: nothing is there.
+        UnreadableError: it cannot be looked at.
+    """
+    return _tried(path, lambda: look(path, follow=follow))
+
+
+def resolved(path: Path) -> Path:
+    """Return where a path leads in the end, all links followed.
+
+    Raises:
+        OSError: nothing is there.
+        UnreadableError: that cannot be found out.
+    """
+    return Path(_tried(path, lambda: follow(path)))
+
+
+def is_there(path: Path, *, follow: bool = True) -> bool:
+    """Whether anything is there; a link that leads nowhere is nothing, unless it is not followed.
+
+    Raises:
+        UnreadableError: that cannot be found out.
+    """
+    return _mode(path, follow=follow) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, or a link to one.
+
+    Raises:
+        UnreadableError: that cannot be found out.
+    """
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a plain file is there, or a link to one.
+
+    Raises:
+        UnreadableError: that cannot be found out.
+    """
+    return stat.S_ISREG(_mode(path) or 0)
+
+
+def content(path: Path, most: int | None = None) -> bytes:
+    """Return all of a file, or its first `most` bytes.
+
+    Raises:
+        OSError: there is no such file.
+        UnreadableError: it cannot be read.
+    """
+    with CheckpointFile(path) as file:
+        return file.read(-1 if most is None else most)
+
+
+def blocks(path: Path, size: int) -> Iterator[bytes]:
+    """Yield a file in pieces of at most `size` bytes.
+
+    Raises:
+        OSError: there is no such file.
+        UnreadableError: it cannot be read.
+    """
+    with CheckpointFile(path) as file:
+        while block := file.read(size):
+            yield block
+
+
+class CheckpointFile(io.RawIOBase):
+    """A file open for reading, which goes on where it was when a read fails and then succeeds.
+
+    Raises:
+        OSError: there is no such file.
+        UnreadableError: it cannot be read, here or in `read`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._position = 0
+        self._descriptor: int | None = None
+        _tried(path, self._open)
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return at most `size` bytes, none at the end; all that are left where it is negative."""
+        if 0 <= size <= _MOST_BYTES_AT_ONCE:
+            return _tried(self._path, lambda: self._read(size))
+        pieces, left = [], size
+        while left and (piece := self.read(_BLOCK_BYTES if left < 0 else min(left, _BLOCK_BYTES))):
+            pieces.append(piece)
+            left -= len(piece) if left > 0 else 0
+        return b"".join(pieces)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to another place and return it."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position}.get(whence)
+        if base is None:
+            base = _tried(self._path, lambda: os.lseek(self._open(), 0, os.SEEK_END))
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "that is before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Return the place where the next read begins."""
+        return self._position
+
+    def close(self) -> None:
+        """Close it."""
+        self._release()
+        super().close()
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            self._descriptor = open_file(self._path)
+        return self._descriptor
+
+    def _read(self, size: int) -> bytes:
+        try:
+            descriptor = self._open()
+            os.lseek(descriptor, self._position, os.SEEK_SET)
+            data = read_block(descriptor, size)
+        except OSError:
+            self._release()  # a descriptor may stay broken when the file can be read again
+            raise
+        self._position += len(data)
+        return data
+
+    def _release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+@contextmanager
+def tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file with the library of that name, which maps it.
+
+    Raises:
+        OSError: there is no such file.
+        SafetensorError: it can be read, and is no safetensors file that the library takes.
+        UnreadableError: it cannot be read.
+    """
+    try:
+        opened = _tried(path, lambda: _opened(path))
+    except SafetensorError:
+        with CheckpointFile(path) as plain:  # to tell an error of reading, which the library may call by this name
+            plain.read(_BLOCK_BYTES)
+        opened = open_tensors(path)
+    with opened as file:
+        yield file
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return open_tensors(path)
+    except OSError as error:
+        if error.errno is None:  # of the library, which does not say which it is
+            os.close(open_file(path))
+        raise
+
+
+def _mode(path: Path, *, follow: bool = True) -> int | None:
+    try:
+        return status(path, follow=follow).st_mode
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnreadableError):
+            raise
+        return None
+
+
+def _tried(path: Path, operation: Callable[[], T]) -> T:
+    """Do what reads `path`, and do it again for a while where that fails.
+
+    Raises:
+        OSError: of the kinds that say something of what is there.
+        UnreadableError: it failed each time.
+    """
+    try:
+        return operation()
+    except OSError as error:
+        if _says_something_of_the_form(error):
+            raise
+        if not _is_patient.get():
+            raise _unreadable(path, error, 1, 0) from error
+        first = error
+    logger.warning("%s cannot be read (%s); trying again for a while", path, first.strerror or first)
+    return _tried_again(path, operation, first)
+
+
+def _tried_again(path: Path, operation: Callable[[], T], error: OSError) -> T:
+    begun, tries = time.monotonic(), 1
+    for delay in DELAYS_S:
+        time.sleep(delay)
+        tries += 1
+        try:
+            return operation()
+        except OSError as caught:
+            if _says_something_of_the_form(caught):
+                raise
+            error = caught
+        if time.monotonic() - begun > LIMIT_S:
+            break
+    raise _unreadable(path, error, tries, time.monotonic() - begun) from error
+
+
+def _says_something_of_the_form(error: OSError) -> bool:
+    return error.errno in _OF_FORM or getattr(error, "winerror", None) in _OF_FORM_ON_WINDOWS
+
+
+def _unreadable(path: Path, error: OSError, tries: int, seconds: float) -> UnreadableError:
+    number = error.errno or 0
+    what = f"{path} cannot be read: {error.strerror or error} ({errno.errorcode.get(number, type(error).__name__)})"
+    often = f", {tries} times in {seconds:.0f} s" if tries > 1 else ""
+    remedy = _REMEDIES.get(number, "see to the disk or the mount")
+    return UnreadableError(
+        f"{what}{often}. That is no damage, so nothing else was taken in its place and nothing was removed: {remedy} "
+        "and start again; to do without it, move it out of the folder"
+    )

@@ -1,0 +1,109 @@
+"""A disk that cannot be read for a moment costs a run nothing; one that cannot be read at all ends it in words."""
+
+import errno
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from tr_ckpt import UnreadableError, reads
+from tr_core import Trainer, TrainingArguments, set_seed
+
+ERRNOS = (errno.EIO, errno.EACCES, errno.ESTALE)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+
+def trainer(folder, max_steps):
+    set_seed(7)
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(i % 3)} for i in range(32)]
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        max_steps=max_steps,
+        save_steps=2,
+        save_total_limit=2,
+        lr_scheduler_type="constant",  # which does not depend on where the run ends
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return Trainer(Network(), args, train_dataset=rows)
+
+
+def steps_of(folder):
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run that ended at step 6 of 10, with the checkpoints of steps 4 and 6."""
+    trainer(tmp_path, 6).train()
+    assert steps_of(tmp_path) == [4, 6]
+    return tmp_path
+
+
+def failing(monkeypatch, number, times):
+    """Let every kind of read fail, `times` times each, 0 for always."""
+    monkeypatch.setattr(reads, "DELAYS_S", (0.001, 0.002, 0.003))
+    for name in reads.READS:
+        monkeypatch.setattr(reads, name, replaced(getattr(reads, name), number, [times]))
+
+
+def replaced(original, number, left):
+    always = left[0] == 0
+
+    def operation(*arguments, **options):
+        if always or left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return original(*arguments, **options)
+
+    return operation
+
+
+@pytest.mark.parametrize("number", ERRNOS)
+@pytest.mark.parametrize("resume", ["auto", True])
+def test_a_momentary_error_of_reading_changes_nothing_of_a_resumed_run(number, resume, stopped, tmp_path_factory):
+    alone = trainer(tmp_path_factory.mktemp("alone"), 10)
+    alone.train()
+    with pytest.MonkeyPatch.context() as patched:
+        failing(patched, number, times=2)
+        resumed = trainer(stopped, 10)
+        resumed.train(resume_from_checkpoint=resume)
+    assert torch.equal(resumed.model.layer.weight, alone.model.layer.weight)
+    assert steps_of(stopped) == [8, 10]
+
+
+@pytest.mark.parametrize("number", ERRNOS)
+@pytest.mark.parametrize("resume", ["auto", True, False])
+def test_a_lasting_error_of_reading_ends_the_run_and_nothing_is_removed(number, resume, stopped, monkeypatch):
+    with monkeypatch.context() as patched:
+        failing(patched, number, times=0)
+        with pytest.raises(ValueError, match=rf"cannot be read: {os.strerror(number)} \({errno.errorcode[number]}\)"):
+            trainer(stopped, 10).train(resume_from_checkpoint=resume)
+    assert steps_of(stopped) == [4, 6]
+
+
+@pytest.mark.parametrize("place", ["checkpoint-6", "checkpoint-4", "manifest.json", "model.safetensors"])
+def test_one_file_that_cannot_be_read_is_neither_damage_nor_a_reason_to_begin_at_step_0(place, stopped, monkeypatch):
+    monkeypatch.setattr(reads, "DELAYS_S", ())
+    original = reads.open_file
+
+    def open_file(path):
+        if place in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(path)
+
+    monkeypatch.setattr(reads, "open_file", open_file)
+    with pytest.raises(UnreadableError, match=place):
+        trainer(stopped, 10).train(resume_from_checkpoint="auto")
+    assert steps_of(stopped) == [4, 6]
