@@ -129,10 +129,16 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def layers(session: nox.Session) -> None:
-    """Check which package imports which, and the budgets of size and complexity."""
+    """Check which package imports which, the budgets of size and complexity, and that promises have tests."""
     session.install("import-linter==2.16", *PYTEST, *EVERYTHING, *CONSTRAINTS)
     session.run("lint-imports", env={"PYTHONPATH": ""})
-    session.run("pytest", "tests/test_house.py", *session.posargs)
+    session.run("pytest", "tests/test_house.py", "tests/test_promises.py", *session.posargs)
+
+
+@nox.session
+def promises(session: nox.Session) -> None:
+    """Write the table of what each promise of the READMEs rests on, or print what its list lacks."""
+    session.run("python", "tools/promises.py", "--write")
 
 
 @nox.session
@@ -149,8 +155,8 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    elsewhere = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness", "test_house.py")
-    ignored = [f"--ignore=tests/{name}" for name in elsewhere]
+    folders = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness")
+    ignored = [f"--ignore=tests/{name}" for name in (*folders, "test_house.py", "test_promises.py")]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
