@@ -13,6 +13,8 @@ from typing import Any
 
 from tr_args.errors import NOTHING, RefusedError
 
+NOT_UTF_8 = "needs a path that is UTF-8 text: what checkpoints are read with opens no other; rename the folder"
+
 
 class Constraint:
     """What a value must be beyond its type.
@@ -153,16 +155,17 @@ class UserPath(Constraint):
 
     def after(self, value: Any) -> Any:
         """Return the path with `~` expanded."""
-        if value == "" or (isinstance(value, str) and not _can_be_opened(value)):
+        if value == "" or (isinstance(value, str) and "\0" in value):
             raise RefusedError("needs a path")
-        return os.path.expanduser(value) if isinstance(value, str) else value
+        return _utf_8(os.path.expanduser(value)) if isinstance(value, str) else value
 
 
-def _can_be_opened(path: str) -> bool:
+def _utf_8(path: str) -> str:
     try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:  # half of a character, which JSON can hold and no file system
-        return False
+        path.encode()
+    except UnicodeEncodeError:
+        raise RefusedError(NOT_UTF_8) from None
+    return path
 
 
 @dataclass(frozen=True)

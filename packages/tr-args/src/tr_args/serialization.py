@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, Self
 
 from tr_args.checked import Checked
+from tr_args.folders import as_given
 from tr_args.schema import FieldSpec, schema
 
 
@@ -22,7 +23,7 @@ class Serializable(Checked):
         `from_dict` makes equal arguments of it, secret values aside.
         """
         return {
-            name: mask(spec) if spec.secret and getattr(self, name) is not None else plain(getattr(self, name))
+            name: mask(spec) if spec.secret and getattr(self, name) is not None else plain(as_given(self, name))
             for name, spec in schema(type(self)).items()
         }
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
+from tr_args.folders import make_folders_absolute
 from tr_core import saving
 from tr_core.assignments import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, values_when_built
 from tr_core.callback import CallbackList
@@ -190,6 +191,7 @@ class Assembly:
         args = self.args
         if args.num_assignments != self._settled_assignments:
             args.check()
+            make_folders_absolute(args)
             check_as_built(args, self._built_with)
             refuse_unsupported(args)
             self._settled_assignments = args.num_assignments
@@ -351,6 +353,7 @@ class Assembly:
         strategy = self.strategy
         place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
         self.args.bind(device=strategy.device, **place)
+        make_folders_absolute(self.args)
         # "passive" leaves the level that the user or TR_VERBOSITY set; without one it is INFO.
         is_passive = self.args.log_level == "passive" and self.args.should_log
         level = None if is_passive else self.args.get_process_log_level()

@@ -30,6 +30,7 @@ class RunFile(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self._file: LineFile | None = None
+        self._given: Path | None = None
         self._is_new = False
         self._reached: tuple[int, Sequence[Entry]] | None = None
 
@@ -85,9 +86,10 @@ class RunFile(ABC):
 
     def _file_in(self, args: Any) -> LineFile:
         path = Path(args.output_dir) / self.name
-        if self._file is None or self._file.path != path:
-            self._file = LineFile(path)
-            self._is_new = not path.exists()
+        if self._file is None or self._given != path:
+            # As it is now: a relative folder means another one after os.chdir.
+            self._given, self._file = path, LineFile(path.absolute())
+            self._is_new = not self._file.path.exists()
             self.forget()
         return self._file
 

@@ -113,7 +113,7 @@ class Publishing(Reporting):
         if not self.args.push_to_hub or _internal_call or self.is_in_train or self._is_saving_to_push:
             return
         self.fire("on_push_begin")
-        if output_dir is not None and Path(output_dir) != Path(self.args.output_dir):
+        if output_dir is not None and Path(output_dir).absolute() != Path(self.args.output_dir).absolute():
             self._save_to_push()
         self.create_model_card()
         try:
