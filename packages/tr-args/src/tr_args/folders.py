@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 FOLDERS = ("output_dir", "logging_dir")
 
 
-def make_folders_absolute(args: TrainingArguments) -> None:
-    """Make `output_dir` and `logging_dir` absolute in place; addresses such as `gs://...` stay.
+def make_folders_absolute(args: TrainingArguments) -> TrainingArguments:
+    """Make `output_dir` and `logging_dir` absolute in place, and return the arguments; addresses such as `gs://...` stay.
 
     It is no assignment: where the value came from, and whether anything was assigned, stays as it was. What is written
     of the arguments holds the folder as it was given: a path of this machine says nothing elsewhere.
@@ -37,11 +37,13 @@ def make_folders_absolute(args: TrainingArguments) -> None:
             raise ArgumentsError([Problem(name, folder, message, args.origin(name))]) from None
         object.__setattr__(args, name, absolute)
         # A dict of its own: a copy of the arguments may have been given another folder.
-        args.__dict__["_given_folders"] = {**args.__dict__.get("_given_folders", {}), name: (absolute, folder)}
+        given = {**vars(args).get("_given_folders", {}), name: (absolute, folder)}
+        object.__setattr__(args, "_given_folders", given)
+    return args
 
 
 def as_given(args: Any, name: str) -> Any:
     """Return an argument's value; of a folder that was made absolute here, what was given."""
     value = getattr(args, name)
-    absolute, given = args.__dict__.get("_given_folders", {}).get(name, (None, None))
+    absolute, given = vars(args).get("_given_folders", {}).get(name, (None, None))
     return given if absolute is not None and value == absolute else value

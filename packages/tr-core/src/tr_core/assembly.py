@@ -190,8 +190,7 @@ class Assembly:
     def _settle_arguments(self) -> None:
         args = self.args
         if args.num_assignments != self._settled_assignments:
-            args.check()
-            make_folders_absolute(args)
+            make_folders_absolute(args.check())
             check_as_built(args, self._built_with)
             refuse_unsupported(args)
             self._settled_assignments = args.num_assignments
@@ -352,8 +351,7 @@ class Assembly:
     def _bind_process(self) -> None:
         strategy = self.strategy
         place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
-        self.args.bind(device=strategy.device, **place)
-        make_folders_absolute(self.args)
+        make_folders_absolute(self.args).bind(device=strategy.device, **place)
         # "passive" leaves the level that the user or TR_VERBOSITY set; without one it is INFO.
         is_passive = self.args.log_level == "passive" and self.args.should_log
         level = None if is_passive else self.args.get_process_log_level()
