@@ -15,7 +15,7 @@ FOLDERS = ("output_dir", "logging_dir")
 
 
 def make_folders_absolute(args: TrainingArguments) -> TrainingArguments:
-    """Make `output_dir` and `logging_dir` absolute in place, and return the arguments; addresses such as `gs://...` stay.
+    """Make `output_dir` and `logging_dir` absolute in place; addresses such as `gs://...` stay. Returns the arguments.
 
     It is no assignment: where the value came from, and whether anything was assigned, stays as it was. What is written
     of the arguments holds the folder as it was given: a path of this machine says nothing elsewhere.
