@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from tr_core.data.fetch import Collate, MapFetch, StreamFetch, identity
 from tr_core.data.order import EpochSampler, num_micro_batches
+from tr_core.data.worker_signals import leave_signals_to_parent, signals_wait
 
 # What a loader may be given after it was built. They are read when an iteration begins.
 _OPTIONS = (
@@ -45,7 +46,10 @@ class SeededLoader(DataLoader[Any]):
             self.fetch.collate = self.collate_fn
             reader = self._build_reader(options)
             self._reader, self._reader_options = reader, made_of
-        return iter(reader)
+        if reader.worker_init_fn is not leave_signals_to_parent:
+            return iter(reader)
+        with signals_wait():
+            return iter(reader)
 
     def _build_reader(self, options: dict[str, Any]) -> DataLoader[Any]:
         raise NotImplementedError

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,12 +23,31 @@ def leave_signals_to_parent(worker_id: int) -> None:
     and SIGUSR1 are ignored here, and of SIGTERM only the parent's counts, where the system tells who sent it; the
     parent's death ends a worker in any case.
     """
-    for name in ("SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    ignored = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_by_parent, daemon=True, name="signals of the parent").start()
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Have the signals that ask to stop wait in this block, in which workers are started.
+
+    A worker begins with what its parent blocks. Without this one that comes to the whole group while a worker has not
+    yet called `leave_signals_to_parent` would end that worker, and with it the step.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def _end_by_parent() -> None:
