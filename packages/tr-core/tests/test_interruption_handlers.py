@@ -361,16 +361,3 @@ def test_the_first_signal_is_answered_at_once(saving, capfd):
     assert error.step == 5
     told = capfd.readouterr().err
     assert told.count("SIGINT: saving and stopping when this step is done; a second one stops at once\n") == 1
-
-
-WHEN_FORKED = []
-if hasattr(os, "register_at_fork"):  # what is registered stays, so it is empty but in one test
-    os.register_at_fork(after_in_child=lambda: [act() for act in WHEN_FORKED])
-
-
-@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="nothing is forked")
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_to_a_worker_that_has_just_been_started_does_not_end_it(saving, monkeypatch, number):
-    monkeypatch.setattr(f"{__name__}.WHEN_FORKED", [lambda: os.kill(os.getpid(), number)])
-    trainer = saving(dataloader_num_workers=2, dataloader_multiprocessing_context="fork")
-    assert trainer.train().global_step == 10

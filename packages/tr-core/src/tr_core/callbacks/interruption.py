@@ -75,7 +75,7 @@ class Interruption:
         if trainer.strategy.world_size > 1:
             self._agreement = StepAgreement(trainer.strategy)
             self._listeners |= dict.fromkeys(("on_train_begin", "on_epoch_end"), self._after_other)
-        self.signals = StopSignals(self._note)
+        self.signals = StopSignals(self._note, watches=trainer.strategy.world_size > 1)
         self._agreed, self._is_leaving = 0, False
         self._error: Exception | None = None
         self._before_evaluation: _Before | None = None

@@ -65,13 +65,16 @@ class StopSignals:
     Args:
         notify: called, once, by the handler of the first signal. It may come between any two operations of the main
             thread.
+        watches: have a thread end the process at the second signal also while the main thread is in a call that Python
+            cannot interrupt, as in an exchange with another rank that does not come.
 
     Attributes:
         number: the first signal that came; 0 if none has.
     """
 
-    def __init__(self, notify: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None], *, watches: bool = False) -> None:
         self._notify = notify
+        self._watch = _Watch() if watches and os.name != "nt" else None
         self._process = os.getpid()
         self._former: dict[int, Any] = {}
         self._came: list[int] = []
@@ -100,9 +103,13 @@ class StopSignals:
                     "it. signal.signal(signal.%s, signal.SIG_DFL) before train() takes it away",
                     *[signal.Signals(number).name] * 2,
                 )
+        if self._watch is not None and self._former:
+            self._watch.start(frozenset(self._former))
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former = {}
@@ -117,8 +124,67 @@ class StopSignals:
         if len(self._came) == 1:
             self._first_s = now_s
             self._notify()
-        elif number != self._came[0] or number == signal.SIGINT or now_s - self._first_s >= _REPEATED_WITHIN_S:
+        elif _is_another(number, self._came[0], now_s - self._first_s):
             _end_at_once(number)
+
+
+class _Watch:
+    """Counts signals in a thread, which gets them from the system in the moment they come."""
+
+    _current: _Watch | None = None
+
+    def __init__(self) -> None:
+        self._read, self._write = -1, -1
+
+    def start(self, numbers: frozenset[int]) -> None:
+        """Begin, unless somebody else is given the signals, as an event loop is."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        former = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if former != -1:
+            signal.set_wakeup_fd(former)
+            os.close(self._read)
+            os.close(self._write)
+            return
+        _Watch._current = self
+        threading.Thread(target=self._count, args=(self._read, numbers), daemon=True, name="second signals").start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        if _Watch._current is self:
+            signal.set_wakeup_fd(-1)
+            _Watch._current = None
+            os.write(self._write, b"\0")  # not by its end: children may have it open
+            os.close(self._write)
+
+    @staticmethod
+    def _count(read: int, numbers: frozenset[int]) -> None:
+        first, first_s = 0, math.inf
+        while number := os.read(read, 1)[0]:
+            if number not in numbers:
+                continue
+            now_s = time.monotonic()
+            if not first:
+                first, first_s = number, now_s
+            elif _is_another(number, first, now_s - first_s):
+                _end_at_once(number)
+        os.close(read)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Count nothing in a copy of the process, whose signals are no matter of the thread's."""
+        if cls._current is not None:
+            cls._current = None
+            signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Watch.forget)
+
+
+def _is_another(number: int, first: int, after_s: float) -> bool:
+    """Whether a signal so long after the first one is another request, and not the same once more."""
+    return number != first or number == signal.SIGINT or after_s >= _REPEATED_WITHIN_S
 
 
 def _end_at_once(number: int) -> None:
