@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 import crash_operations
 import crash_training
 
-from tr_ckpt import Checkpointer, rank_records
+from tr_ckpt import Checkpointer, rank_records, reads
 
 STEPS, EVERY, KEPT = 8, 2, 2
+SHORT_DELAYS_S = (0.002, 0.004, 0.006, 0.01, 0.02)  # between attempts to read, in the place of seconds
 INTERRUPTED_AT = 7
 
 Gathered = Callable[[Any], list[Any]]
@@ -208,6 +209,7 @@ class Attacked:
 
         def work(rank: int, gather: Gathered) -> str:
             rank_records.LIMIT_S = 5.0
+            reads.DELAYS_S = SHORT_DELAYS_S
             if prepare is not None:
                 prepare(run)
             options = {"world_size": self.stage.world_size, "until": until, **self.stage.options}

@@ -13,6 +13,7 @@ import errno
 import io
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,8 @@ _REMEDIES = {
     errno.ENOMEM: "free memory",
 }
 
+_OF_THE_SYSTEM = re.compile(r"unable to (?:open|stat|mmap) .*\((\d+)\)")
+
 _is_patient: ContextVar[bool] = ContextVar("is_patient", default=True)
 
 
@@ -81,8 +84,16 @@ def read_block(descriptor: int, size: int) -> bytes:
 
 
 def open_tensors(path: Path) -> Any:
-    """Open a safetensors file."""
-    return safe_open(path, "pt", device="cpu")
+    """Open a safetensors file; what the system says is an error of its kind, whatever the library calls it."""
+    try:
+        return safe_open(path, "pt", device="cpu")
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from error
+    except RuntimeError as error:  # of torch, which opens and maps the file a second time
+        text = str(error).split("\n")[0]
+        if (found := _OF_THE_SYSTEM.fullmatch(text)) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 @contextmanager
