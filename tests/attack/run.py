@@ -25,7 +25,7 @@ ATTACKS: dict[str, str] = {
     "storage": "every operation on files fails, for a moment and for good, on one process and on ranks",
     "schedules": "random read and write errors, kills and resumes, one after the other",
     "conditions": "quotas, full and slow disks, clocks that go back, process numbers used again, many shards",
-    "files": "hostile and damaged checkpoints, pickles, archives, answers of the Hub",
+    "files": "hostile checkpoints at every door, changed bytes in every parser, drawn names and states",
     "arguments": "hostile argument files and command lines",
     "signals": "signals at every phase, to every kind of process",
     "ranks": "a rank that raises, ends or is slow, in each place",

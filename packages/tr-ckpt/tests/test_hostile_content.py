@@ -8,7 +8,7 @@ import pytest
 from ckpt_malice import refused, rewritten, saved_twice, vouched
 from ckpt_parts import parts
 
-from tr_ckpt import manifest
+from tr_ckpt import manifest, model_dtype
 
 
 @pytest.fixture
@@ -184,3 +184,11 @@ def test_a_manifest_of_names_that_some_systems_make_one_is_refused(names, saved)
 def test_manifests_of_real_saves_pass_all_these_checks(saved):
     assert manifest.read(saved.path(30)).parts.keys() == {"model", "extra"}
     assert saved.restore(parts()) == 30
+
+
+def test_a_configuration_imports_nothing(monkeypatch):
+    """Attributes of torch are made when they are asked for: a name in a file must not be."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "__getattr__", lambda name: pytest.fail(f"torch.{name} was asked for"), raising=False)
+    raw = json.dumps({"dtype": "_dynamo", "torch_dtype": "float32"}).encode()
+    assert json.loads(model_dtype.configured(raw, torch.bfloat16)) == {"dtype": "_dynamo", "torch_dtype": "bfloat16"}

@@ -174,6 +174,15 @@ def test_a_listing_without_end_is_refused(files, world, monkeypatch):
         restore(world, api)
 
 
+def test_a_list_of_commits_that_is_none_leaves_out_the_hint_alone(files, world):
+    api = LiteralApi({**files, "last-checkpoint/manifest.json": b"{"})
+    for commits in ([SimpleNamespace()] * 3, None, [SimpleNamespace(commit_id="$(x)", title=1)] * 3):
+        api.list_repo_commits = lambda repo_id, revision, held=commits: held
+        with pytest.raises(CheckpointError, match="no valid checkpoint at") as caught:
+            restore(world, api)
+        assert "go on from an earlier commit" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", HOSTILE[:3])
 def test_the_hub_itself_may_list_what_it_likes(name, hub, world, tmp_path):
     """With the client that is installed, over HTTP."""

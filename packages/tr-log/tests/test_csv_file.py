@@ -68,3 +68,14 @@ def test_a_name_with_a_line_break_has_one_column_after_a_resume_too(tmp_path, ma
     second.train(resume=checkpoint, stop_at=1)
     second.log({"a\nb": 2})
     assert [row["a b"] for row in rows(tmp_path)] == ["", "1", "2"]
+
+
+def test_a_cell_of_more_than_the_csv_module_takes_ends_no_resumed_run(tmp_path, make_loop, caplog):
+    checkpoint = make_loop([CsvFile()], tmp_path).train(stop_at=2).checkpoint()
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("2," + "x" * 200_000 + "\n")
+        file.write("9" * 5000 + ",1\n")
+    make_loop([CsvFile()], tmp_path).train(resume=checkpoint, stop_at=3)
+    assert "1 of" in caplog.text
+    assert "rows are not readable and are dropped" in caplog.text
+    assert {row["step"] for row in rows(tmp_path)} == {"1", "2", "3"}

@@ -201,3 +201,12 @@ def test_a_value_with_a_separator_of_lines_is_one_entry_to_a_resumed_run(tmp_pat
     after = (tmp_path / "metrics.jsonl").stat()
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
     assert caplog.text == ""
+
+
+def test_a_line_that_is_nested_deeply_ends_no_resumed_run(tmp_path, make_loop, caplog):
+    checkpoint = make_loop([MetricsFile()], tmp_path).train(stop_at=2).checkpoint()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    make_loop([MetricsFile()], tmp_path).train(resume=checkpoint, stop_at=3)
+    assert "lines are not readable and are dropped" in caplog.text
+    assert {json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()} == {1, 2, 3}

@@ -51,7 +51,7 @@ def _with_dtype(value: Any, name: str) -> Any:
 
 
 def _is_float(value: Any) -> bool:
-    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    dtype = vars(torch).get(value) if isinstance(value, str) else None  # not getattr, which imports what it lacks
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 

@@ -8,8 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tr_log.line_file import LineFile
+from tr_log.loggers import get_logger
 from tr_log.plain import plain
 from tr_log.run_file import Entry, RunFile, entries_until
+
+logger = get_logger(__name__)
+
+_MOST_DIGITS = 19  # of a step
 
 
 class CsvFile(RunFile):
@@ -26,6 +31,7 @@ class CsvFile(RunFile):
         super().__init__(name)
         self._rows: list[Entry] | None = None
         self._columns: list[str] = []
+        self._is_to_mend = False
         self._unplaced: list[Entry] = []
 
     @classmethod
@@ -56,7 +62,7 @@ class CsvFile(RunFile):
         self.forget()
         before = self._known(file)
         kept = entries_until(before, step, history)
-        if kept != before:
+        if kept != before or self._is_to_mend:
             self._rows, self._columns = list(kept), _columns(kept)
             file.replace(_table(kept, self._columns))
         return len(kept), len(before)
@@ -68,13 +74,35 @@ class CsvFile(RunFile):
     def _known(self, file: LineFile) -> list[Entry]:
         if self._rows is None:
             lines = file.read()
+            self._columns, rows, unreadable = _parsed(lines)
+            self._is_to_mend = bool(unreadable)
+            if unreadable:
+                logger.warning("%s: %d of %d rows are not readable and are dropped", file.path, unreadable, len(lines))
             self._rows = [
                 {name: text for name, text in row.items() if text} | {"step": int(row["step"])}
-                for row in csv.DictReader(lines)
-                if (row.get("step") or "").isdecimal()
+                for row in rows
+                if (row.get("step") or "").isdecimal() and len(row["step"]) < _MOST_DIGITS
             ]
-            self._columns = next(csv.reader(lines), [])
         return self._rows
+
+
+def _parsed(lines: list[str]) -> tuple[list[str], list[dict[str, str]], int]:
+    """Return the columns and rows of a table, and how many of its rows are none."""
+    reader = csv.reader(lines)
+    columns: list[str] | None = None
+    rows, unreadable = [], 0
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error:  # a cell of more than the csv module takes
+            unreadable += 1
+            continue
+        if row is None:
+            return columns or [], rows, unreadable
+        if columns is None:
+            columns = row
+        elif row:
+            rows.append(dict(zip(columns, row, strict=False)))
 
 
 def _columns(rows: Iterable[Entry]) -> list[str]:

@@ -63,5 +63,5 @@ def _decoded(line: str) -> Entry | None:
     try:
         entry = json.loads(line)
         return entry if isinstance(entry["step"], int) else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tr_ckpt import catalogue, files, manifest, names, reading_back, staging
 from tr_ckpt.catalogue import Found
@@ -191,17 +192,19 @@ def _check_sizes(commit: Commit, name: str, described: Manifest) -> None:
 def _earlier(commit: Commit) -> str:
     """Return how to go on from an earlier commit, as the end of a message; nothing where they cannot be listed."""
     repository = commit.repository
+
+    def list_them(api: Any) -> list[str]:
+        commits = api.list_repo_commits(repository.repo_id, revision=commit.sha)[1 : 1 + _COMMITS_NAMED]
+        return [
+            f"hub:{repository.repo_id}@{each.commit_id} ({each.title!s:.80})"
+            for each in commits
+            if COMMIT.fullmatch(str(each.commit_id))
+        ]
+
     try:
-        commits = repository.ask(
-            "earlier commits are unknown", lambda api: api.list_repo_commits(repository.repo_id, revision=commit.sha)
-        )
+        named = repository.ask("earlier commits are unknown", list_them)
     except PushError:
         return ""
-    named = [
-        f"hub:{repository.repo_id}@{each.commit_id} ({each.title!s:.80})"
-        for each in commits[1 : 1 + _COMMITS_NAMED]
-        if COMMIT.fullmatch(str(each.commit_id))
-    ]
     return f" — go on from an earlier commit: {', '.join(named)}" if named else ""
 
 
