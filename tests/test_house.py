@@ -159,7 +159,13 @@ def test_no_path_of_this_machine_is_written_down():
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("alike", "tr_args"), ("bounded_text", "tr_args"), ("bounded_yaml", "tr_args"), ("streams", "tr_log")],
+    [
+        ("alike", "tr_args"),
+        ("bounded_text", "tr_args"),
+        ("bounded_yaml", "tr_args"),
+        ("masking", "tr_args"),
+        ("streams", "tr_log"),
+    ],
 )
 def test_what_two_packages_have_alike_on_purpose_stays_alike(name, package):
     folders = (ROOT / f"packages/{owner.replace('_', '-')}/src/{owner}" for owner in (package, "tr_dist"))

@@ -173,3 +173,14 @@ class Secret(Constraint):
     """A value that appears in no message, file or log."""
 
     secret = True
+
+
+@dataclass(frozen=True)
+class RepositoryName(Constraint):
+    """The name of a repository, `owner/name` or `name`; an address is refused, for it may hold a token."""
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it is no address."""
+        if "://" in value or "@" in value:
+            raise RefusedError("needs owner/name, not an address; give a token as hub_token or HF_TOKEN")
+        return value

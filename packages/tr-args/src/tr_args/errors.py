@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from tr_args.masking import MASK, is_secret_name, mask_secrets
+
 
 class _Nothing(Enum):
     NOTHING = "nothing"
@@ -16,7 +18,13 @@ class _Nothing(Enum):
 NOTHING: Any = _Nothing.NOTHING
 """Stands for 'there is no value', where None is a value like others."""
 
-_shortener = reprlib.Repr()
+
+class _Shortener(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(mask_secrets(x), level)  # before it is cut: of half a token nobody sees what it is
+
+
+_shortener = _Shortener()
 _shortener.maxstring = _shortener.maxother = 100
 _shortener.maxlist = _shortener.maxdict = 10
 
@@ -51,14 +59,19 @@ class Problem:
     others: tuple[tuple[str, Any, str], ...] = ()
 
     def __str__(self) -> str:
-        return printable(self._text())
+        return printable(mask_secrets(self._text()))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"  # not the value itself, which may hold a secret
 
     def _text(self) -> str:
         if self.value is NOTHING:
             message = cut(self.message, _LONGEST_MESSAGE)
             return f"{self.origin}: {message}" if self.origin.startswith(("file", "env")) else message
         parts = ((self.field, self.value, self.origin), *self.others)
-        shown = " and ".join(f"{cut(name)} = {show(value)} ({origin})" for name, value, origin in parts)
+        shown = " and ".join(
+            f"{cut(name)} = {MASK if is_secret_name(name) else show(value)} ({origin})" for name, value, origin in parts
+        )
         return f"{shown}: {cut(self.message, _LONGEST_MESSAGE)}"
 
 
@@ -96,6 +109,7 @@ def show(value: object) -> str:
 
 def cut(text: str, most: int = _LONGEST_WORDS) -> str:
     """Return a text, or its beginning and its length where a message would be too long with all of it."""
+    text = mask_secrets(text)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 

@@ -11,11 +11,12 @@ from typing import Any, Self
 
 from tr_args.checked import Checked
 from tr_args.folders import as_given
+from tr_args.masking import MASK, is_secret_name, mask_secrets
 from tr_args.schema import FieldSpec, schema
 
 
 class Serializable(Checked):
-    """Arguments that can be written to JSON and read again; secret values are masked."""
+    """Arguments that can be written to JSON and read again; secret values, and tokens within others, are masked."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by field name, made of what JSON knows; secret ones as `<NAME>`.
@@ -63,20 +64,27 @@ def mask(spec: FieldSpec) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` made of what JSON knows; objects that describe themselves do, others become text."""
+    """Return `value` made of what JSON knows; objects that describe themselves do, others become text.
+
+    What looks like a token or a password is masked.
+    """
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, str):
-        return str(value)  # of a subclass too
+        return mask_secrets(str(value))  # a str, of a subclass too
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(element) for key, element in value.items()}
+        return {str(key): _element(str(key), element) for key, element in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(element) for element in value]
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return mask_secrets(os.fsdecode(value))
     describe = getattr(value, "to_dict", None)
     return plain(describe()) if callable(describe) and not isinstance(value, type) else str(value)
+
+
+def _element(name: str, value: Any) -> Any:
+    return MASK if isinstance(value, str) and value and is_secret_name(name) else plain(value)

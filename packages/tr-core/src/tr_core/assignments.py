@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tr_args.masking import mask_secrets
+
 # Attributes that act from the next step of a run on: what makes the loss, the step and the rate.
 ACTS_NEXT_STEP = frozenset(
     {
@@ -128,4 +130,4 @@ def _wall_time(strategy: Any) -> Any:
 
 
 def _shown(name: str, values: Mapping[str, Any]) -> str:
-    return "***" if name == "hub_token" else repr(values[name])
+    return "***" if name == "hub_token" else mask_secrets(repr(values[name]))

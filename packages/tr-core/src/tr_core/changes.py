@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from tr_args.masking import mask_secrets
 from tr_core.assignments import STRATEGIES
 from tr_core.optimization.nonfinite import build_guard
 from tr_core.steps import resolve_steps
@@ -176,7 +177,7 @@ def _changed_arguments(args: Any, run: Run) -> list[str]:
 
 
 def _check_change(name: str, before: Any, now: Any) -> None:
-    shown = (repr(before), repr(now)) if name != "hub_token" else ("***", "***")
+    shown = (mask_secrets(repr(before)), mask_secrets(repr(now))) if name != "hub_token" else ("***", "***")
     change = f"args.{name} was changed from {shown[0]} to {shown[1]} during training"
     if name not in ACTING:
         instead = _INSTEAD.get(name, "set it before train()")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from tr_args.constraints import Secret
+from tr_args.constraints import RepositoryName, Secret
 from tr_args.strategies import HubStrategy
 
 
@@ -18,7 +18,7 @@ class HubFields:
     push_to_hub: bool = False
     """Upload the model after training, and as hub_strategy says."""
 
-    hub_model_id: str | None = None
+    hub_model_id: Annotated[str | None, RepositoryName()] = None
     """Repository to upload to, as name or organization/name. Unset is the name of output_dir."""
 
     hub_strategy: HubStrategy = HubStrategy.EVERY_SAVE

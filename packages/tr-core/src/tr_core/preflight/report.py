@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tr_args.masking import mask_secrets
 from tr_core.preflight.codes import CODES, Severity
 
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
@@ -25,6 +26,9 @@ class Problem:
     code: str
     message: str
     origin: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", mask_secrets(self.message))
 
     @property
     def severity(self) -> Severity:

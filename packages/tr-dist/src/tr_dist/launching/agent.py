@@ -23,6 +23,7 @@ from tr_dist.launching import rank as rank_file
 from tr_dist.launching.launch import Launch, LaunchError
 from tr_dist.launching.report import Ending, describe, exit_code, first_cause, read_ending
 from tr_dist.launching.signals import former_handlers_afterwards, raise_signals, stop
+from tr_dist.masking import mask_secrets
 from tr_dist.streams import write_text
 
 # Seconds that the other ranks get to end once one has failed: what they wait for will not come.
@@ -57,7 +58,7 @@ def run(launch: Launch) -> int:
 
 def say(text: str) -> None:
     """Write for the person who started the job, beside what the ranks write."""
-    write_text(sys.stderr, f"trainer launch: {text}\n")  # where nobody reads it, the job goes on
+    write_text(sys.stderr, f"trainer launch: {mask_secrets(text)}\n")  # where nobody reads it, the job goes on
 
 
 def _run(agent: Agent, spec: WorkerSpec) -> int:

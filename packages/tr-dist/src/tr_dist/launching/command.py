@@ -9,6 +9,7 @@ from typing import Any
 
 from tr_dist.launching.accelerate_file import FileSettings, interpret, read_file
 from tr_dist.launching.launch import Launch, LaunchError, visible_devices
+from tr_dist.masking import mask_secrets
 from tr_dist.streams import flush_streams
 
 _USAGE_ERROR = 2
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         launch, notes = plan(options)
         for note in notes:
-            print(f"trainer launch: {options.config_file}: {note}", file=sys.stderr)
+            print(mask_secrets(f"trainer launch: {options.config_file}: {note}"), file=sys.stderr)
         if options.dry_run:
             print(launch.described())
             return 0

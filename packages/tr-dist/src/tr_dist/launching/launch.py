@@ -7,9 +7,14 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tr_dist.masking import mask_secrets, mask_variable, mask_words
+
 
 class LaunchError(ValueError):
-    """A job cannot be started as it was asked for; the text says what to change."""
+    """A job cannot be started as it was asked for; the text says what to change, and shows no secret."""
+
+    def __str__(self) -> str:
+        return mask_secrets(super().__str__())
 
 
 @dataclass(frozen=True)
@@ -80,18 +85,23 @@ class Launch:
             )
 
     def described(self) -> str:
-        """Return what is started here, in lines: processes, where they meet, their variables, their command."""
+        """Return what is started here, in lines: processes, where they meet, their variables, their command.
+
+        Secrets are masked.
+        """
         machines = str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes} to {self.max_nodes}"
         number = "" if self.node_rank is None else f", of which this is {self.node_rank}"
         lines = [f"processes here  {self.nproc}", f"machines        {machines}{number}"]
         if self.max_nodes > 1:
             lines.append(f"meeting at      {self.endpoint}")
-        lines += [f"variable        {name}={value}" for name, value in sorted(self.variables.items())]
+        lines += [
+            f"variable        {name}={mask_variable(name, value)}" for name, value in sorted(self.variables.items())
+        ]
         if self.max_restarts:
             lines.append(f"restarts        {self.max_restarts}")
         if self.log_dir is not None:
             lines.append(f"output          {self.log_dir}/rank_N.log")
-        words = [*(["-m"] if self.is_module else []), *self.command]
+        words = [*(["-m"] if self.is_module else []), *mask_words(self.command)]
         return "\n".join([*lines, f"command         python {shlex.join(words)}"])
 
     @property
