@@ -70,7 +70,7 @@ class Problem:
             return f"{self.origin}: {message}" if self.origin.startswith(("file", "env")) else message
         parts = ((self.field, self.value, self.origin), *self.others)
         shown = " and ".join(
-            f"{cut(name)} = {MASK if is_secret_name(name) else show(value)} ({origin})" for name, value, origin in parts
+            f"{cut(name)} = {show(MASK if is_secret_name(name) else value)} ({origin})" for name, value, origin in parts
         )
         return f"{shown}: {cut(self.message, _LONGEST_MESSAGE)}"
 
