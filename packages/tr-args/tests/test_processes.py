@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tr_args import ArgumentsError, ParallelMode, TrainingArguments
+from tr_args import ArgumentsError, ParallelMode, TrainingArguments, main_process_first
 from tr_args.main_process_first import first
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -204,3 +204,46 @@ def test_split_batches_divides_the_given_sizes_among_the_processes(monkeypatch):
     assert (whole.train_batch_size, whole.eval_batch_size) == (8, 12)
     assert (split.train_batch_size, split.eval_batch_size) == (2, 3)
     assert split.bind(world_size=2).train_batch_size == 4
+
+
+def trap(kind, folder, elsewhere):
+    if kind == "link":
+        folder.symlink_to(elsewhere)
+    elif kind == "file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if kind == "open" else 0o700)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="users as POSIX has them")
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [("link", "it is a link"), ("file", "no folder"), ("open", "others may write"), ("foreign", "belongs to user")],
+)
+def test_processes_do_not_meet_in_a_folder_that_somebody_else_made(tmp_path, monkeypatch, kind, problem):
+    """In a folder where all may write, the name of the meeting can be guessed and taken."""
+    shared, elsewhere = tmp_path / "tmp", tmp_path / "elsewhere"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    elsewhere.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    call = next(main_process_first._calls) + 1
+    folder = main_process_first._place(call, None)
+    folder.rmdir()
+    trap(kind, folder, elsewhere)
+    if kind == "foreign":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    for rank in (0, 1):
+        monkeypatch.setattr(main_process_first, "_calls", iter([call]))
+        with pytest.raises(RuntimeError, match=problem), first(rank, 2, timeout_s=5, desc="work"):
+            pytest.fail("the body was run")
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="users as POSIX has them")
+def test_processes_meet_in_a_folder_of_their_own_that_an_earlier_run_left(tmp_path, monkeypatch):
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main_process_first._place(7, None) == main_process_first._place(7, None)
+    assert main_process_first._place(7, None).stat().st_mode & 0o777 == 0o700

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import uuid
@@ -121,7 +122,7 @@ def first(rank: int, size: int, *, timeout_s: float, desc: str, shared: Path | N
         shared: folder to meet in that all machines reach; None for processes of one machine.
 
     Raises:
-        RuntimeError: (not on rank 0) the body failed on rank 0.
+        RuntimeError: (not on rank 0) the body failed on rank 0; or the folder to meet in is somebody else's.
         TimeoutError: the others did not come in time.
     """
     call = next(_calls)  # counted by lone processes too: on another machine the same call may be a meeting of several
@@ -159,8 +160,34 @@ def _place(call: int, shared: Path | None) -> Path:
     key = hashlib.sha256("\0".join(launch).encode()).hexdigest()[:16]
     user = getattr(os, "getuid", lambda: 0)()  # elsewhere the folder for temporary files is a user's own
     folder = (shared or Path(tempfile.gettempdir())) / f".tr-first-{user}-{key}-{call}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_own(folder)
     return folder
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder for this user alone; its name can be guessed, so one that is there already may be a trap.
+
+    Raises:
+        RuntimeError: what is there is no folder, or is somebody else's.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
+    elif not hasattr(os, "geteuid") or not os.stat(folder.parent).st_mode & stat.S_IWOTH:
+        return  # nobody else can have put it there, whoever the file system says it belongs to
+    elif found.st_uid != os.geteuid():
+        problem = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    else:
+        return
+    raise RuntimeError(
+        f"processes cannot meet at {folder}: {problem}, so what they read there could be anybody's; remove it, or set "
+        "TMPDIR to a folder of your own"
+    )
 
 
 def _write(path: Path, text: str) -> None:
