@@ -67,9 +67,11 @@ def names(number: int, seed: int) -> Count:
             if windows.is_reserved() or any(part in ("..", ".") for part in windows.parts):
                 count.wrong(OUTSIDE, f"{name!r} leads elsewhere on Windows")
             if count.tried % 10 == 0:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if not place.exists():
-                    place.write_bytes(b"")
+                made = (
+                    inside / str(count.tried) / name
+                )  # each beside the others: one may be a file, and another's folder
+                made.parent.mkdir(parents=True)
+                made.write_bytes(b"")
 
         _draw(NAMES, judge, number, seed)
     return count
