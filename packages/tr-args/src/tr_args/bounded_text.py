@@ -27,6 +27,9 @@ _BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)|([\[{])|([\]}])', re.DOT
 class ContentError(ValueError):
     """A file or text cannot be used; the message says why and starts with a verb."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
     """Return what a text file or a pipe holds, without a byte order mark.
@@ -67,6 +70,13 @@ def load_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_int=_whole_number, parse_float=number)
     except json.JSONDecodeError as error:
         raise ContentError(f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+
+
+def printable(text: str) -> str:
+    """Return a text that does to a terminal what it says: line breaks stay, other control characters are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(text: str) -> float:
@@ -162,7 +172,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, value in pairs:
         if key in mapping:
-            raise ContentError(f"has the key {key} twice; keep one")
+            raise ContentError(f"has the key {key[:100]} twice; keep one")
         mapping[key] = value
     return mapping
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from tr_args.bounded_text import printable
 from tr_args.masking import MASK, is_secret_name, mask_secrets
 
 
@@ -111,10 +112,3 @@ def cut(text: str, most: int = _LONGEST_WORDS) -> str:
     """Return a text, or its beginning and its length where a message would be too long with all of it."""
     text = mask_secrets(text)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
-
-
-def printable(text: str) -> str:
-    """Return a text that does to a terminal what it says: line breaks stay, other control characters are escaped."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tr_args.bounded_text import ContentError, load_json
 from tr_log import get_logger
 
 logger = get_logger(__name__)
@@ -79,9 +80,19 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
-        """Read a state that `save_to_json`, or a checkpoint, wrote."""
+        """Read a state that `save_to_json`, or a checkpoint, wrote.
+
+        Raises:
+            ValueError: the file holds no state.
+        """
+        try:
+            content = load_json(Path(json_path).read_text(encoding="utf-8"))
+        except ContentError as error:
+            raise ValueError(f"the trainer state {json_path} {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"the trainer state {json_path} holds a {type(content).__name__}; it must be an object")
         state = cls()
-        state.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
+        state.load_state_dict(content)
         return state
 
 

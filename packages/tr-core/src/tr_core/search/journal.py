@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tr_args.bounded_text import load_json
 from tr_log.line_file import LineFile
 from tr_log.strict_json import encode
 
@@ -92,7 +93,10 @@ class Journal:
             self.begin_search(search)
             return
         entries = [self._decoded(number, line) for number, line in enumerate(lines, start=1)]
-        self.records = _merged(entries[1:])
+        try:
+            self.records = _merged(entries[1:])
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{self.path} holds no trials of a search ({error}); restore it, or remove it") from None
         saved, wanted = entries[0].get("search"), json.loads(encode(search))
         if saved != wanted:
             raise ValueError(
@@ -130,8 +134,8 @@ class Journal:
 
     def _decoded(self, number: int, line: str) -> dict[str, Any]:
         try:
-            entry = json.loads(line)
-            if isinstance(entry, dict) and ("search" if number == 1 else "trial") in entry:
+            entry = load_json(line)
+            if isinstance(entry, dict) and ("search" in entry if number == 1 else type(entry.get("trial")) is int):
                 return entry
         except ValueError:
             pass
@@ -147,9 +151,23 @@ def _merged(entries: Sequence[dict[str, Any]]) -> dict[int, TrialRecord]:
             value = entry[name]
             if name == "reports":
                 record.reports.update({int(step): float(number) for step, number in value.items()})
+            elif name == "values":
+                record.values = [float(number) for number in value]
             else:
-                setattr(record, name, [float(number) for number in value] if name == "values" else value)
+                setattr(record, name, _of_kind(name, value))
     return records
+
+
+def _of_kind(name: str, value: Any) -> Any:
+    """Return a value of a record's field.
+
+    Raises:
+        TypeError: the field is of another kind.
+    """
+    mappings = ("params", "arguments", "distributions")
+    if not isinstance(value, dict if name in mappings else (str, type(None))) or (name == "state" and value is None):
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return value
 
 
 def same_values(one: Any, other: Any) -> bool:

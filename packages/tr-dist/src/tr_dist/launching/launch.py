@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tr_dist.bounded_text import printable
 from tr_dist.masking import mask_secrets, mask_variable, mask_words
 
 
@@ -14,7 +15,7 @@ class LaunchError(ValueError):
     """A job cannot be started as it was asked for; the text says what to change, and shows no secret."""
 
     def __str__(self) -> str:
-        return mask_secrets(super().__str__())
+        return printable(mask_secrets(super().__str__()))
 
 
 @dataclass(frozen=True)
