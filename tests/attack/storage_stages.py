@@ -330,7 +330,7 @@ def is_in_words(end: End, folder: Path) -> bool:
     """Whether what a process ended with says what is wrong, and where."""
     kinds = set(end.error.split())
     names_it = str(folder) in end.text or "checkpoint-" in end.text
-    return bool(kinds & {"OSError", "CheckpointError"}) and names_it
+    return bool(kinds & {"OSError", "ValueError"}) and names_it  # a CheckpointError is a ValueError too
 
 
 def listed(run: Path) -> list[str]:
