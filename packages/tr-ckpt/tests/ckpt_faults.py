@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tr_ckpt import files, names
+from tr_ckpt import files, folder_lock, names
 
 
 class Killed(BaseException):
@@ -56,6 +56,7 @@ class Faults:
             descriptor, data = arguments
             os.write(descriptor, data[: len(data) // 2])
         if self.mode in ("kill", "tear"):
+            folder_lock._held.clear()  # a dead process unlocks nothing
             raise Killed(f"before operation {self.at}, {name}")
         needs_space = name in ("make_folder", "create", "write", "sync", "link")
         if (self.mode == "error" and first) or (self.mode == "full" and needs_space):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from tr_ckpt.lock_file import NAME
 
 
 class Values:
@@ -38,3 +41,8 @@ def parts(number: int = 0) -> dict[str, Values]:
 def number_of(restored: dict[str, Values]) -> int:
     [number] = {part.number for part in restored.values()}
     return number
+
+
+def listed(folder: Path) -> list[str]:
+    """Return what is in a folder, sorted, but for its lock, which stays as long as something saves there."""
+    return sorted(path.name for path in folder.iterdir() if path.name != NAME)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckpt_faults import Faults
+from ckpt_parts import listed
 from ckpt_shards import Buffers, Counted, Holder, checkpointer, keep
 from ckpt_workers import caught, gather_objects
 
@@ -68,7 +69,7 @@ def fail_together(directory: str) -> None:
         assert message.startswith("OSError" if mine else f"SaveError: checkpoint-2 was not saved: rank {failing}")
         assert keeper.steps() == [1]
     dist.barrier()
-    assert [path.name for path in Path(directory).iterdir()] == ["checkpoint-1"]
+    assert listed(Path(directory)) == ["checkpoint-1"]
     keeper.save(2, held(20.0))
     assert keeper.steps() == [1, 2]
 
@@ -205,7 +206,7 @@ def hold_other_tensors(directory: str) -> None:
         message = refused(tensors)
         assert expected in message, message
     dist.barrier()
-    assert not list(Path(directory).iterdir())
+    assert listed(Path(directory)) == []
     # State kept by names is none of a plain optimizer, whose parameters have numbers.
     model, optimizer = ckpt_shards.build_sharded(1)
     ckpt_shards.train(model, optimizer, range(1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ckpt_faults import Faults, Killed
 from ckpt_held import held
-from ckpt_parts import Values, number_of, parts
+from ckpt_parts import Values, listed, number_of, parts
 from ckpt_run import Run
 
 from tr_ckpt import Checkpointer, CheckpointError, RNGState, catalogue, files, retention
@@ -43,7 +43,7 @@ def test_a_save_returns_before_anything_is_written_and_wait_after_all_is(tmp_pat
         writing.let_go()
         checkpointer.wait()
         assert (folder / "manifest.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
     into = parts()
     assert Checkpointer(tmp_path).restore(into) == 1
     assert number_of(into) == 10
@@ -191,7 +191,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     into = parts()
     assert checkpointer.restore(into) == 1
     assert number_of(into) == 20
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("ask", ["steps", "path", "restore"])
@@ -213,7 +213,7 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
     checkpointer = Checkpointer(tmp_path, asynchronous=True)
     with pytest.raises(CheckpointError, match="bad.x is a object"):
         checkpointer.save(1, {**parts(1), "bad": SimpleNamespace(state_dict=lambda: {"x": object()})})
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []
     checkpointer.save(1, parts(1))
     checkpointer.close()
     assert checkpointer.steps() == [1]
@@ -243,7 +243,7 @@ def test_what_is_to_follow_sees_a_complete_checkpoint_before_any_is_removed(asyn
     def on_commit(folder):
         complete = catalogue.check_quickly(catalogue.Found(None, folder.name, folder)).step
         alone = threading.current_thread() is threading.main_thread()
-        seen.append((folder, complete, alone, sorted(path.name for path in tmp_path.iterdir())))
+        seen.append((folder, complete, alone, listed(tmp_path)))
 
     checkpointer = Checkpointer(tmp_path, keep_last=1, asynchronous=asynchronous)
     checkpointer.save(1, parts(1))
@@ -378,7 +378,7 @@ def test_a_fault_before_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_p
             again = Checkpointer(directory, keep_last=1, asynchronous=True)
             again.restore(parts())
             save_and_wait(again, step + 1, 30)
-        assert [path.name for path in directory.iterdir()] == [f"checkpoint-{step + 1}"]
+        assert listed(directory) == [f"checkpoint-{step + 1}"]
         assert restored(directory) == (step + 1, 30)
     assert len(set(outcomes)) == len(right)  # the commit is one of the operations, neither the first nor the last
 
@@ -416,7 +416,7 @@ def test_a_failed_write_is_logged_at_once_and_not_raised_by_who_only_looks(faili
     assert failing.steps() == [1]
     assert failing.path(2) == tmp_path / "checkpoint-2"
     assert failing.restore(parts()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
     with pytest.raises(OSError, match="checkpoint-2 was not saved"):
         failing.close()
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts
 
 from tr_ckpt import Checkpointer
 
@@ -227,7 +227,7 @@ def test_a_file_that_may_not_grow_is_reported_with_what_to_do(tmp_path):
             "limit on the size of a file (ulimit -f), or save to another file system"
         ) in ended.stdout
     assert restored(tmp_path) == (1, 10)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
 
 
 FORBIDDEN = f"""
@@ -254,4 +254,4 @@ def test_a_folder_that_may_not_be_written_to_is_reported_with_what_to_do():
                 "Permission denied"
             ) in ended.stdout
         assert ended.stdout.count("give this user the right to write there, or save to another folder") == 2
-        assert [path.name for path in directory.iterdir()] == ["checkpoint-1"]
+        assert listed(directory) == ["checkpoint-1"]

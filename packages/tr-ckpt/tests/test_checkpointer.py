@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ckpt_parts import Values, number_of, parts
+from ckpt_parts import Values, listed, number_of, parts
 from ckpt_run import Run
 from safetensors.torch import load_file
 
@@ -188,7 +188,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert checkpointer.restore(into) == 1
     assert number_of(into) == 20
     assert not (checkpointer.path(1) / "more.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
@@ -240,7 +240,7 @@ def test_added_files_cannot_take_the_place_of_a_part(name, message, tmp_path):
         Checkpointer(tmp_path).save(
             1, {"model": Values(1), "rng": RNGState()}, write_extra=lambda folder: (folder / name).touch()
         )
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []
 
 
 def test_added_links_are_refused(tmp_path):
@@ -252,7 +252,7 @@ def test_added_links_are_refused(tmp_path):
 def test_a_part_name_that_cannot_name_a_file_is_refused(name, tmp_path):
     with pytest.raises(CheckpointError, match="name"):
         Checkpointer(tmp_path).save(1, {name: Values(1)})
-    assert not list(tmp_path.iterdir())
+    assert listed(tmp_path) == []
 
 
 def test_a_part_name_that_is_one_ranks_file_is_refused(tmp_path):
@@ -305,7 +305,7 @@ def test_a_failed_save_leaves_the_state_of_the_run_alone(tmp_path):
     with pytest.raises(CheckpointError, match="bad"):
         Checkpointer(tmp_path).save(1, {**run.parts(), "bad": SimpleNamespace(state_dict=lambda: {"x": object()})})
     assert str(before) == str(run.optimizer.state_dict())
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(2, [2, 3]), (None, [1, 2, 3]), (0, [1, 2, 3]), (-1, [1, 2, 3])])

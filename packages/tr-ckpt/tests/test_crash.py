@@ -7,7 +7,7 @@ from pathlib import Path
 import ckpt_workers
 import pytest
 from ckpt_faults import Faults, Killed
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts
 
 from tr_ckpt import Checkpointer, files
 
@@ -71,8 +71,10 @@ def test_the_run_after_a_kill_saves_and_leaves_nothing_behind(tmp_path, scenario
         checkpointer = prepare(directory, before, 1)
         with Faults(at), pytest.raises(Killed):
             checkpointer.save(step, parts(20), write_extra=write_extra)
-        Checkpointer(directory, keep_last=1).save(step + 1, parts(30))
-        assert [path.name for path in directory.iterdir()] == [f"checkpoint-{step + 1}"]
+        again = Checkpointer(directory, keep_last=1)
+        again.restore(parts())
+        again.save(step + 1, parts(30))
+        assert listed(directory) == [f"checkpoint-{step + 1}"]
         assert restored(directory) == (step + 1, 30)
 
 
@@ -110,21 +112,23 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new_checkpoint
         removing = faults.log[at - 1] in ("remove_file", "remove_folder")
         assert not left or removing or outcome == (step, 20)
         checkpointer.save(step + 1, parts(30))
-        assert [path.name for path in directory.iterdir()] == [f"checkpoint-{step + 1}"]
+        assert listed(directory) == [f"checkpoint-{step + 1}"]
 
 
 def test_a_full_disk_is_reported_and_its_temporary_folder_is_removed(tmp_path):
     checkpointer = prepare(tmp_path, [(1, 10)], None)
     with Faults(12, "full"), pytest.raises(OSError, match="No space left on device"):
         checkpointer.save(2, parts(20))
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_process_that_really_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, share):
     checkpointer = prepare(tmp_path, [(1, 10)], None)
+    checkpointer.close()
     with Faults() as counted:
         checkpointer.save(2, parts(20))
+    checkpointer.close()
     shutil.rmtree(checkpointer.path(2))
     at = max(1, round(share * len(counted.log)))
     context = multiprocessing.get_context("forkserver")

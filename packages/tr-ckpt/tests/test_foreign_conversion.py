@@ -1,5 +1,6 @@
 """Checkpoints of other programs, written as ours; what their random states and trainer's state become."""
 
+import contextlib
 import json
 import logging
 import random
@@ -122,7 +123,7 @@ def test_half_of_a_state_is_not_converted(left, tmp_path):
     (left / "scheduler.pt").unlink()
     with pytest.raises(CheckpointError, match=r"there is no scheduler.pt in it"):
         foreign.convert(left, tmp_path / "ours")
-    assert list((tmp_path / "ours").iterdir()) == []
+    assert not (tmp_path / "ours").exists()
 
 
 def test_nothing_is_written_over(left, tmp_path):
@@ -139,9 +140,12 @@ def test_a_conversion_that_fails_at_any_operation_leaves_all_or_nothing(left, tm
         foreign.convert(left, tmp_path / "whole")
     for number in range(1, len(faults.log) + 1):
         target = tmp_path / f"{mode}-{number}"
-        with Faults(number, mode), pytest.raises((Killed, OSError)):
+        raised = True
+        with Faults(number, mode), contextlib.suppress(Killed, OSError):
             foreign.convert(left, target)
+            raised = False
         found = catalogue.find(target, "checkpoint")
+        assert raised or found  # where only the lock failed
         for each in found:
             catalogue.verify(each.path, catalogue.check_quickly(each))
         if not found:

@@ -9,7 +9,7 @@ import ckpt_hub_workers
 import pytest
 import torch.multiprocessing
 from ckpt_hub_run import Run
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts
 from minihub import TOKEN, wait_until
 
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, HubRepository
@@ -259,7 +259,7 @@ def test_a_download_that_was_left_is_cleared_away_at_the_next_save(hub, tmp_path
         checkpointer.restore({**parts(), "other": parts()["extra"]}, "hub")
     assert list((tmp_path / "fresh").glob(".tmp-fetched-*"))
     checkpointer.save(1, parts(1))
-    assert [path.name for path in (tmp_path / "fresh").iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path / "fresh") == ["checkpoint-1"]
 
 
 def test_two_ranks_restore_what_one_of_them_downloads(hub, tmp_path):

@@ -7,7 +7,7 @@ import ckpt_workers
 import pytest
 import torch
 import torch.multiprocessing
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts
 
 from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, catalogue
 
@@ -82,7 +82,7 @@ def test_a_failure_elsewhere_is_an_error_here(tmp_path):
     exchanges = [lambda mine: [mine, (None, None)], lambda mine: [mine, (None, "OSError: disk full")]]
     with pytest.raises(SaveError, match="checkpoint-1 was not saved: rank 1: OSError: disk full"):
         Checkpointer(tmp_path, **as_rank(0, 2, exchanges)).save(1, parts(1))
-    assert not list(tmp_path.iterdir())
+    assert listed(tmp_path) == []
 
 
 def test_several_ranks_need_a_way_to_exchange_values(tmp_path):

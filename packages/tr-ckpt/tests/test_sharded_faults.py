@@ -5,6 +5,7 @@ import ckpt_shards
 import pytest
 import torch
 import torch.multiprocessing
+from ckpt_parts import listed
 from ckpt_shards import Holder, run
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError
@@ -66,7 +67,7 @@ def test_a_rank_killed_before_any_operation_of_its_save_leaves_the_previous_chec
         assert value_of(directory, 1) == 10.0
         # What the dead left goes at the next save, and the next save works.
         Checkpointer(directory).save(2, {"held": Holder({"plain": torch.zeros(3)})})
-        assert sorted(path.name for path in directory.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+        assert listed(directory) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_rank_0_killed_in_a_save_leaves_the_previous_checkpoint_or_the_whole_new_one(tmp_path, operations):

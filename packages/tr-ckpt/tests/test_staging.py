@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from ckpt_faults import Faults, Killed
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts
 
-from tr_ckpt import Checkpointer, files, names
+from tr_ckpt import Checkpointer, files, names, processes
 
 
 def leave(directory, kind, *, host=None, pid=None, target="checkpoint-1"):
@@ -51,7 +51,7 @@ def test_what_a_living_process_works_on_stays(tmp_path):
 def test_a_folder_of_a_machine_before_its_restart_is_cleared_whoever_has_the_number_now(tmp_path):
     ours = names.temporary(tmp_path, "writing", "checkpoint-1")
     names.release(ours)
-    process = names.this_process()
+    process = processes.this_process()
     assert f"@{process.host}@{process.pid}.{process.numbering}@" in ours.name
     own, parent = f"@{process.pid}.", f"@{os.getppid()}."
     living = tmp_path / ours.name.replace(own, parent)
@@ -124,20 +124,20 @@ def half_replaced(tmp_path):
 
 
 def test_a_checkpoint_that_was_being_replaced_is_found_without_changing_anything(half_replaced):
-    before = sorted(path.name for path in half_replaced.directory.iterdir())
+    before = listed(half_replaced.directory)
     into = parts()
     assert half_replaced.steps() == [1, 2]
     assert half_replaced.restore(into) == 2
     assert number_of(into) == 20
     assert (half_replaced.path(2) / "manifest.json").exists()
     assert half_replaced.path(3).name == "checkpoint-3"
-    assert sorted(path.name for path in half_replaced.directory.iterdir()) == before
+    assert listed(half_replaced.directory) == before
 
 
 def test_a_checkpoint_that_was_being_replaced_is_put_back_at_the_next_save(half_replaced, caplog):
     Checkpointer(half_replaced.directory).save(3, parts(30))
     assert "put checkpoint-2 back: the run that was replacing it ended before it had" in caplog.text
-    assert sorted(path.name for path in half_replaced.directory.iterdir()) == [f"checkpoint-{n}" for n in (1, 2, 3)]
+    assert listed(half_replaced.directory) == [f"checkpoint-{n}" for n in (1, 2, 3)]
     into = parts()
     half_replaced.restore(into, half_replaced.path(2))
     assert number_of(into) == 20
@@ -190,8 +190,10 @@ def test_every_file_is_synced_and_the_manifest_written_last(tmp_path):
             return operation
 
     with Watching() as watching:
-        Checkpointer(tmp_path / "new").save(1, parts(1))
+        checkpointer = Checkpointer(tmp_path / "new")
+        checkpointer.save(1, parts(1))
     temporary = ".tmp-writing-checkpoint-1"
+    assert synced.pop(1) == ("create", ".tmp-lock-.run-lock.json")
     assert synced[:2] == [("make_folder", "new"), ("sync_folder", tmp_path.name)]
     above = [step for step in synced[2:] if step == ("make_folder", temporary) or step[0] != "sync_folder"]
     assert above[0] == ("make_folder", temporary)  # after nothing but the folders above were synced

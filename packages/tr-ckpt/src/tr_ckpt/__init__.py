@@ -1,7 +1,14 @@
 """Atomic, verified checkpoints for any PyTorch training loop."""
 
 from tr_ckpt.checkpointer import Checkpointer
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError, SaveError, UnreadableError
+from tr_ckpt.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FolderInUseError,
+    PushError,
+    SaveError,
+    UnreadableError,
+)
 from tr_ckpt.hub.hub_callback import HubCallback
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.rng_state import RNGState
@@ -10,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DamagedCheckpointError",
+    "FolderInUseError",
     "HubCallback",
     "HubRepository",
     "PushError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from tr_ckpt import after_commit, catalogue, names, parts, reads, unsynced
 from tr_ckpt.background import Background
 from tr_ckpt.catalogue import Found
 from tr_ckpt.errors import CheckpointError, UnreadableError
+from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
@@ -18,6 +20,7 @@ from tr_ckpt.ranks import Ranks
 from tr_ckpt.restoring import Restoring
 from tr_ckpt.retention import Known
 from tr_ckpt.saving import Saving
+from tr_ckpt.write_errors import explained
 
 
 class Stateful(Protocol):
@@ -37,7 +40,7 @@ class Checkpointer:
 
     A save appears whole or not at all, whenever the process is killed. A restore checks every byte before it
     changes anything. All ranks call every method, with the same parts in the same order, on a file system
-    that all of them see. One run at a time saves to a folder; any number may restore from it meanwhile.
+    that all of them see. One run at a time saves to a folder, and locks it; any number may restore from it.
 
     With `asynchronous`, `save` returns once the state is copied to host memory, and a thread writes it; everything
     may change meanwhile. For this, memory for one copy is held from the first save on. At most one save is under
@@ -95,6 +98,8 @@ class Checkpointer:
         self._hub = hub
         self._buffers = HostBuffers()
         self._background = Background()
+        self._lock = FolderLock(self.directory)
+        weakref.finalize(self, self._lock.drop)
         self._sequence: int | None = None  # of the last checkpoint that this object saved
         self._known = Known()
 
@@ -162,7 +167,7 @@ class Checkpointer:
         self._background.hold_up()
         self.wait()
         folder = self.directory / name
-        saving = Saving(self.directory, self.prefix, step, self._ranks, self._known)
+        saving = Saving(self.directory, self.prefix, step, self._ranks, self._known, self._lock)
 
         def follow() -> None:
             if self._ranks.rank == 0:
@@ -213,8 +218,37 @@ class Checkpointer:
             self._ranks.together("a write in the background failed", self.check)
 
     def close(self) -> None:
-        """Do what `wait` does. Not needed for the write to finish, but to learn of its failure."""
-        self.wait()
+        """Do what `wait` does, and then let other runs save to the folder.
+
+        Not needed for the write to finish, but to learn of its failure.
+        """
+        try:
+            self.wait()
+        finally:
+            self.release()
+
+    def claim(self) -> None:
+        """Keep other runs from saving to the folder until `release` or `close`; all ranks must call it.
+
+        Without this the first save does it. It waits where it is not clear yet whether another run is alive, and says
+        so in the log. `restore` and the like need it not.
+
+        Raises:
+            FolderInUseError: another run saves to the folder; `SaveError` on the ranks that did not find that out.
+            OSError: the folder cannot be made, or its lock cannot be read.
+        """
+
+        def claim() -> None:
+            if self._ranks.rank == 0:
+                with explained("the run's first checkpoint", self.directory):
+                    self._lock.claim()
+
+        self._ranks.together("no checkpoint could be saved", claim)
+
+    def release(self) -> None:
+        """Let other runs save to the folder, once nothing is being written; the next save claims it again."""
+        self._background.join()
+        self._lock.release()
 
     def restore(
         self, parts: Mapping[str, Stateful], source: str | Path | None = None, *, optional: Collection[str] = ()

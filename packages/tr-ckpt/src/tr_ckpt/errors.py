@@ -45,3 +45,7 @@ class SaveError(OSError):
 
     The message names the rank, or what could not be read.
     """
+
+
+class FolderInUseError(OSError):
+    """A folder that another run saves to; the message says which."""

@@ -204,8 +204,8 @@ def settle(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all in it; links, also in its own place, are removed and not followed."""
-    if path.is_symlink():
+    """Remove a folder and all in it, or a file; links, also in its own place, are removed and not followed."""
+    if path.is_symlink() or path.is_file():
         remove_file(path)
         return
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import files, names, reads, staging, tensor_damage
+from tr_ckpt import files, names, processes, reads, staging, tensor_damage
 from tr_ckpt.errors import SaveError, UnreadableError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.write_errors import explained
@@ -54,7 +54,7 @@ class RankRecords:
         self.name = name
         self.folder = folder
         self.rank = rank
-        self.processes: list[names.Process] = []
+        self.processes: list[processes.Process] = []
 
     @classmethod
     def make(cls, directory: Path, name: str) -> RankRecords:
@@ -118,7 +118,7 @@ class RankRecords:
             with contextlib.suppress(UnreadableError), reads.at_once():
                 if not reads.is_there(self.folder):
                     return
-            if names.is_gone(self.processes[0]):
+            if processes.is_gone(self.processes[0]):
                 raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
             if seconds > LIMIT_S:
                 raise SaveError(f"{self.name} was not saved: rank 0 did not finish within {seconds:.0f} s")
@@ -151,7 +151,7 @@ class RankRecords:
         failed: dict[int, str] = {}
         missing = set(range(1, len(self.processes)))
         for seconds in _delays():
-            gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
+            gone = {rank for rank in missing if processes.is_gone(self.processes[rank])}
             present = reads.names_in(self.folder)  # after asking who is gone: what these left is in it
             if not present:  # each rank began by leaving something there
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import catalogue, manifest, names, parts, reads
+from tr_ckpt import catalogue, manifest, names, parts, processes, reads
 from tr_ckpt.distributed_tensor import may_exist
+from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.parts import CapturedPart
 from tr_ckpt.rank_records import RankRecords, Written
@@ -35,12 +36,13 @@ class Saving:
         step: completed optimizer steps.
         ranks: this process among the others.
         known: what the run knows of the checkpoints there; the one that is saved is added.
+        lock: that of the folder, which rank 0 claims.
 
     Attributes:
         sequence: that of the checkpoint, on the rank that committed it; 0 before.
     """
 
-    def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks, known: Known) -> None:
+    def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks, known: Known, lock: FolderLock) -> None:
         self.name = names.checkpoint_name(prefix, step)
         self.sequence = 0
         self._directory = directory
@@ -48,6 +50,7 @@ class Saving:
         self._step = step
         self._ranks = ranks
         self._known = known
+        self._lock = lock
         self._what = f"{self.name} was not saved"
         self._staging = Staging(directory, self.name) if ranks.rank == 0 else None
         self._folder = directory  # until `_begin`
@@ -81,22 +84,22 @@ class Saving:
         """
         captured: list[tuple[str, CapturedPart]] = []
 
-        def copy() -> names.Process:
+        def copy() -> processes.Process:
             buffers.begin()
             captured.extend(self._captured(given, buffers))
             buffers.finish()
             if self._records is not None:
                 self._records.begin()
-            return names.this_process()
+            return processes.this_process()
 
         try:
             self._begin(given, write_extra, in_background=True)
-            processes = self._ranks.together(self._what, copy)
+            everyone = self._ranks.together(self._what, copy)
         except BaseException:
             self._discard()
             raise
         if self._records is not None:
-            self._records.processes = processes
+            self._records.processes = everyone
         return captured
 
     def finish(self, captured: Captured) -> None:
@@ -127,6 +130,7 @@ class Saving:
             if self._staging is None:
                 return None
             with explained(self.name, self._directory):
+                self._lock.claim()
                 self._added = self._staging.begin(write_extra)
                 parts.check_free(self._added, given)
                 if in_background and world_size > 1:
@@ -186,6 +190,7 @@ class Saving:
             sequence = catalogue.next_sequence(self._directory, self._prefix, self._known.seen)
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
             manifest.write(self._folder, described)
+            self._lock.check()
             self._known.saved.add((sequence, self._step))  # before it is in its place: an error may come after that
             self._staging.commit()
             self.sequence = sequence

@@ -257,6 +257,10 @@ class Checkpointer(Protocol):
     background after `save` has returned: what it saves is the state at the call, whatever changes meanwhile.
     `restore`, `steps` and `path` wait for it first. A failure of it is raised once, by `check`, `wait`, `close` or
     the next `save`.
+
+    One that can keep other runs from its folder may have two more methods. `claim()` is called when a run begins,
+    before anything is looked for there; it raises `OSError` where another run saves to it. `release()` is called when
+    the run ends, whichever way, by each rank for itself.
     """
 
     def save(

@@ -15,7 +15,7 @@ from tr_core.changes import watching_modules
 from tr_core.checks import check_quantized, check_setup
 from tr_core.conditions.batch_size_search import run_epochs_within_memory
 from tr_core.conditions.memory_metrics import ReadMemory
-from tr_core.conditions.output_folder import check_that_it_can_be_written_to
+from tr_core.conditions.output_folder import check_that_it_can_be_written_to, claim, releasing
 from tr_core.conditions.surroundings import while_training
 from tr_core.data.first_batches import training_batches
 from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, switch_optimizer, weight_parts
@@ -48,7 +48,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     set_seed(seed, deterministic=trainer.args.full_determinism, device=trainer.strategy.device)
     trainer.renew_model()
     check_quantized(trainer.model)
-    with usable_streams(), while_training(trainer), trainer.memory.stage("train") as read_memory:
+    with usable_streams(), while_training(trainer), releasing(trainer), trainer.memory.stage("train") as read_memory:
         run = _begin(trainer, resume, ignore_keys)
         if is_complete(trainer, run):
             return _leave_finished(trainer, run)
@@ -107,6 +107,7 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     trainer.prepare()
     check_setup(trainer)
     check_that_it_can_be_written_to(trainer)
+    claim(trainer)
     loader = trainer.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
     plan = make_plan(args, data)

@@ -79,6 +79,7 @@ def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
     """
     checkpointer = make()
     assert isinstance(checkpointer, Checkpointer), _missing(checkpointer, Checkpointer)
+    _check_claims(make)
     part = _Part({"weight": torch.arange(6.0).reshape(2, 3), "count": 3, "nested": {"list": [1, 2.5, None, "text"]}})
     assert checkpointer.restore({"part": part}) is None, "an empty folder restored something"
     assert checkpointer.steps() == []
@@ -113,6 +114,17 @@ def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
     assert again.restore({"part": restored}, source=again.path(1)) == 1, "a named checkpoint was not restored"
     _check_missing_parts(again)
     again.close()
+
+
+def _check_claims(make: Callable[[], Checkpointer]) -> None:
+    """One that claims its folder takes it twice, shares it with others of this process, and gives it up twice."""
+    both: list[Any] = [make(), make()]
+    has = {name: [hasattr(each, name) for each in both] for name in ("claim", "release")}
+    assert has["claim"] == has["release"], "claim and release go together"
+    for name in ("claim", "claim", "release", "release") if all(has["claim"]) else ():
+        for each in both:
+            assert getattr(each, name)() is None, f"{name} returned something"
+    assert both[0].steps() == [], "claiming made a checkpoint"
 
 
 def _check_missing_parts(checkpointer: Checkpointer) -> None:

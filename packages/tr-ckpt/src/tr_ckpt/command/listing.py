@@ -174,6 +174,7 @@ _DOING = {
     "removed": "removing",
     "pushing": "pushing",
     "fetched": "fetching",
+    "lock": "locking",
 }
 
 

@@ -13,6 +13,7 @@ from tr_ckpt.command.selection import COMPLETE, Entry, bytes_below
 from tr_ckpt.command.table import Column, render, say, say_lines, size_text, terminal_width
 from tr_ckpt.command.verifying import verify
 from tr_ckpt.errors import CheckpointError
+from tr_ckpt.folder_lock import locked
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -20,6 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: there is no folder of checkpoints, or nobody to ask.
+        FolderInUseError: a run saves to it, which removes old ones itself.
     """
     directory = Path(arguments.directory).expanduser()
     entries = selection.select(directory, arguments.prefix)
@@ -47,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.yes and not _confirmed(len(going)):
         say("nothing was removed")
         return 0
-    return _remove(going)
+    with locked(directory.absolute()):
+        return _remove(going)
 
 
 def _best(newest: Entry) -> int:

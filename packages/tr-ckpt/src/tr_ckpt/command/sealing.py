@@ -13,6 +13,7 @@ from tr_ckpt import catalogue, files, manifest, names, plain_file, staging, stri
 from tr_ckpt.command.table import say
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
+from tr_ckpt.folder_lock import locked
 from tr_ckpt.manifest import Manifest
 
 
@@ -22,6 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointError: it is no checkpoint of ours, a file of its parts is missing or cannot be read as what it is, or
             there is nobody to ask.
+        FolderInUseError: a run saves to the folder that it is in.
     """
     folder = Path(arguments.checkpoint).expanduser()
     described = manifest.read(folder)
@@ -46,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         say("nothing was written")
         return 0
     held = {name: now[name] if name in other else described.files[name] for name in now}
-    _write(folder, replace(described, files=held))
+    with locked(folder.absolute().parent):
+        _write(folder, replace(described, files=held))
     say(f"accepted: a run resumes from it as from any other, with {', '.join([*other, *gone])} as now")
     return 0
 

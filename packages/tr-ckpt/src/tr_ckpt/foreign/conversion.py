@@ -10,6 +10,7 @@ from pathlib import Path
 from tr_ckpt import catalogue, manifest, names, parts, reads
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
+from tr_ckpt.folder_lock import locked
 from tr_ckpt.foreign.checkpoint import ForeignCheckpoint
 from tr_ckpt.foreign.reading import read
 from tr_ckpt.foreign.taking_over import NOTE
@@ -41,7 +42,7 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
     Raises:
         CheckpointError: `source` lacks something, is damaged, or holds anything but plain state; or `target` has a
             checkpoint of this step.
-        OSError: it could not be written.
+        OSError: it could not be written, or (`FolderInUseError`) a run saves to `target`.
     """
     _refuse_what_is_no_foreign_checkpoint(Path(source).expanduser().absolute(), prefix)
     checkpoint = read(source)
@@ -50,7 +51,15 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
     if reads.is_there(directory / name, follow=False):
         raise CheckpointError(f"{directory / name} exists; give another folder, for nothing is written over")
     held = _parts_to_write(checkpoint)
-    staging = Staging(directory, name)
+    with locked(directory):
+        folder = _write(checkpoint, directory, prefix, held)
+    for note in checkpoint.notes:
+        logger.info("%s: %s", checkpoint.path.name, note)
+    return folder
+
+
+def _write(checkpoint: ForeignCheckpoint, directory: Path, prefix: str, held: tuple[str, ...]) -> Path:
+    staging = Staging(directory, names.checkpoint_name(prefix, checkpoint.step))
     try:
         added = staging.begin(lambda folder: _copy_plain_files(checkpoint, folder))
         parts.check_free(added, held)
@@ -60,13 +69,10 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
         sequence = catalogue.next_sequence(directory, prefix)
         described = manifest.describe(checkpoint.step, checkpoint.world_size, written, sequence=sequence)
         manifest.write(staging.folder, described)
-        folder = staging.commit()
+        return staging.commit()
     except BaseException:
         staging.discard()
         raise
-    for note in checkpoint.notes:
-        logger.info("%s: %s", checkpoint.path.name, note)
-    return folder
 
 
 def _refuse_what_is_no_foreign_checkpoint(source: Path, prefix: str) -> None:

@@ -1,10 +1,12 @@
-"""Find out before training whether checkpoints can be written where they are to be, without writing."""
+"""Find out before training whether checkpoints can be written where they are to be, and keep other runs from there."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tr_core.trainer import Trainer
@@ -23,6 +25,30 @@ def check_that_it_can_be_written_to(trainer: Trainer) -> None:
     own = obstacle(Path(args.output_dir).absolute()) if writes else ""
     if found := next(filter(None, strategy.gather_objects(own)), ""):
         raise ValueError(f"{found}; save_strategy='no' trains without checkpoints")
+
+
+def claim(trainer: Trainer) -> None:
+    """Keep other runs from saving where this one will, if its checkpointer knows how, until `releasing` ends.
+
+    Raises:
+        OSError: another run does, or that cannot be found out.
+    """
+    if trainer.args.save_strategy != "no":
+        checkpointer: Any = trainer.checkpointer()
+        if (take := getattr(checkpointer, "claim", None)) is not None:
+            take()
+
+
+@contextmanager
+def releasing(trainer: Trainer) -> Iterator[None]:
+    """Let other runs save to the folder of this one when the block ends, whichever way."""
+    try:
+        yield
+    finally:
+        # Whatever asked for it: a callback may save in a run that was not to.
+        release = getattr(trainer._checkpointer, "release", None)
+        if release is not None:
+            release()
 
 
 def obstacle(folder: Path) -> str:

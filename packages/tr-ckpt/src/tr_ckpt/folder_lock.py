@@ -1,0 +1,371 @@
+"""Let one run at a time save to a folder.
+
+The process that commits checkpoints locks the folder, by the file of `lock_file.py`, while its run lasts. Another run
+that finds it there asks the system whether that process lives, where it is one of this machine, and else watches for a
+while whether it shows that it does. A lock whose owner is gone is taken over; that of a living one is an error.
+
+To take over, a process makes `.run-lock.json.<key>.next` first, which only one can, and then renames it over the lock
+of that key, which only the one that made it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tr_ckpt import files, lock_file, processes
+from tr_ckpt.errors import FolderInUseError
+from tr_ckpt.lock_file import NAME, Owner
+
+logger = logging.getLogger(__name__)
+
+# How often an owner shows that it lives, and how long another machine waits for that; a stall of a shared file system
+# for less than the difference takes no lock away.
+BEAT_S, STALE_S = 15.0, 75.0
+# How long a living process of this machine gets to end: one whose launcher was killed saves before it does.
+ENDING_S = 30.0
+
+_POLL_S = 0.5
+_READ_TRIES, _READ_DELAY_S = 5, 0.2
+
+
+@dataclass
+class _Held:
+    """A lock of this process.
+
+    Attributes:
+        folder: what is locked.
+        owner: as the file says.
+        users: who wants it, by `id`.
+        made: folders that were made to lock this one, the lowest first.
+        seen_s: when the file was last seen to be ours.
+        lost: what became of it, once that was noticed.
+    """
+
+    folder: Path
+    owner: Owner
+    users: set[int] = field(default_factory=set)
+    made: list[Path] = field(default_factory=list)
+    seen_s: float = field(default_factory=lambda: _now_s())
+    lost: str = ""
+
+    @property
+    def path(self) -> Path:
+        return self.folder / NAME
+
+
+_held: dict[str, _Held] = {}
+_claiming = threading.Lock()  # one claim or release at a time
+_dropped: list[FolderLock] = []
+_beats = 0
+_beating: threading.Thread | None = None
+
+
+class FolderLock:
+    """The lock of a folder, as one object of this process wants it; several share it.
+
+    A process that is forked from the owner has no part in it.
+
+    Args:
+        folder: what is to be locked; made if it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._has_warned = False
+
+    def claim(self, *, patience_s: float | None = None) -> None:
+        """Lock the folder, unless this process has; may wait, for what it says in the log.
+
+        A folder in which no lock can be made is used without, and that is logged.
+
+        Args:
+            patience_s: how long a living process of this machine gets to end; None is `ENDING_S`.
+
+        Raises:
+            FolderInUseError: another run saves to it, or has taken it over.
+            OSError: the folder cannot be made, or its lock cannot be read.
+        """
+        with _claiming:
+            held = self._held()
+            if held is not None:
+                held.users.add(id(self))
+                self.check()
+                return
+            made = [path for path in (self.folder, *self.folder.parents) if not os.path.lexists(path)]
+            files.make_folders(self.folder)
+            owner = Owner.new()
+            try:
+                _acquire(self.folder, owner, ENDING_S if patience_s is None else patience_s)
+            except _CannotLockError as error:
+                self._warn(error)
+                return
+            _held[_key(self.folder)] = _Held(self.folder, owner, {id(self)}, made)
+            _clear(self.folder)
+            _begin_beating()
+
+    def check(self) -> None:
+        """Raise if the lock that this process had is now another's; does nothing without one.
+
+        Raises:
+            FolderInUseError: another run has taken it over.
+            OSError: it cannot be read.
+        """
+        held = self._held()
+        if held is None:
+            return
+        held.lost = held.lost or _loss(held)
+        if held.lost:
+            raise FolderInUseError(
+                f"{held.folder} {held.lost} while nothing was seen of this run, which was stopped, suspended or cut "
+                "off from the file system; it saves no more there — let the other go on, and end this one"
+            )
+
+    def release(self) -> None:
+        """Want the lock no longer; it goes with the last that wants it."""
+        with _claiming:
+            self._release()
+
+    def drop(self) -> None:
+        """Do what `release` does, now or soon: for where an object is collected, which may be in the middle of it."""
+        if not _claiming.acquire(blocking=False):
+            _dropped.append(self)
+            return
+        try:
+            self._release()
+        finally:
+            _claiming.release()
+
+    def _release(self) -> None:
+        held = self._held()
+        if held is not None and id(self) in held.users:
+            held.users.discard(id(self))
+            if not held.users:
+                del _held[_key(held.folder)]
+                _unlock(held)
+
+    def _held(self) -> _Held | None:
+        return _held.get(_key(self.folder))
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s cannot be locked (%s), so nothing keeps another run from saving there; see to it that none does",
+                self.folder, error,
+            )  # fmt: skip
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep runs from saving to a folder meanwhile.
+
+    Raises:
+        FolderInUseError: one does.
+    """
+    lock = FolderLock(folder)
+    lock.claim(patience_s=0.0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class _CannotLockError(OSError):
+    """No lock can be made there."""
+
+
+def _key(folder: Path) -> str:
+    return os.path.realpath(folder)
+
+
+def _acquire(folder: Path, owner: Owner, patience_s: float) -> None:
+    path = folder / NAME
+    while True:
+        found = _read(path)
+        if found is None:
+            if _create(path, owner):
+                return
+        elif _has_ended(path, found, patience_s) and _take_over(path, found, owner, patience_s):
+            logger.warning("%s was left locked by %s, which is gone: taken over", folder, found)
+            return
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    try:
+        return lock_file.create(path, owner)
+    except FileNotFoundError:  # another machine took our new file for what a dead process left, and tidied up
+        return False
+    except OSError as error:
+        raise _CannotLockError(error.errno, error.strerror) from error
+
+
+def _take_over(path: Path, found: Owner, owner: Owner, patience_s: float) -> bool:
+    """Put the lock of `owner` in the place of that found, whose process is gone; False if it is another by now."""
+    following = path.with_name(f"{path.name}.{found.key}.next")
+    if not _create(following, owner):
+        rival = _read(following)
+        if rival is not None and _has_ended(following, rival, patience_s):  # in the middle of this: done for it
+            with contextlib.suppress(FileNotFoundError):
+                _replace(following, path)
+        return False
+    now = _read(path)
+    if now is None or now.key != found.key:
+        with contextlib.suppress(FileNotFoundError):
+            files.remove_file(following)
+        return False
+    with contextlib.suppress(FileNotFoundError):  # then another did it for us
+        _replace(following, path)
+    now = _read(path)
+    return now is not None and now.key == owner.key
+
+
+def _replace(source: Path, target: Path) -> None:
+    if os.name == "nt":  # where a rename does not replace
+        with contextlib.suppress(FileNotFoundError):
+            files.remove_file(target)
+    files.rename(source, target)
+
+
+def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
+    """Wait until an owner is known to be gone; False if the lock is another's meanwhile.
+
+    Raises:
+        FolderInUseError: it lives.
+    """
+    process = owner.process
+    is_visible = process is not None and processes.is_visible(process)
+    if process is not None and (processes.is_gone(process) or (is_visible and process.pid == os.getpid())):
+        return True  # one of our own number that we know nothing of is what we were before an `exec`
+    within_s = patience_s if is_visible else STALE_S
+    if within_s:
+        text = "%s is in use by %s: waiting up to %.0f s to see whether it %s"
+        logger.warning(text, path.parent, owner, within_s, "ends" if is_visible else "is alive")
+    begun_s = time.monotonic()
+    while True:
+        found = _read(path)
+        if found is None or found.key != owner.key:
+            return False
+        if is_visible and process is not None and processes.is_gone(process):
+            return True
+        if not is_visible and found.beat != owner.beat:
+            raise FolderInUseError(_refusal(path, owner))
+        if time.monotonic() - begun_s >= within_s:
+            if is_visible:
+                raise FolderInUseError(_refusal(path, owner))
+            return True
+        time.sleep(_POLL_S)
+
+
+def _refusal(path: Path, owner: Owner) -> str:
+    return (
+        f"{path.parent} is in use: {owner} saves to it, and is alive; two runs would replace and remove each other's "
+        "checkpoints — give this one a folder of its own (output_dir), wait for the other, or end it"
+    )
+
+
+def _read(path: Path) -> Owner | None:
+    """Read a lock; a momentary error is no answer.
+
+    Raises:
+        OSError: it lasts.
+    """
+    for left in reversed(range(_READ_TRIES)):
+        try:
+            return lock_file.read(path)
+        except OSError as error:
+            if left == 0:
+                raise OSError(
+                    f"whether another run saves to {path.parent} cannot be known: {error} — mend that, or save to "
+                    "another folder"
+                ) from error
+            time.sleep(_READ_DELAY_S)
+    raise AssertionError
+
+
+def _clear(folder: Path) -> None:
+    """Remove what processes left that ended while they were taking over an earlier lock."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{NAME}.*.next"):
+            owner = lock_file.read(path)
+            if owner is not None and owner.process is not None and processes.is_gone(owner.process):
+                files.remove_file(path)
+
+
+def _loss(held: _Held) -> str:
+    """Say how a lock that this process had was lost; empty if it was not."""
+    found = _read(held.path)
+    if found is not None:
+        if found.key != held.owner.key:
+            return f"was taken over by {found}"
+        held.seen_s = _now_s()
+    elif _now_s() - held.seen_s > STALE_S - BEAT_S:
+        return "was unlocked, perhaps by a run that had taken it over and has ended,"
+    elif held.folder.is_dir():
+        logger.warning("%s was removed from %s, and is put back", NAME, held.folder)
+        with contextlib.suppress(OSError):  # it is no worse than where no lock can be made
+            if not lock_file.create(held.path, held.owner):
+                return f"was taken over by {_read(held.path)}"
+    return ""
+
+
+def _unlock(held: _Held) -> None:
+    with contextlib.suppress(OSError):  # then it is left as by a process that was killed
+        found = lock_file.read(held.path)
+        if found is not None and found.key == held.owner.key:
+            files.remove_file(held.path)
+        for folder in held.made:
+            if os.listdir(folder):
+                break
+            files.remove_folder(folder)
+
+
+def _now_s() -> float:
+    """Return a time that goes on while the machine sleeps, where there is one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def _begin_beating() -> None:
+    global _beating
+    if _beating is None:
+        _beating = threading.Thread(target=_beat_always, name="folder lock", daemon=True)
+        try:
+            _beating.start()
+        except RuntimeError:  # the interpreter exits, and lives no longer than a lock without
+            _beating = None
+
+
+def _beat_always() -> None:
+    while True:
+        time.sleep(BEAT_S)
+        beat()
+        while _dropped:
+            _dropped.pop().release()
+
+
+def beat() -> None:
+    """Show the other machines that the owner of each lock of this process lives."""
+    global _beats
+    _beats += 1
+    for held in list(_held.values()):
+        with contextlib.suppress(OSError):  # the next one may do
+            if lock_file.beat(held.path, held.owner, _beats):
+                held.seen_s = _now_s()
+
+
+def _forget() -> None:
+    """Begin as a process that was forked: what the owner holds is not held here."""
+    global _claiming, _beating
+    _held.clear()
+    _claiming, _beating = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,183 @@
+"""Write and read the file by which a run says that it saves to a folder.
+
+`.run-lock.json` is one line of JSON that says who, and a second with a number that changes as long as that process
+lives: whoever cannot ask the system about the process, as on another machine, watches the number. Clocks of two
+machines are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tr_ckpt import files, names
+from tr_ckpt.processes import Process, this_process
+
+NAME = ".run-lock.json"
+
+_FORMAT = 1
+_LARGEST_BYTES = 4096
+_BEAT = "{:012d}\n"
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+# What file systems without hard links answer; not that of a full or broken disk.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who has locked a folder, as its file says.
+
+    Attributes:
+        key: names this lock among all there have ever been.
+        process: the owner; None where the file is damaged or cannot be read.
+        since: when it was locked, by the owner's clock; for people.
+        beat: is another whenever the owner has shown that it lives.
+    """
+
+    key: str
+    process: Process | None = None
+    since: str = ""
+    beat: tuple[object, ...] = ()
+
+    @classmethod
+    def new(cls) -> Owner:
+        """Return this process as an owner, from now on."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return cls(secrets.token_hex(8), this_process(), since)
+
+    def __str__(self) -> str:
+        if self.process is None:
+            return f"a run that its {NAME} does not name"
+        return f"process {self.process.pid} on {self.process.host} (since {self.since})"
+
+    def content(self) -> bytes:
+        """Return what its file holds at first."""
+        assert self.process is not None  # it is one of ours
+        held = {"format": _FORMAT, "key": self.key, "since": self.since, **asdict(self.process)}
+        return (json.dumps(held) + "\n" + _BEAT.format(0)).encode()
+
+
+def read(path: Path) -> Owner | None:
+    """Return who has locked a folder; None if there is no such file.
+
+    Raises:
+        OSError: it cannot be read, for another reason than that it is no plain file or this user may not.
+    """
+    content, status = b"", b""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+        try:
+            status = _status(os.fstat(descriptor))
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                content = os.read(descriptor, _LARGEST_BYTES)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            status = _status(os.lstat(path))
+    first, _, beat = content.partition(b"\n")
+    try:
+        return replace(_parsed(first), beat=(beat,))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        seen = hashlib.sha256(content).hexdigest()[:16] if content else "empty"
+        return Owner(seen, beat=(content, status))
+
+
+def create(path: Path, owner: Owner) -> bool:
+    """Make the file of an owner, whole, in one instant; returns False if there is one.
+
+    Where the file system has no hard links, a process killed meanwhile may leave a file that says nothing.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    fresh = names.temporary(path.parent, "lock", path.name)
+    try:
+        files.write_file(fresh, [owner.content()])
+        try:
+            files.link(fresh, path)
+        except FileExistsError:
+            return fresh.stat().st_nlink > 1  # NFS may say so of a link that it made, where its answer was lost
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _create_in_place(path, owner)
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            files.remove_file(fresh)
+        names.release(fresh)
+
+
+def beat(path: Path, owner: Owner, number: int) -> bool:
+    """Show that the owner lives; does nothing to the lock of another, and returns False.
+
+    No one of the operations of `files`: what it changes may be lost.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | _FLAGS)
+    try:
+        first, _, _ = os.read(descriptor, _LARGEST_BYTES).partition(b"\n")
+        is_ours = first == owner.content().partition(b"\n")[0]
+        if is_ours:
+            os.lseek(descriptor, len(first) + 1, os.SEEK_SET)
+            os.write(descriptor, _BEAT.format(number).encode())
+        return is_ours
+    finally:
+        os.close(descriptor)  # not before this does NFS show it to others
+
+
+def _create_in_place(path: Path, owner: Owner) -> bool:
+    try:
+        files.write_file(path, [owner.content()])
+    except FileExistsError:
+        return False
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.remove_file(path)
+        raise
+    return True
+
+
+def _parsed(line: bytes) -> Owner:
+    held = json.loads(line)
+    if held["format"] != _FORMAT:
+        raise ValueError("of a newer version")
+    key, since, host, numbering, boot, machine = (
+        _plain(held[name]) for name in ("key", "since", "host", "numbering", "boot", "machine")
+    )
+    if not key.isalnum():
+        raise ValueError("no key")
+    process = Process(host, _number(held["pid"]), numbering, _number(held["started"]), boot, machine)
+    return Owner(key, process, since)
+
+
+def _plain(value: object) -> str:
+    """Return a text that can be printed, whoever wrote it."""
+    if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
+        raise ValueError("no plain text")
+    return value
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError("no number")
+    return value
+
+
+def _status(found: os.stat_result) -> bytes:
+    return repr((found.st_ino, found.st_size, found.st_mtime_ns)).encode()
