@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -127,7 +128,7 @@ STATE = json.dumps(
 
 _COMMON = (
     b"9" * 5000, b"1e400", b"-1e-400", b"0x" + b"f" * 3000, b"\x00", b"\xef\xbb\xbf", b"\xff", b"\xed\xa0\x80",
-    "\u2028\u0085\u202e".encode(), b"\x1b[2J", b"x" * 100_000, b"nan", b"inf", b"~nobody/x", b"../../../../etc/passwd",
+    "\u2028\u0085\u202e".encode(), b"\x1b[2J", b"x" * 5_000, b"nan", b"inf", b"~nobody/x", b"../../../../etc/passwd",
     b"https://u:p@h/x", b"hf_" + b"a" * 34, b"%s%n{0}", b"\xc2\xb2", "\u0665".encode(), b"true", b"null", b"-",
     b"--", b"=",
 )  # fmt: skip
@@ -217,8 +218,12 @@ def _files(json_seeds: tuple[bytes, ...]) -> Parser:
 
 
 def _parse(words: list[str] | None, **options: object) -> TrainingArguments:
-    parser = ArgumentParser((TrainingArguments, Own), add_help=False)
-    return parser.parse_args_into_dataclasses(words, **options)[0]
+    return _parser().parse_args_into_dataclasses(words, **options)[0]
+
+
+@cache
+def _parser() -> ArgumentParser:
+    return ArgumentParser((TrainingArguments, Own), add_help=False)
 
 
 def _command_lines() -> Parser:

@@ -99,9 +99,11 @@ def _yaml(path: str, text: str) -> Any:
         ) from None
     try:
         return yaml.load(text, Loader=_bounded(yaml.SafeLoader))
+    except ContentError:
+        raise
+    except (LookupError, AttributeError):  # PyYAML's own, where a tag such as !!bool stands before another value
+        raise ContentError("is not valid YAML: a tag and its value do not go together; leave the tag out") from None
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ContentError):
-            raise
         raise ContentError(f"is not valid YAML: {' '.join(str(error).split())[:_LONGEST_WORDS]}") from None
 
 
