@@ -37,7 +37,10 @@ def places(root: Path, quick: bool) -> Count:
         "an @": lambda folder: folder / ".tmp-writing-checkpoint-1@host@1@12",
     }
     for what, make in made.items():
-        _ends_as_alone(count, course, what, root / str(count.tried), make)
+        folder = root / str(count.tried)
+        _ends_as_alone(count, course, what, folder, make, refuses=what == "not UTF-8")
+        if "another device" in what:
+            shutil.rmtree(os.path.realpath(folder / "link"), ignore_errors=True)
     for length in (3800, 3950, 4050, 4095, 5000):
         _ends_as_alone(count, course, f"{length} characters", root / str(count.tried), _of_length(length), refuses=True)
     for mask in (0o077, 0o177, 0o777, 0o000):
@@ -59,7 +62,7 @@ def _ends_as_alone(
         try:
             first = course.stage.work(run, 0, gather, world_size=1)
         except Exception as error:
-            if refuses and (is_in_words_of(error, run) or "too long" in str(error)):
+            if refuses and (is_in_words_of(error, run) or "too long" in str(error) or "UTF-8" in str(error)):
                 return "in words"
             raise
         again = course.stage.work(run, 0, gather, world_size=1)
