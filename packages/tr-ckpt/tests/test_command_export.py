@@ -7,7 +7,8 @@ import torch
 from ckpt_listed import State, flip, save
 from safetensors.torch import load_file
 
-from tr_ckpt import Checkpointer, files
+from tr_ckpt import Checkpointer, files, staging
+from tr_ckpt import names as staged
 from tr_ckpt.command import main
 
 
@@ -182,3 +183,43 @@ def test_a_damaged_one_is_not_exported_and_the_way_to_a_whole_one_is_named(run, 
     assert main(["export", str(run), str(tmp_path / "model")]) == 2
     assert "`trainer ckpt verify` tells which other one is whole" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]])
+def test_what_a_killed_export_left_is_cleared_away_by_the_next(run, tmp_path, monkeypatch, words):
+    target = tmp_path / "model"
+    if words:
+        assert main(["export", str(run / "checkpoint-5"), str(target)]) == 0
+    with monkeypatch.context() as killed:
+        killed.setattr(staging, "discard", lambda folder: None)
+        killed.setattr(files, "rename", interrupt)
+        assert main(["export", str(run), str(target), *words]) == 130
+    assert len(list(tmp_path.glob(".tmp-*"))) == 1
+    assert main(["export", str(run), str(target), *words]) == 0
+    assert names(tmp_path) == ["model", "run"]
+    assert load_file(target / "model.safetensors")["weight"][0, 0] == 10
+
+
+def test_what_a_killed_export_had_moved_aside_goes_when_its_place_is_filled(run, tmp_path, monkeypatch):
+    target = tmp_path / "model"
+    assert main(["export", str(run / "checkpoint-5"), str(target)]) == 0
+    rename, done = files.rename, []
+
+    def die_when_it_is_aside(source, target):
+        rename(source, target)
+        done.append(target.name)
+        if target.name.startswith(".tmp-removed"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(staging, "discard", lambda folder: None)
+        killed.setattr(files, "rename", die_when_it_is_aside)
+        assert main(["export", str(run), str(target), "--overwrite"]) == 130
+    assert done[-1].startswith(".tmp-removed-model@")
+    staged._IN_USE.clear()  # as in another process
+    assert main(["export", str(run), str(target), "--overwrite"]) == 0
+    assert names(tmp_path) == ["model", "run"]
+
+
+def interrupt(source, target):
+    raise KeyboardInterrupt

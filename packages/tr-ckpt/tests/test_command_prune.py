@@ -4,12 +4,13 @@ import builtins
 import os
 import re
 import shutil
+import socket
 import sys
 
 import pytest
 from ckpt_listed import flip, foreign, save
 
-from tr_ckpt import Checkpointer, files
+from tr_ckpt import Checkpointer, files, names
 from tr_ckpt.command import main
 
 
@@ -186,3 +187,30 @@ def test_a_damaged_one_is_shown_as_such(run, capsys):
     table = capsys.readouterr().out
     assert re.search(r"^checkpoint-20 .* stays, damaged$", table, re.MULTILINE)
     assert re.search(r"^checkpoint-15 .* stays, newest, verified$", table, re.MULTILINE)
+
+
+def test_what_a_killed_removal_left_is_cleared_away_by_the_next(run, monkeypatch, capsys):
+    remove_file = files.remove_file
+
+    def die(path):
+        if path.parent.name.startswith(".tmp-removed"):
+            raise KeyboardInterrupt
+        remove_file(path)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(files, "remove_file", die)
+        assert main(["prune", str(run), "--keep", "1", "--yes"]) == 130
+    assert [path.name.split("@")[0] for path in run.glob(".tmp-*")] == [".tmp-removed-checkpoint-5"]
+    names._IN_USE.clear()  # as in another process
+    assert main(["prune", str(run), "--keep", "9", "--dry-run"]) == 0
+    assert "1 that an earlier removal left half done" in capsys.readouterr().out
+    assert len(list(run.glob(".tmp-*"))) == 1
+    assert main(["prune", str(run), "--keep", "9", "--yes"]) == 0
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-10", "checkpoint-15", "checkpoint-20"]
+
+
+def test_what_a_living_process_is_removing_is_left_to_it(run):
+    busy = run / f".tmp-removed-checkpoint-1@{socket.gethostname()}@{os.getppid()}@0a1b2c3d"
+    busy.mkdir()
+    assert main(["prune", str(run), "--keep", "9", "--yes"]) == 0
+    assert busy.is_dir()

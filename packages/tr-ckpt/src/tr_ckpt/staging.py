@@ -184,6 +184,28 @@ def clear_abandoned(directory: Path) -> None:
         discard(left.path)
 
 
+def cut_short(directory: Path, kind: str, target: str | None = None) -> list[Path]:
+    """Return what processes left that ended while they worked on it, where no save comes to clear it away.
+
+    Args:
+        directory: where it is.
+        kind: of `names.Temporary`.
+        target: the name that it stands for; None for any.
+
+    Raises:
+        UnreadableError: the folder cannot be listed.
+    """
+    # An export that replaces another works on a temporary folder of a temporary folder.
+    nested = f".tmp-{kind}-{target}@"
+    return [
+        left.path
+        for left in names.temporaries(directory)
+        if left.kind == kind
+        and (target is None or left.target == target or left.target.startswith(nested))
+        and left.is_abandoned()
+    ]
+
+
 def _is_sound(replacing: Path) -> bool:
     """Whether a checkpoint reads back as it was written, so that the one that it replaced may go."""
     try:

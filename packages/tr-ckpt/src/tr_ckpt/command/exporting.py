@@ -25,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target).expanduser().absolute()
     _check_target(target, arguments.prefix, overwrite=arguments.overwrite)
     entry = selection.select_one(Path(arguments.checkpoint).expanduser(), arguments.prefix)
+    for left in staging.cut_short(target.parent, "writing", target.name):
+        staging.discard(left)
     fresh = names.temporary(target.parent, "writing", target.name) if arguments.overwrite else target
     try:
         made = export(
@@ -87,6 +89,8 @@ def _replace(target: Path, fresh: Path) -> None:
         if target.exists() and aside.exists():
             staging.discard(aside)
         names.release(aside)
+    for left in staging.cut_short(target.parent, "removed", target.name):
+        staging.discard(left)
 
 
 def _move(target: Path, aside: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tr_ckpt import names, retention
+from tr_ckpt import names, retention, staging
 from tr_ckpt.catalogue import Found
 from tr_ckpt.command import selection, trainer_state
 from tr_ckpt.command.selection import COMPLETE, Entry, bytes_below
@@ -44,12 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
     going = retention.superfluous(complete, keep, newest.step, protected, every)
     known = {entry.found: entry for entry in (*entries, *passed_over)}  # what verifying found replaces what ls shows
     _show(list(known.values()), going, newest, best)
-    if not going or arguments.dry_run:
+    left = staging.cut_short(directory, "removed")  # as a prune leaves that is killed; perhaps no save ever comes
+    if left:
+        size = sum(bytes_below(path, alone=True) for path in left)
+        say(f"{len(left)} that an earlier removal left half done, {size_text(size)} to free")
+    if not (going or left) or arguments.dry_run:
         return 0
-    if not arguments.yes and not _confirmed(len(going)):
+    if not arguments.yes and not _confirmed(len(going) + len(left)):
         say("nothing was removed")
         return 0
     with locked(directory.absolute()):
+        for path in (*left, *staging.cut_short(directory, "lock")):
+            staging.discard(path)
         return _remove(going)
 
 

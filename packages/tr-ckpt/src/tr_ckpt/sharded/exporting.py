@@ -58,6 +58,8 @@ def export(
         raise CheckpointError(f"{target} exists and is no empty folder; give another")
     distributed_tensor.require()
     described, index = _checked(source, part)
+    for left in staging.cut_short(target.parent, "writing", target.name):
+        staging.discard(left)
     folder = names.temporary(target.parent, "writing", target.name)
     try:
         files.make_folders(target.parent)
