@@ -1,9 +1,9 @@
 """Fork ranks from an interpreter that has everything imported, each of which ends as an interpreter does.
 
 Reads jobs from stdin, a line of JSON each, and answers each with a line: how its ranks ended. A rank goes on where this
-file ends: it runs `rank_run.main()` as a script does, its exceptions are printed by the interpreter, its exit handlers
-run, threads meet the end of the interpreter, static objects of libraries are destroyed. Only its imports were made
-before.
+file ends: it runs `main()` of a program, `rank_run.py` if no other is named, as a script does, its exceptions are
+printed by the interpreter, its exit handlers run, threads meet the end of the interpreter, static objects of libraries
+are destroyed. Only its imports were made before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import rank_run
 import torch
 
 _IMPORTED_BY_RUNS = (
@@ -74,9 +74,12 @@ def become(rank: dict[str, Any]) -> None:
         os.dup2(source, target)
     faulthandler.register(signal.SIGUSR2, file=2)
     os.environ.update(rank["variables"])
-    sys.argv[:] = ["rank_run.py", *rank["arguments"]]
+    sys.argv[:] = [program.__name__, *rank["arguments"]]
 
 
+_PATH = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("rank_run.py")
+sys.path.insert(0, str(_PATH.parent))
+program = importlib.import_module(_PATH.stem)
 for name in _IMPORTED_BY_RUNS:
     importlib.import_module(name)
 torch.set_num_threads(1)
@@ -85,4 +88,4 @@ gc.freeze()  # ranks share its memory with it for longer
 print("ready", flush=True)
 if (rank := serve()) is not None:
     become(rank)
-    rank_run.main()
+    program.main()

@@ -109,12 +109,16 @@ class Job:
 
 
 class Nursery:
-    """An interpreter that has everything imported, of which ranks are forked: see `forked_ranks.py`."""
+    """An interpreter that has everything imported, of which ranks are forked: see `forked_ranks.py`.
 
-    def __init__(self) -> None:
+    Args:
+        program: the file whose `main` they run.
+    """
+
+    def __init__(self, program: Path = RANK_RUN) -> None:
         self._mark = uuid.uuid4().hex
         self._program = subprocess.Popen(
-            [sys.executable, str(FORKED_RANKS)],
+            [sys.executable, str(FORKED_RANKS), str(program)],
             env={**surroundings(), MARK: self._mark},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -137,7 +141,7 @@ class Nursery:
 
         Args:
             world_size: how many they are.
-            arguments: of `rank_run.py`.
+            arguments: of the program.
             folder: an empty or new folder for what they say.
             limit_s: seconds after which they are killed.
         """

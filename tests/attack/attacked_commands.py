@@ -1,0 +1,147 @@
+"""Stop the commands that look after checkpoints in the middle: what they work on must stay whole, and bear a repeat."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from attack_counts import HUNG, LOST, WRONG_END, Count
+from attacked_jobs import LIMIT_S, SHOWN_CHARACTERS, Outcome, Workshop
+from rank_programs import End
+from strikes import Strike
+
+WORDS = {
+    "verify": ["verify", "run"],
+    "prune": ["prune", "run", "--keep", "1", "--yes"],
+    "export": ["export", "run/checkpoint-4", "model"],
+    "export over another": ["export", "run/checkpoint-4", "older", "--overwrite"],
+    "import": ["import", "theirs/checkpoint-7", "run"],
+    "seal": ["seal", "run/checkpoint-4", "--yes"],
+}
+CODES = {"TERM": {-15}, "INT": {130, -2}, "HUP": {-1}, "USR1": {-10}, "KILL": {-9}, "STOP": {0}}
+# Operations on files before which a signal comes; where a command does fewer, it is not struck, and not counted.
+OPERATIONS = (1, 3, 8, 20)
+
+
+@dataclass(frozen=True)
+class CommandCase:
+    """One attack on a command."""
+
+    command: str
+    strike: Strike
+
+    def __str__(self) -> str:
+        return f"trainer ckpt {self.command}: {self.strike}"
+
+
+def attack_commands(shop: Workshop, *, quick: bool) -> Iterator[Count]:
+    """Make the attacks on commands."""
+    place = shop.root / "commands"
+    words = ["--plain", "--rows", "12", "--arguments", '{"save_total_limit": null}']
+    shop.nursery().run(1, [place / "out", *words], shop.root / "commands-job", LIMIT_S)
+    (place / "out" / "run").rename(place / "run")
+    shutil.rmtree(place / "out")
+    _make_foreign(place / "theirs")
+    (place / "older").mkdir()
+    shutil.copy(place / "run" / "checkpoint-2" / "model.safetensors", place / "older")
+    whole = {command: _after(shop, place, command) for command in WORDS}
+    places = [("start", 1), *(("file", times) for times in OPERATIONS)]
+    cases = [
+        CommandCase(command, Strike(where, f"signal:{name}", times))
+        for command, (where, times), name in product(WORDS, places, CODES)
+        if (where == "file" and command != "verify") or name in ("TERM", "INT") or command == "verify" == where
+    ]
+    count = Count("trainer ckpt")
+    for outcome in shop.each(cases[::20] if quick else cases, lambda case: _attack(shop, place, case, whole)):
+        if outcome.word != "not struck":
+            count.tried += 1
+            count.ends[outcome.word] += 1
+            count.problems += outcome.problems
+    yield count
+
+
+def _make_foreign(folder: Path) -> None:
+    """Write what the Trainer of transformers writes, with the help of tr-ckpt's own tests."""
+    path = Path(__file__).parents[2] / "packages" / "tr-ckpt" / "tests" / "ckpt_foreign.py"
+    specification = importlib.util.spec_from_file_location("ckpt_foreign", path)
+    assert specification is not None
+    assert specification.loader is not None
+    foreign: Any = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(foreign)
+    parts = foreign.make()
+    foreign.train(parts, 7)
+    foreign.save(folder, 7, parts)
+
+
+def _run(shop: Workshop, place: Path, command: list[str], strike: Strike | None = None) -> End:
+    names = {"run", "model", "older"}
+    given = [str(place / word) if "/" in word or word in names else word for word in command]
+    struck = [] if strike is None else ["--strike", strike.words()]
+    words = [place / "out", "--plain", *struck, f"--command={json.dumps(given)}"]
+    [end] = shop.nursery().run(1, words, shop.folder(), LIMIT_S)
+    return end
+
+
+def _after(shop: Workshop, place: Path, command: str) -> dict[str, str]:
+    """Return what is there after a command that is left alone."""
+    copy = shop.folder()
+    shutil.copytree(place, copy)
+    end = _run(shop, copy, WORDS[command])
+    if end.code:
+        raise RuntimeError(f"trainer ckpt {command} ended with {end.code}: {end.said}")
+    return digests(copy)
+
+
+def _attack(shop: Workshop, place: Path, case: CommandCase, whole: dict[str, dict[str, str]]) -> Outcome:
+    copy, outcome = shop.folder(), Outcome(case)
+    shutil.copytree(place, copy)
+    end = _run(shop, copy, WORDS[case.command], case.strike)
+    if not (copy / "out" / "struck").exists():
+        outcome.word = "not struck"
+        return outcome
+    outcome.word = "as if alone" if end.code == 0 else "killed"
+    said = end.said[-SHOWN_CHARACTERS:]
+    right = CODES[case.strike.how.partition(":")[2]]
+    if end.code is None:
+        outcome.problems.append((HUNG, f"{case}: {said}"))
+    elif end.code not in right:
+        outcome.problems.append((WRONG_END, f"{case}: ended with {end.code}, not with {sorted(right)}: {said}"))
+    checked = _run(shop, copy, WORDS["verify"])
+    if checked.code:
+        outcome.problems.append((LOST, f"{case}: a checkpoint is damaged: {checked.said[-SHOWN_CHARACTERS:]}"))
+    _repeat(shop, copy, case, outcome)
+    if (found := digests(copy)) != whole[case.command]:
+        differing = sorted(set(found.items()) ^ set(whole[case.command].items()))
+        outcome.problems.append((LOST, f"{case}: repeated, it leaves other files: {differing[:6]}"))
+    return outcome
+
+
+def _repeat(shop: Workshop, copy: Path, case: CommandCase, outcome: Outcome) -> None:
+    again = _run(shop, copy, WORDS[case.command])
+    if again.code == 2 and "exists" in again.said:  # it had been done, or says what to do
+        if case.command == "export":
+            again = _run(shop, copy, [*WORDS[case.command], "--overwrite"])
+        else:
+            return
+    if again.code:
+        said = again.said[-SHOWN_CHARACTERS:]
+        outcome.problems.append((WRONG_END, f"{case}: repeated, it ended with {again.code}: {said}"))
+
+
+def digests(place: Path) -> dict[str, str]:
+    """Return what each file holds but for times, and the names of what is left over."""
+    found = {}
+    for path in sorted(place.rglob("*")):
+        name = path.relative_to(place).as_posix()
+        if path.is_file() and not name.startswith("out"):
+            # A manifest notes when it was written.
+            is_dated = path.name == "manifest.json"
+            found[name] = "" if is_dated else hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return found
