@@ -40,6 +40,7 @@ def run(launch: Launch) -> int:
     os.environ.update(launch.variables)
     # One store for the agent and for the workers of all attempts would give gloo the addresses of the dead.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[rank_file.LAUNCHER] = f"{os.getpid()} {launch.stop_timeout_s}"
     if launch.nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if launch.log_dir is not None:

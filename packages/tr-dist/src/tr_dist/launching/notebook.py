@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tr_dist.launching.rank import end_with
 from tr_dist.launching.report import describe, read_ending
 from tr_dist.process_group import ProcessGroup
 from tr_dist.streams import flush_streams
@@ -80,7 +80,7 @@ def notebook_launcher(
     with tempfile.TemporaryDirectory(prefix="tr_notebook_") as folder:
         context: Any = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=_become_rank, args=(rank, variables, folder, function, tuple(args)))
+            context.Process(target=_become_rank, args=(rank, os.getpid(), variables, folder, function, tuple(args)))
             for rank in range(count)
         ]
         flush_streams()
@@ -157,11 +157,16 @@ def _set(variables: dict[str, str]) -> Any:
 
 
 def _become_rank(
-    rank: int, variables: dict[str, str], folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    notebook: int,
+    variables: dict[str, str],
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     """Be one rank: runs in the new process, whose end is its exit code."""
     os.setsid()  # an interrupt of the notebook reaches this process once, from the notebook
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with(notebook, _SAVE_S)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     # Threads are not copied: a parallel operation would wait for ever for those that the notebook had.
     torch.set_num_threads(1)
@@ -176,12 +181,6 @@ def _become_rank(
         note = {"message": f"{type(error).__name__}: {error}", "traceback": text, "time_s": time.time()}
         Path(folder, f"{rank}.json").write_text(json.dumps(note), "utf-8")
         sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _wait(processes: list[BaseProcess]) -> None:

@@ -7,24 +7,33 @@ own imports come first.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
 import traceback
 from types import TracebackType
+from typing import Any
 
 ERROR_FILE = "TR_LAUNCH_ERROR_FILE"
 LOG_FOLDER = "TR_LAUNCH_LOG_FOLDER"
+LAUNCHER = "TR_LAUNCH_LAUNCHER"  # its process number, and the seconds that a rank gets to end after it has
 _PATIENCE_S = 5.0  # that a rank may take to end after its last exception
+_LOOK_S = 0.5
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Become the script: its arguments, its folder first on the path, its name `__main__`."""
     is_module = sys.argv[1] == "-m"
     script, *arguments = sys.argv[2:] if is_module else sys.argv[1:]
+    if launcher := os.environ.pop(LAUNCHER, ""):
+        parent, within_s = launcher.split()
+        end_with(int(parent), float(within_s))
     _write_to_own_file()
     if os.environ.get(ERROR_FILE):
         sys.excepthook = _note_and_show
@@ -36,6 +45,45 @@ def main() -> None:
         path = os.path.abspath(script)
         sys.path[0] = os.path.dirname(path)
         runpy.run_path(path, run_name="__main__")
+
+
+def end_with(parent: int, within_s: float) -> None:
+    """Have this process end when its parent does, whatever ends that: nothing would pass a signal on to it any more.
+
+    It gets SIGTERM then, at which a run saves, and what is left of its process group is killed `within_s` seconds
+    later: a rank that waits for others which are gone would stay for ever. Ends this process at once where the parent
+    is gone already.
+
+    Args:
+        parent: the parent's number. The thread that started this process must not end before the parent does.
+        within_s: seconds that this process gets to end.
+    """
+    is_asked = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) == 0
+    if os.name != "nt" and os.getppid() != parent:  # before the line above, or in the middle of it
+        os._exit(128 + signal.SIGTERM)
+    watch = threading.Thread(target=_follow, args=(parent, within_s, is_asked), name="launcher watch", daemon=True)
+    watch.start()
+
+
+def _follow(parent: int, within_s: float, is_asked: bool) -> None:
+    _wait_for_end(parent)
+    if not is_asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(within_s)
+    if os.name != "nt" and os.getpgid(0) == os.getpid():  # with what it has started, as the launcher would
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def _wait_for_end(parent: int) -> None:
+    if os.name != "nt":
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        return
+    kernel: Any = getattr(ctypes, "windll").kernel32  # where a process keeps its parent's number for ever  # noqa: B009
+    handle = kernel.OpenProcess(0x00100000, False, parent)  # SYNCHRONIZE
+    if handle:
+        kernel.WaitForSingleObject(handle, 0xFFFFFFFF)
 
 
 def _write_to_own_file() -> None:
