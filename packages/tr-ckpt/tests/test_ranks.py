@@ -10,6 +10,7 @@ import torch.multiprocessing
 from ckpt_parts import listed, number_of, parts
 
 from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, catalogue
+from tr_ckpt.ranks import Ranks
 
 
 def test_two_ranks_save_restore_and_fail_together(tmp_path):
@@ -83,6 +84,22 @@ def test_a_failure_elsewhere_is_an_error_here(tmp_path):
     with pytest.raises(SaveError, match="checkpoint-1 was not saved: rank 1: OSError: disk full"):
         Checkpointer(tmp_path, **as_rank(0, 2, exchanges)).save(1, parts(1))
     assert listed(tmp_path) == []
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_is_heard_of_by_the_other_ranks():
+    def fail():
+        raise UnprintableError
+
+    heard = []
+    ranks = Ranks(0, 2, lambda value: heard.append(value) or [value, (None, None)])
+    with pytest.raises(UnprintableError):
+        ranks.together("nothing was done", fail)
+    assert heard == [(None, "UnprintableError, whose text cannot be shown")]
 
 
 def test_several_ranks_need_a_way_to_exchange_values(tmp_path):

@@ -75,7 +75,7 @@ class Ranks:
             result = work()
         except Exception as caught:
             error = caught
-        answers = self._everywhere((result, None if error is None else f"{type(error).__name__}: {error}"))
+        answers = self._everywhere((result, None if error is None else _text(error)))
         failed = [(rank, text) for rank, (_, (_, text)) in enumerate(answers) if text is not None]
         if failure is CheckpointError and self.total > 1 and all(text.startswith(_UNREADABLE) for _, text in failed):
             failed = [(rank, text.removeprefix(_UNREADABLE)) for rank, text in failed]
@@ -93,3 +93,10 @@ class Ranks:
     def _everywhere(self, value: T) -> list[tuple[int, T]]:
         """Return the value of every process of the run, each with its group."""
         return [(0, answer) for answer in ([value] if self.gather_objects is None else self.gather_objects(value))]
+
+
+def _text(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of the user's own: without its text too, the other ranks are to hear of it
+        return f"{type(error).__name__}, whose text cannot be shown"
