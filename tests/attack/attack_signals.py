@@ -27,7 +27,8 @@ IN_TRAINING = (
     ("on_prediction_step", 1), ("metrics", 1), ("on_evaluate", 1), ("state_dict", 1), ("file:create", 2),
     ("file:write", 1), ("file:sync", 3), ("file:rename", 1), ("file:remove_file", 1), ("on_save", 1),
 )  # fmt: skip
-BEFORE = (("start", 1), ("model_init", 1), ("on_init_end", 1), ("load_state_dict", 1))
+# `folder` is where it is locked.
+BEFORE = (("start", 1), ("model_init", 1), ("on_init_end", 1), ("folder", 2), ("load_state_dict", 1))
 WITH_THE_LAST_STEP = (("on_epoch_end", 1), ("on_train_end", 1))
 AFTER = (("on_predict", 1), ("closing", 1), ("after", 1), ("atexit", 1))
 IN_BACKGROUND = (

@@ -112,19 +112,24 @@ def train(options: argparse.Namespace, striker: Striker) -> None:
 
 
 def watch_files(striker: Striker) -> None:
-    """Have every operation of a save on files be a place: `file`, and `file:` with its name."""
+    """Have every operation on files be a place: `file`, and `file:` with its name, or `folder` if of no checkpoint."""
     files: Any = importlib.import_module("tr_ckpt.files")
 
     def reaching(name: str, operation: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             striker.reach("file")
-            striker.reach(f"file:{name}")
+            is_saving = any("checkpoint-" in _path_of(each) for each in arguments)
+            striker.reach(f"file:{name}" if is_saving else "folder")
             return operation(*arguments, **options)
 
         return call
 
     for name in files.OPERATIONS:
         setattr(files, name, reaching(name, getattr(files, name)))
+
+
+def _path_of(argument: Any) -> str:
+    return os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else str(argument)
 
 
 if __name__ == "__main__":
