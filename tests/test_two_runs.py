@@ -35,7 +35,8 @@ class Waiting(TrainerCallback):
 
 
 args = TrainingArguments(
-    folder, max_steps=4, save_strategy=save_strategy, save_steps=1, logging_strategy="no", use_cpu=True, disable_tqdm=True,
+    folder, max_steps=4, save_strategy=save_strategy, save_steps=1, logging_strategy="no", use_cpu=True,
+    disable_tqdm=True,
 )
 trainer = Trainer(Network(), args, train_dataset=[{"x": torch.ones(2)}] * 32, callbacks=[Waiting()])
 trainer.train(resume_from_checkpoint="auto")
