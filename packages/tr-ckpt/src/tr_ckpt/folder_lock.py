@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 # How often an owner shows that it lives, and how long another machine waits for that; a stall of a shared file system
 # for less than the difference takes no lock away.
 BEAT_S, STALE_S = 15.0, 75.0
-# How long a living process of this machine gets to end: one whose launcher was killed saves before it does.
-ENDING_S = 30.0
+# How long a living process of this machine gets to end; and how long if what started it is gone, as of a launcher that
+# was killed: then it saves first, for which it has 300 seconds unless its launcher was given others.
+ENDING_S, ORPHAN_S = 30.0, 330.0
 
 _POLL_S = 0.5
 _READ_TRIES, _READ_DELAY_S = 5, 0.2
@@ -245,6 +246,8 @@ def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
     if process is not None and (processes.is_gone(process) or (is_visible and process.pid == os.getpid())):
         return True  # one of our own number that we know nothing of is what we were before an `exec`
     within_s = patience_s if is_visible else STALE_S
+    if process is not None and is_visible and patience_s and processes.is_orphan(process):
+        within_s = ORPHAN_S
     if within_s:
         text = "%s is in use by %s: waiting up to %.0f s to see whether it %s"
         logger.warning(text, path.parent, owner, within_s, "ends" if is_visible else "is alive")

@@ -162,7 +162,9 @@ def _parsed(line: bytes) -> Owner:
     )
     if not key.isalnum():
         raise ValueError("no key")
-    process = Process(host, _number(held["pid"]), numbering, _number(held["started"]), boot, machine)
+    process = Process(
+        host, _number(held["pid"]), numbering, _number(held["started"]), boot, machine, _number(held["parent"])
+    )
     return Owner(key, process, since)
 
 

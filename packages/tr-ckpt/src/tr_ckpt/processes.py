@@ -22,6 +22,7 @@ class Process:
         started: when it was started, in ticks since the machine was: another one may get its number later.
         boot: which start of the machine that was.
         machine: the machine, whatever it is called, or an image that several were made from.
+        parent: the process that started it.
     """
 
     host: str
@@ -30,12 +31,14 @@ class Process:
     started: int = 0
     boot: str = ""
     machine: str = ""
+    parent: int = 0
 
 
 def this_process() -> Process:
     """Return which one this is, for others to ask whether it `is_gone`."""
     pid = os.getpid()
-    return Process(host_name(), pid, numbering(), _state(pid)[1], _digest(_boot()), _digest(_machine()))
+    started = _state(pid)[1]
+    return Process(host_name(), pid, numbering(), started, _digest(_boot()), _digest(_machine()), os.getppid())
 
 
 def is_visible(process: Process) -> bool:
@@ -53,6 +56,12 @@ def is_gone(process: Process) -> bool:
     )
 
 
+def is_orphan(process: Process) -> bool:
+    """Whether what started a process of this machine or container is gone, as far as the system tells."""
+    parent = _state(process.pid)[2]
+    return is_visible(process) and 0 not in (parent, process.parent) and parent != process.parent
+
+
 def is_alive(pid: int, started: int = 0) -> bool:
     """Whether a process of this machine or container runs: it is there, no zombie, and began when it is said to have.
 
@@ -68,7 +77,7 @@ def is_alive(pid: int, started: int = 0) -> bool:
         return False
     except (PermissionError, OverflowError):
         pass
-    state, began = _state(pid)
+    state, began, _ = _state(pid)
     return state not in ("Z", "X") and (not started or not began or started == began)
 
 
@@ -86,13 +95,13 @@ def host_name() -> str:
     return socket.gethostname().replace("@", "_").replace("/", "_")
 
 
-def _state(pid: int) -> tuple[str, int]:
-    """Return the letter of a process's state and when it was started; empty and 0 where the system does not tell."""
+def _state(pid: int) -> tuple[str, int, int]:
+    """Return the letter of a process's state, when it was started, and its parent, as far as the system tells."""
     try:
         fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()  # its name may hold anything
-        return fields[0].decode("ascii"), int(fields[19])
+        return fields[0].decode("ascii"), int(fields[19]), int(fields[1])
     except (OSError, ValueError, IndexError):
-        return "", 0
+        return "", 0, 0
 
 
 def _boot() -> str:
