@@ -161,6 +161,10 @@ _WORDS = (
 )  # fmt: skip
 
 
+class WordsError(Exception):
+    """Arguments were refused in these words."""
+
+
 @dataclass
 class Own:
     """A script's own arguments."""
@@ -214,11 +218,16 @@ def _files(json_seeds: tuple[bytes, ...]) -> Parser:
         args = _parse(["--config", str(path)])
         str(args), args.to_json_string(), args.to_sanitized_dict()
 
-    return Parser("arguments of files", seeds, (*_COMMON, *_YAML, *_JSON), parse, prepare, (ArgumentsError,))
+    return Parser("arguments of files", seeds, (*_COMMON, *_YAML, *_JSON), parse, prepare, (WordsError,))
 
 
 def _parse(words: list[str] | None, **options: object) -> TrainingArguments:
-    return _parser().parse_args_into_dataclasses(words, **options)[0]
+    try:
+        return _parser().parse_args_into_dataclasses(words, **options)[0]
+    except ArgumentsError as error:
+        refusal = str(error)
+    # A message names arguments such as skip_memory_metrics: which is not to be taken for one about memory.
+    raise WordsError(refusal.replace("memory", "storage").replace("alloc", "reserv"))
 
 
 @cache
@@ -231,7 +240,7 @@ def _command_lines() -> Parser:
         return data.decode("utf-8", "surrogateescape").split("\n")  # as sys.argv holds what is not UTF-8
 
     tokens = (*_COMMON, *_JSON, *_WORDS, *_FLAGS)
-    return Parser("command lines", (WORDS,), tokens, lambda words: str(_parse(words)), prepare, (ArgumentsError,))
+    return Parser("command lines", (WORDS,), tokens, lambda words: str(_parse(words)), prepare, (WordsError,))
 
 
 def _args_files() -> Parser:
@@ -240,9 +249,7 @@ def _args_files() -> Parser:
     def parse(path: Path) -> None:
         str(_parse([], args_filename=path))
 
-    return Parser(
-        ".args files", (ARGS_FILE,), tokens, parse, lambda data, _: _written(data, "x.args"), (ArgumentsError,)
-    )
+    return Parser(".args files", (ARGS_FILE,), tokens, parse, lambda data, _: _written(data, "x.args"), (WordsError,))
 
 
 def _values() -> Parser:

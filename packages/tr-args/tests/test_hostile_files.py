@@ -196,3 +196,17 @@ def test_a_thread_with_a_small_stack_refuses_too(tmp_path):
     words = [sys.executable, "-c", code, str(tmp_path / "x.json")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert "levels deep" in done.stdout
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_flags_without_number_are_refused_before_each_is_compared_with_all(tmp_path, from_file):
+    words = [f"--leaut_dir{number}" for number in range(40_000)]
+    (tmp_path / "x.args").write_text("\n".join(words))
+    given = {"args": [], "args_filename": tmp_path / "x.args"} if from_file else {"args": words}
+    with pytest.raises(ArgumentsError, match="40,000 flags are none of the arguments', from --leaut_dir0 on"):
+        ArgumentParser(TrainingArguments).parse_args_into_dataclasses(**given)
+
+
+def test_an_unknown_flag_shows_how_it_differs():
+    with pytest.raises(ArgumentsError, match=r"unknown argument '--seed '; did you mean --seed\?"):
+        ArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--seed ", "1"])

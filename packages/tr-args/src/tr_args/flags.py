@@ -148,7 +148,8 @@ class FlagTable:
         hint = did_you_mean(plain, fields, also=also, prefix=dashes)
         if "-" in name.removeprefix("--") and "_" not in name:
             hint = hint.replace("_", "-")
-        return f"unknown argument {name}{hint}"
+        shown = name if name.isprintable() and " " not in name else repr(name)  # or what differs would not be seen
+        return f"unknown argument {shown}{hint}"
 
 
 def members(hint: Any) -> tuple[Any, ...]:

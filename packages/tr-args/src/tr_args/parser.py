@@ -12,7 +12,7 @@ from typing import Any
 from tr_args.alike import let_rank_0_speak
 from tr_args.checked import Checked, build
 from tr_args.construction import Given, generated_init, settle
-from tr_args.errors import NOTHING, ArgumentsError, Problem
+from tr_args.errors import NOTHING, ArgumentsError, Problem, cut
 from tr_args.files import read_mapping
 from tr_args.flags import FlagTable
 from tr_args.help_page import add_sections
@@ -21,6 +21,7 @@ from tr_args.sources import Sources, read_words
 from tr_args.suggestion import MOST_GUESSED
 
 COMMAND_LINE = "command line"
+MOST_LEFT = 2_000  # flags that belong to no dataclass
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -228,6 +229,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _parse_by_hand(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Parse what belongs to arguments that were added by hand, and the request for help."""
+        unknown = [word for word in words if word.startswith("-")]
+        if len(unknown) > MOST_LEFT:  # argparse goes through all of them for each
+            message = f"{len(unknown):,} flags are none of the arguments', from {cut(unknown[0])} on"
+            raise ArgumentsError(
+                [Problem("", NOTHING, f"{message}; at most {MOST_LEFT:,} are looked at", COMMAND_LINE)]
+            )
         return super().parse_known_args(words)
 
     def _refused(self, rest: list[str], origins: dict[str, str]) -> Iterable[Problem]:
