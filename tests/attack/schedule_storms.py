@@ -14,13 +14,16 @@ from typing import Any
 
 from crash_process import die
 
-from tr_ckpt import files, reads
+from tr_ckpt import files, rank_records, reads
 
 READ_ERRORS = (errno.EIO, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE)
 WRITE_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ESTALE, errno.EROFS)
 
 # Short, for there are thousands; an error that passes fails less often than there are tries.
 DELAYS_S = (0.001, 0.001, 0.002, 0.002)
+
+# How long ranks that save in the background wait for one that cannot say what became of its share.
+LIMIT_S = 5.0
 
 PASSING = ("read error that passes", "none")
 KINDS = (*PASSING, "read error that stays", "write error that passes", "write error that stays", "kill")
@@ -65,7 +68,7 @@ class Storm:
     @contextmanager
     def raging(self) -> Iterator[None]:
         """Let it strike inside the block, which is a process of its own."""
-        reads.DELAYS_S = DELAYS_S
+        reads.DELAYS_S, rank_records.LIMIT_S = DELAYS_S, LIMIT_S
         for module, names, kind in ((files, files.OPERATIONS, "write"), (reads, reads.READS, "read")):
             for name in names:
                 setattr(module, name, self._replaced(getattr(module, name), name, kind))
