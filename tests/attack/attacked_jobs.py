@@ -207,7 +207,8 @@ class Workshop:
         standalone = ["--standalone"] if case.start == "torchrun" else []
         with Job(folder) as job:
             job.start([*launcher, *standalone, PROGRAM, *words])
-            return job.ends(LAUNCHED_LIMIT_S), job.left_over()
+            # Ranks of a launcher that is killed save, and end then.
+            return job.ends(LAUNCHED_LIMIT_S), job.left_over(60)
 
 
 def read_end(out: Path) -> dict[str, Any]:
