@@ -17,6 +17,7 @@ from tr_ckpt import (
     UnreadableError,
     catalogue,
     files,
+    lock_file,
     manifest,
     reads,
 )
@@ -37,7 +38,7 @@ def saved(tmp_path):
 
 
 def folders(directory):
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != lock_file.NAME)
 
 
 def reads_of_a_restore(directory):
