@@ -71,6 +71,8 @@ class Watching:
                 assert getattr(called, "co_filename", "").startswith((*OF_PYTHON, "<frozen", "<string>"))
                 continue
             path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
+            if path.endswith(".run-lock.json"):  # the thread that shows that the folder is in use, not the reader
+                continue
             allowed = (str(folder), *OF_PYTHON)
             assert not path or path.startswith(allowed), (event, path)
             assert event == "open"

