@@ -119,7 +119,7 @@ def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(
     assert model.config.id2label == {0: "bad", 1: "good"}
     files = printed[printed.index("files:") + 1 :]
     files = dict(line.split() for line in files[: files.index("")])
-    assert files["checkpoint"] == "out/checkpoint-72"
+    assert files["checkpoint"] == str(out / "checkpoint-72")
     assert all((tmp_path / path).exists() for path in files.values())
 
     command = shlex.split(printed[-1])

@@ -82,8 +82,11 @@ IN_SAVES = (
     (0, "sync", r"manifest\.json", 2, "kill", "before the manifest is on the disk"),
     (0, "rename", r"\.tmp-writing-.*", 1, "kill", "before the folder gets its name"),
     (0, "sync_folder", r"run", 1, "kill", "when the folder has its name"),
-    (0, "remove_file", r".*", 0, "kill", "before the first file of an old checkpoint is removed"),
-    (0, "remove_file", r".*", -2, "kill", "in removing an old checkpoint"),
+    (0, "remove_file", r"[^.].*", 0, "kill", "before the first file of an old checkpoint is removed"),
+    (0, "remove_file", r"[^.].*", -2, "kill", "in removing an old checkpoint"),
+    (0, "link", r"\.tmp-lock-.*", 0, "kill", "before the folder is locked"),
+    (0, "link", r"\.tmp-lock-.*", 0, "after", "when the folder has been locked"),
+    (0, "remove_file", r"\.run-lock\.json", 0, "kill", "before the folder is unlocked"),
 )
 
 

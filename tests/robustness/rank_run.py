@@ -274,6 +274,7 @@ class Record:
     def __init__(self, out: Path) -> None:
         self.out, self.rows = out, []
         self._file = -1
+        self._earlier: list[dict[str, Any]] = []
 
     def begin(self, step: int, gather: Callable[[Any], list[Any]]) -> None:
         """Begin a file of this start, named by when its ranks met."""
@@ -283,6 +284,8 @@ class Record:
         path = self.out / f"used-{meetings[0]}-{rank}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._write(begin=step, meeting=meetings[0], world_size=len(meetings))
+        for facts in self._earlier:
+            self._write(**facts)
 
     def step(self, step: int) -> None:
         """Note what was used since the last step."""
@@ -290,9 +293,13 @@ class Record:
         self.rows = []
 
     def operation(self, name: str, what: Any) -> None:
-        """Note an operation on files."""
+        """Note an operation on files; those before the first step, as of the folder's lock, when it begins."""
         path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
-        self._write(operation=name, path=path)
+        facts = {"operation": name, "path": path}
+        if self._file == -1:
+            self._earlier.append(facts)
+        else:
+            self._write(**facts)
 
     def end(self, trainer: Any, weights: dict[str, Any]) -> None:
         """Note a digest of the weights, and what was logged."""
