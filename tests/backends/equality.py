@@ -47,8 +47,6 @@ ROWS = {
     "FSDP2 no_shard": ((2, 3), {"fsdp": "no_shard"}),
     "FSDP2 hybrid_shard, 2 machines of 2": ((4,), {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": _UNITS}),
     "FSDP2 full_shard, offload": ((2,), {"fsdp": "full_shard offload"}),
-    "FSDP1 full_shard": ((2, 3), {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1, **_UNITS}}),
-    "FSDP1 no_shard": ((2, 3), {"fsdp": "no_shard", "fsdp_config": {"version": 1}}),
     "ZeRO-0": ((2,), VARIANTS["deepspeed"]["zero_0"]),
     "ZeRO-1": ((2,), VARIANTS["deepspeed"]["zero_1"]),
     "ZeRO-2": ((2, 3), VARIANTS["deepspeed"]["zero_2"]),

@@ -48,7 +48,7 @@ BIAS = {"t5": 12.0, "bart": 3.5, "gpt2": 5.0, "adapter": 5.0}
 
 
 def pytest_generate_tests(metafunc):
-    names = ("ddp", "full_shard", "units", "fsdp1_full_shard", "zero_3")
+    names = ("ddp", "full_shard", "units", "zero_3")
     variants = [each for each in chosen(metafunc.config.getoption("--backend", None)) if each[0] in names]
     forms, ids = [form for _, form in variants], [name for name, _ in variants]
     metafunc.parametrize("ranks", forms, ids=ids, indirect=True, scope="module")

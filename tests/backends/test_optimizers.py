@@ -58,7 +58,6 @@ SUMS = 3e-6
 CODES = RATE * STEPS / 16
 _NEED_MATRICES = "needs each parameter as a matrix.*strategy='fsdp'"
 _IN_BACKWARD = "consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp'"
-_FLATTENED = "needs whole parameters, or may, and FSDP1 flattens them|projects matrices, and FSDP1 flattens them"
 
 
 def expected(name, variant):
@@ -70,10 +69,6 @@ def expected(name, variant):
         return _IN_BACKWARD
     if variant.startswith("zero") and variant != "zero_0" and of_matrices:
         return _NEED_MATRICES
-    if variant == "fsdp1_full_shard" and optim != "adamw_torch":
-        return _FLATTENED
-    if variant == "fsdp1_no_shard" and in_backward:
-        return _FLATTENED
     if "8bit" in optim:
         return CODES
     return SUMS
@@ -160,7 +155,6 @@ def test_the_table_of_the_documentation_says_so():
         CODES: "codes",
         _NEED_MATRICES: "matrix",
         _IN_BACKWARD: "backward",
-        _FLATTENED: "flat",
     }
     for row in rows:
         assert [words[expected(row[0], variant)] for variant in head[1:]] == row[1:], row[0]

@@ -9,15 +9,12 @@ from tr_dist.fsdp import FSDP
 from tr_dist.testing import run_ranks
 
 FORMS = {
-    "fsdp2": {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 60}},
-    "fsdp1": {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 60, "version": 1}},
+    "fsdp": {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 60}},
     "ddp": {},
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "replicas", "shards"), [("fsdp2", 2, 2), ("fsdp1", 2, 2), ("fsdp2", 1, 4), ("ddp", 4, 1)]
-)
+@pytest.mark.parametrize(("form", "replicas", "shards"), [("fsdp", 2, 2), ("fsdp", 1, 4), ("ddp", 4, 1)])
 def test_replicas_of_shards_give_the_numbers_of_one_process(tmp_path, form, replicas, shards):
     alone = train(str(tmp_path / "1"), "Counting", 43, {**ALONE, "per_device_train_batch_size": 12})
     sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)

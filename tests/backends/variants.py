@@ -8,11 +8,9 @@ VARIANTS = {
     "ddp": {"ddp": {"strategy": "ddp"}},
     "fsdp": {
         "full_shard": {"fsdp": "full_shard"},
-        "units": {"fsdp": "full_shard auto_wrap", "fsdp_config": _BY_CLASS},
+        "units": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, **_BY_CLASS}},
         "shard_grad_op": {"fsdp": "shard_grad_op", "fsdp_config": {"min_num_params": 60}},
         "no_shard": {"fsdp": "no_shard"},
-        "fsdp1_full_shard": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 1, **_BY_CLASS}},
-        "fsdp1_no_shard": {"fsdp": "no_shard", "fsdp_config": {"version": 1}},
         "offload": {"fsdp": "full_shard offload", "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}},
     },
     "deepspeed": {

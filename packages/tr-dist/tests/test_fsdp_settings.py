@@ -52,7 +52,8 @@ def names(model, units):
         ),
         (["full_shard"], {"forward_prefetch": True, "backward_prefetch": "no_prefetch"}, {"forward_prefetch": True}),
         (["full_shard"], {"cpu_ram_efficient_loading": True}, {"rank0_loads": True}),
-        (["no_shard"], {"version": 1, "limit_all_gathers": False}, {"strategy": "no_shard"}),
+        (["full_shard"], {"backward_prefetch": "backward_post"}, {"backward_prefetch": "backward_post"}),
+        (["hybrid_shard_zero2"], {"state_dict_type": "FULL_STATE_DICT"}, {"strategy": "hybrid_shard_zero2"}),
     ],
 )
 def test_words_and_keys_say_how_a_model_is_divided(options, config, expected):
@@ -63,8 +64,8 @@ def test_words_and_keys_say_how_a_model_is_divided(options, config, expected):
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        (["full_shard"], {"version": 1, "use_orig_params": False}, "use_orig_params=False cannot be had"),
-        (["full_shard"], {"version": 1, "reshard_after_forward": True}, "is of version 2, not of version=1"),
+        (["full_shard"], {"version": 1}, "version=1 is torch's former FSDP, .* leave it out or set version=2"),
+        (["no_shard"], {"version": 1, "limit_all_gathers": False}, "version=1 is torch's former FSDP"),
         (["full_shard"], {"use_orig_params": False}, "use_orig_params=False cannot be had: parameters always keep"),
         (["full_shard"], {"limit_all_gathers": False}, "limit_all_gathers=False cannot be had"),
         (["full_shard"], {"xla": True}, "fsdp_config has xla, which is for TPUs; set strategy='xla'"),

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from tr_dist.fsdp import FSDP, Sharding
-from tr_dist.fsdp1 import FSDP1
 from tr_dist.generating import generate_together
 from tr_dist.testing import run_ranks
 
@@ -44,8 +43,8 @@ class Around(nn.Module):
         return self.inner.generate(*inputs, **options)
 
 
-def generate(kind, times_by_rank):
-    with kind(BY_LAYER, use_cpu=True) as strategy, torch.no_grad():
+def generate(times_by_rank):
+    with FSDP(BY_LAYER, use_cpu=True) as strategy, torch.no_grad():
         model = Counting()
         strategy.prepare(model)
         rows = []
@@ -54,12 +53,11 @@ def generate(kind, times_by_rank):
         return rows, model.forwards
 
 
-@pytest.mark.parametrize("kind", [FSDP, FSDP1])
-def test_ranks_make_as_many_forwards_and_keep_their_own_results(kind):
+def test_ranks_make_as_many_forwards_and_keep_their_own_results():
     alone = Counting()
     with torch.no_grad():
         expected = [alone.generate(torch.ones(1, 5), times) for times in range(6)]
-    ranks = run_ranks(generate, 3, kind, (1, 5, 3), timeout_s=60)
+    ranks = run_ranks(generate, 3, (1, 5, 3), timeout_s=60)
     for times, ((first, second), forwards) in zip((1, 5, 3), ranks, strict=True):
         assert torch.equal(first, expected[times])
         assert torch.equal(second, expected[2])
@@ -68,7 +66,7 @@ def test_ranks_make_as_many_forwards_and_keep_their_own_results(kind):
 
 def test_a_rank_that_made_no_forward_cannot_go_on_and_says_so():
     with pytest.raises(RuntimeError, match="Counting.generate made no forward on this rank, and others need"):
-        run_ranks(generate, 2, FSDP, (0, 2), timeout_s=60)
+        run_ranks(generate, 2, (0, 2), timeout_s=60)
 
 
 @pytest.mark.parametrize(("model", "is_replaced"), [(Counting(), True), (Synced(), False), (Around(), False)])

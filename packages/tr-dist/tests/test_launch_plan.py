@@ -258,6 +258,15 @@ def test_keys_without_effect_are_named(tmp_path):
     assert [note.split()[0] for note in notes] == ["tpu_name", "enable_cpu_affinity", "downcast_bf16"]
 
 
+@pytest.mark.parametrize("version", [1, "1"])
+def test_a_file_that_asks_for_the_former_fsdp_shards_by_fsdp2_and_says_so(tmp_path, version):
+    launch, notes = planned(
+        *file(tmp_path, distributed_type="FSDP", num_processes=2, fsdp_config={"fsdp_version": version})
+    )
+    assert notes == ["fsdp_version: 1, torch's former FSDP, is not offered; the job shards by FSDP2"]
+    assert launch.variables["ACCELERATE_USE_FSDP"] == "true"
+
+
 def test_downcasting_is_for_xla(tmp_path):
     launch, notes = planned(*file(tmp_path, distributed_type="TPU", num_processes=1, downcast_bf16=True))
     assert (launch.variables, notes) == ({"XLA_DOWNCAST_BF16": "1"}, [])

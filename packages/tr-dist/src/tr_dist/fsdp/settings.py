@@ -21,7 +21,7 @@ _AS_IT_IS: dict[str, tuple[Any, str]] = {
     ),
     "limit_all_gathers": (
         True,
-        "at most two layers' parameters are ever gathered at once; version=1 (FSDP1) gathers without a limit",
+        "at most two layers' parameters are ever gathered at once",
     ),
 }
 _XLA = ("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2")
@@ -147,22 +147,21 @@ class Sharding:
 
 
 def refuse(config: Mapping[str, Any]) -> None:
-    """Raise for keys that ask for what is not to be had, by FSDP2 or, with `version=1`, by FSDP1.
+    """Raise for keys that ask for what FSDP2 does not have.
 
     Raises:
         ValueError: the message names the key and what to do.
     """
     if xla := [key for key in _XLA if config.get(key)]:
         raise ValueError(f"fsdp_config has {xla[0]}, which is for TPUs; set strategy='xla', or leave it out")
-    is_older = config.get("version") == 1
-    for key, (value, reason) in _AS_IT_IS.items():
-        if config.get(key, value) != value and not (is_older and key == "limit_all_gathers"):
-            raise ValueError(f"fsdp_config: {key}={config[key]!r} cannot be had: {reason}; leave it out")
-    if is_older and config.get("reshard_after_forward") is not None:
+    if config.get("version") == 1:
         raise ValueError(
-            "fsdp_config: reshard_after_forward is of version 2, not of version=1; use fsdp='full_shard' for True, "
-            "'shard_grad_op' for False"
+            "fsdp_config: version=1 is torch's former FSDP, which is not offered; leave it out or set version=2: FSDP2 "
+            "trains to the same numbers"
         )
+    for key, (value, reason) in _AS_IT_IS.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"fsdp_config: {key}={config[key]!r} cannot be had: {reason}; leave it out")
     state = config.get("state_dict_type")
     if state is not None and state not in _STATES:
         raise ValueError(f"fsdp_config: state_dict_type={state!r} is not known; it is one of {', '.join(_STATES)}")

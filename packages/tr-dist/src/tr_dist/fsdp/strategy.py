@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from tr_dist.generating import generate_together
 from tr_dist.on_device import scale_to, total_norm
 from tr_dist.ranks import Ranks, options_of
 from tr_dist.replica import check_trainable
-
-if TYPE_CHECKING:
-    from tr_dist.fsdp1 import FSDP1
 
 _NAMES_SHOWN = 5
 
@@ -106,17 +103,15 @@ class FSDP(Ranks):
         self._syncs: bool | None = None
 
     @classmethod
-    def from_arguments(cls, args: Any) -> FSDP | FSDP1:
+    def from_arguments(cls, args: Any) -> FSDP:
         """Build from the fields of training arguments that are about this.
 
         They are `fsdp`, `fsdp_config`, `parallelism_config`, `bf16`, `fp16`, `use_cpu`, `ddp_backend`, `ddp_timeout`
         and `ddp_find_unused_parameters`. `state_dict_type='FULL_STATE_DICT'` has checkpoints hold whole weights.
-        `version=1` gives the older `FSDP1`.
-        """
-        if args.fsdp_config.get("version") == 1:
-            from tr_dist.fsdp1 import FSDP1
 
-            return FSDP1.from_arguments(args)
+        Raises:
+            ValueError: they contradict each other, or ask for what FSDP2 does not have, such as `version=1`.
+        """
         return cls(
             Sharding.from_config(args.fsdp, args.fsdp_config, args.parallelism_config),
             find_unused_parameters=bool(args.ddp_find_unused_parameters),

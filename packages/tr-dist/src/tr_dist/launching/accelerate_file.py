@@ -157,6 +157,8 @@ def _kind(content: Mapping[str, Any], settings: FileSettings) -> None:
     kind = _type_of(content)
     if kind == "FSDP":
         settings.variables |= fsdp_variables(_mapping(content, "fsdp_config"))
+        if settings.variables.get("FSDP_VERSION") == "1":
+            settings.notes.append("fsdp_version: 1, torch's former FSDP, is not offered; the job shards by FSDP2")
     if kind == "DEEPSPEED":
         settings.variables |= deepspeed_variables(_mapping(content, "deepspeed_config"))
     if spread := _mapping(content, "parallelism_config"):
