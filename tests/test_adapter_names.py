@@ -1,32 +1,12 @@
 """The Trainer, and optimizers of libraries that may not be installed."""
 
 import sys
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from adapter_runs import trainer_of
-
-from tr_core import plugins
-
-
-def offered():
-    entries = [entry for entry in distribution("tr-optim").entry_points if entry.group == "tr.optimizers"]
-    return {entry.name for entry in entries if entry.value.startswith("tr_optim.adapters.")}
-
-
-def extras():
-    return distribution("tr-optim").metadata.get_all("Provides-Extra")
-
-
-@pytest.mark.parametrize("name", sorted(offered() - {"galore_torch_adamw_8bit"}))
-def test_a_name_is_said_to_be_brought_by_an_extra_that_there_is(monkeypatch, name):
-    monkeypatch.setattr(plugins, "_entries", lambda group: ())  # as without tr-optim
-    with pytest.raises(plugins.PluginError, match=r"pip install 'tr-optim\[.*\]' brings") as raised:
-        plugins.load("tr.optimizers", name)
-    assert str(raised.value).partition("tr-optim[")[2].partition("]")[0] in extras()
 
 
 @pytest.mark.parametrize(

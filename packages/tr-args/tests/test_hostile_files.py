@@ -10,6 +10,7 @@ import pytest
 
 from tr_args import ArgumentParser, ArgumentsError, TrainingArguments, bounded_text
 from tr_args.files import read_mapping
+from tr_args.flags import FlagTable
 from tr_args.optim_args import parse_optim_args
 
 LIMIT_S = 120
@@ -210,3 +211,16 @@ def test_flags_without_number_are_refused_before_each_is_compared_with_all(tmp_p
 def test_an_unknown_flag_shows_how_it_differs():
     with pytest.raises(ArgumentsError, match=r"unknown argument '--seed '; did you mean --seed\?"):
         ArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--seed ", "1"])
+
+
+@pytest.mark.parametrize("flags", [["--output_dir"], ["--output_dir", "out"]])
+def test_a_long_command_line_costs_time_in_its_length_alone(monkeypatch, flags):
+    def looked_up(words):
+        calls.clear()
+        with pytest.raises(ArgumentsError, match="unexpected 'x'"):
+            ArgumentParser(TrainingArguments).parse_args_into_dataclasses([*flags, *["x"] * words])
+        return len(calls)
+
+    calls, flag = [], FlagTable.flag
+    monkeypatch.setattr(FlagTable, "flag", lambda *given: calls.append(1) or flag(*given))
+    assert looked_up(400) < 2.5 * looked_up(200)

@@ -160,14 +160,14 @@ def test_saving_without_a_checkpointer_says_what_to_install_or_set(make_trainer,
     with pytest.raises(plugins.PluginError, match="no strategy named 'single'; installed: none"):
         make_trainer(save_strategy="steps")
     monkeypatch.setattr("tr_core.assembly.choose_strategy", lambda args: SingleDevice("cpu"))
-    with pytest.raises(ValueError, match="pip install 'tr-ckpt' brings 'local'. .* set save_strategy='no'"):
+    with pytest.raises(ValueError, match="more come with pip install tr-ckpt. .* set save_strategy='no'"):
         make_trainer(save_strategy="steps")
 
 
 def test_an_optimizer_that_is_not_installed_names_the_package_that_brings_it(make_trainer, monkeypatch):
     trainer = make_trainer(optim="adafactor")
     monkeypatch.setattr(plugins, "_entries", lambda group: ())
-    with pytest.raises(plugins.PluginError, match="no optimizer named 'adafactor'; .* pip install 'tr-optim' brings"):
+    with pytest.raises(plugins.PluginError, match="no optimizer named 'adafactor'; .* pip install tr-optim"):
         trainer.train()
 
 

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tr_args.aliases import aliases
-from tr_args.alike import alike_on_all_ranks
 from tr_args.construction import Given, generated_init, settle
 from tr_args.conversion import convert_field
 from tr_args.errors import NOTHING, ArgumentsError, Problem, RefusedError
@@ -119,7 +118,6 @@ class Checked(metaclass=CheckedType):
             raise ArgumentsError([Problem(name, NOTHING, message, "assignment")])
 
 
-@alike_on_all_ranks()
 def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] = ()) -> Any:
     """Return an object of the checked dataclass `cls`.
 

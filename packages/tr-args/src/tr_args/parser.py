@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tr_args.alike import let_rank_0_speak
 from tr_args.checked import Checked, build
 from tr_args.construction import Given, generated_init, settle
 from tr_args.errors import NOTHING, ArgumentsError, Problem, cut
@@ -110,7 +109,6 @@ class ArgumentParser(argparse.ArgumentParser):
         except ArgumentsError as error:
             if args is not None:
                 raise
-            let_rank_0_speak()  # all ranks have one command line
             self.exit(2, f"{self.prog}: error: {error}\nTry {self.prog} --help\n")
         outputs = (*objects, extra) if vars(extra) else tuple(objects)
         return (*outputs, rest) if return_remaining_strings else outputs

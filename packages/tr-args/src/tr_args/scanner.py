@@ -60,13 +60,14 @@ class Scanner:
             result.rest += words[position:]
             return len(words)
         flag, equals, inline = word.partition("=") if word.startswith("--") else (word, "", "")
-        following = [inline] if equals else self._following(words, position + 1)
-        if flag == self._config_flag:
-            return position + self._take_config(flag, following, result) + (0 if equals else 1)
         match = self._table.flag(flag)
-        if match is None:
+        if match is None and flag != self._config_flag:
             result.rest.append(word)
             return position + 1
+        # Not before it is a flag: looked for behind each word, the end of a long list costs time in its square.
+        following = [inline] if equals else self._following(words, position + 1)
+        if match is None or flag == self._config_flag:
+            return position + self._take_config(flag, following, result) + (0 if equals else 1)
         option, negated = match
         if equals and not negated:
             result.values[option.name] = _joined(option, [inline])

@@ -12,46 +12,12 @@ from typing import Any
 
 from tr_args.suggestion import did_you_mean
 
-# Which of our packages brings a name, so that the error for a missing one can say what to install.
-_BROUGHT_BY = {
-    "tr.checkpointers": {"local": "tr-ckpt"},
-    "tr.optimizers": dict.fromkeys(
-        (
-            "adafactor",
-            "galore_adamw",
-            "galore_adamw_layerwise",
-            "galore_adamw_8bit",
-            "galore_adamw_8bit_layerwise",
-            "adamw_8bit",
-            "galore_adafactor",
-            "galore_adafactor_layerwise",
-            "apollo_adamw",
-            "apollo_adamw_layerwise",
-            "apollo_mini",
-            "apollo_mini_layerwise",
-            "fira_adamw",
-            "fira_adamw_layerwise",
-            "lomo",
-            "adalomo",
-        ),
-        "tr-optim",
-    )
-    | dict.fromkeys(("galore_torch_adamw", "galore_torch_adafactor"), "tr-optim[galore-torch]")
-    | dict.fromkeys(("lomo_optim", "adalomo_optim"), "tr-optim[lomo-optim]")
-    | dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"), "tr-optim[bitsandbytes]")
-    | dict.fromkeys(("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"), "tr-optim[bitsandbytes]")
-    | dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "tr-optim[torchao]"),
-    "tr.strategies": dict.fromkeys(("ddp", "fsdp", "mps"), "tr-dist")
-    | {"deepspeed": "tr-dist[deepspeed]", "xla": "tr-dist[xla]"},
-    "tr.callbacks": {
-        "hub": "tr-ckpt[hub]",
-        "tensorboard": "tr-log[tensorboard]",
-        "wandb": "tr-log[wandb]",
-        "mlflow": "tr-log[mlflow]",
-        "csv": "tr-log",
-        "neftune": "tr-optim",
-        "jsonl": "tr-log",
-    },
+# Which packages of ours bring names of a group, for the error about a missing one.
+_PACKAGES = {
+    "tr.callbacks": ("tr-log", "tr-ckpt", "tr-optim"),
+    "tr.checkpointers": ("tr-ckpt",),
+    "tr.optimizers": ("tr-optim",),
+    "tr.strategies": ("tr-dist",),
 }
 _KINDS = {
     "tr.callbacks": "callback",
@@ -113,11 +79,7 @@ def _missing(group: str, name: str, built_in: list[str]) -> str:
     message = f"no {_kind(group)} named {name!r}; installed: {installed}"
     if built_in:
         message += f"; built in: {', '.join(built_in)}"
-    package = _brings(group, name)
-    if package:
-        return f"{message}; pip install '{package}' brings {name!r}"
-    return message + did_you_mean(name, [*built_in, *available(group)])
-
-
-def _brings(group: str, name: str) -> str | None:
-    return _BROUGHT_BY.get(group, {}).get(name)
+    message += did_you_mean(name, [*built_in, *available(group)])
+    distributions = {entry.dist.name for entry in _entries(group) if entry.dist is not None}
+    missing = [package for package in _PACKAGES.get(group, ()) if package not in distributions]
+    return message + (f"; more come with pip install {' '.join(missing)}" if missing else "")

@@ -6,7 +6,6 @@ import math
 import os
 from typing import Any
 
-from tr_args.alike import alike_on_all_ranks
 from tr_args.topology import from_environment
 from tr_core import plugins
 from tr_core.launcher_settings import check_all_were_started
@@ -27,9 +26,7 @@ def choose_strategy(args: Any) -> Strategy:
         ValueError: `single` was asked for, but a launcher started several processes; or a launcher was asked for
             several and started one; or `parallelism_config` is for another number of them.
     """
-    with alike_on_all_ranks():
-        build = plugins.load("tr.strategies", _name(args))
-    return build(args)
+    return plugins.load("tr.strategies", _name(args))(args)
 
 
 def _name(args: Any) -> str:

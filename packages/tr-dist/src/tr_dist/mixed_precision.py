@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.skipping import step_unless
 
 
@@ -25,7 +24,6 @@ class MixedPrecision:
         ValueError: the precision is not known, or the device does not have it.
     """
 
-    @alike_on_all_ranks()
     def __init__(self, precision: str, device: torch.device) -> None:
         if precision not in _DTYPES:
             raise ValueError(f"precision={precision!r} is not known; choose no, bf16 or fp16")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.environment import read_environment
 from tr_dist.on_device import OnDevice, precision_of
 from tr_dist.replica import check_trainable
@@ -59,7 +58,6 @@ class MPS(OnDevice):
 
     forwards_together = False
 
-    @alike_on_all_ranks()
     def __init__(self, *, precision: str = "no") -> None:
         _check_alone()
         _check_available()

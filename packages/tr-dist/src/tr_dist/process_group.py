@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.environment import LaunchEnvironment
 from tr_dist.rendezvous import meeting_place, open_store
 from tr_dist.streams import flush_streams
@@ -241,7 +240,6 @@ class ProcessGroup:
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
-@alike_on_all_ranks()
 def _check_backend(backend: str | None, device: torch.device) -> str:
     """Return the backend to use on this device, or say why the one asked for will not do."""
     if backend is None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.gradient_parts import GradientParts
 from tr_dist.process_group import ProcessGroup
 
@@ -213,7 +212,6 @@ class Replica(DistributedDataParallel):
         )
 
 
-@alike_on_all_ranks()
 def check_trainable(model: nn.Module, device: torch.device) -> None:
     """Check that a module can become a replica on `device`.
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tr_core.search.journal import TrialRecord, same_values
+from tr_core.search.journal import TrialRecord
 
 
 class OptunaSampler:
     """Trials of an Optuna study.
 
-    An interrupted search is made again from its journal: each finished trial is drawn once more, so that a sampler with
-    a seed stands where it stood, and told its result. A sampler without one draws other values; the finished trials are
-    then added to a new study as they were.
+    An interrupted search resumes from its journal: its finished trials are added to a new study. As with Optuna's own
+    storages the sampler's generator is not saved: it is seeded again, so that no draw repeats.
 
     Args:
         directions: `minimize` or `maximize`, for each objective.
-        options: arguments of `optuna.create_study`. With a `storage` of its own, the study there is gone on with as
-            Optuna does.
+        options: arguments of `optuna.create_study`. With a `storage`, the study there resumes as Optuna does it.
 
     Raises:
         ImportError: Optuna is not installed.
@@ -36,27 +34,25 @@ class OptunaSampler:
         self.settings: dict[str, Any] = {"backend": "optuna"}
         self.pruned: tuple[type[Exception], ...] = (optuna.TrialPruned,)
         self._optuna: Any = optuna
-        self._options, self._directions = options, list(directions)
-        self._study = self._optuna.create_study(directions=self._directions, **options)
-        self._pending: Any = None
+        self._study = self._optuna.create_study(directions=list(directions), **options)
+        self._resumed: dict[int, float] = {}  # what the interrupted trial reported, until it resumes
         self._reported: set[int] = set()  # steps of the trial at hand
 
     def restore(self, records: Sequence[TrialRecord]) -> None:
-        """Make the study as it was; see `Sampler`."""
-        if self._study.trials:  # a storage of the user's own kept them
+        """Add the trials of the journal; see `Sampler`."""
+        if self._study.trials:  # the user's storage has them
             return
-        if not all(self._draw_again(record) for record in records):
-            self._pending = None
-            self._study = self._optuna.create_study(directions=self._directions, **self._options)
-            for record in records:
-                self._add(record)
+        for record in records:
+            self._add(record)
+        if records:
+            self._study.sampler.reseed_rng()
 
     def ask(self) -> Any:
         """Return the next trial; see `Sampler`."""
-        trial, self._pending = self._pending, None
-        if trial is None:
-            self._reported = set()
-            trial = self._study.ask()
+        trial = self._study.ask()
+        for step, value in self._resumed.items():
+            trial.report(value, step)
+        self._reported, self._resumed = set(self._resumed), {}
         return trial
 
     def distributions(self, trial: Any) -> dict[str, str]:
@@ -78,24 +74,10 @@ class OptunaSampler:
         else:
             self._study.tell(trial, state=self._state(record))
 
-    def _draw_again(self, record: TrialRecord) -> bool:
-        """Draw a trial of the journal once more; False if the values are others."""
-        trial = self._study.ask()
-        for name, text in record.distributions.items():
-            _suggest(trial, name, self._optuna.distributions.json_to_distribution(text))
-        if not same_values(trial.params, record.params):
-            return False
-        for step, value in record.reports.items():
-            trial.report(value, step)
-        if record.state == "running":
-            self._pending, self._reported = trial, set(record.reports)
-        else:
-            self.tell(trial, record)
-        return True
-
     def _add(self, record: TrialRecord) -> None:
         if record.state == "running":
             self._study.enqueue_trial(record.params)
+            self._resumed = record.reports
             return
         from_json = self._optuna.distributions.json_to_distribution
         drawn = {name: from_json(text) for name, text in record.distributions.items()}
@@ -112,12 +94,3 @@ class OptunaSampler:
     def _state(self, record: TrialRecord) -> Any:
         states = self._optuna.trial.TrialState
         return {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}[record.state]
-
-
-def _suggest(trial: Any, name: str, drawn_from: Any) -> None:
-    kind = type(drawn_from).__name__
-    if kind == "CategoricalDistribution":
-        trial.suggest_categorical(name, drawn_from.choices)
-    else:
-        suggest = trial.suggest_int if kind == "IntDistribution" else trial.suggest_float
-        suggest(name, drawn_from.low, drawn_from.high, step=drawn_from.step, log=drawn_from.log)

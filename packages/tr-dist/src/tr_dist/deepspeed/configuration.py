@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.bounded_text import ContentError, load_json, read_text
 
 AUTO = "auto"
@@ -52,7 +51,6 @@ class Setting:
     absent: Any = None
 
 
-@alike_on_all_ranks()
 def read_configuration(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """Return a configuration as a dict of its own: a copy of a mapping, or what a JSON file holds.
 
@@ -75,7 +73,6 @@ def read_configuration(source: Mapping[str, Any] | str | Path | None) -> dict[st
     return found
 
 
-@alike_on_all_ranks()
 def fill_from_arguments(configuration: dict[str, Any], args: Any, world_size: int) -> dict[str, Any]:
     """Return a configuration with the values of training arguments where it says `auto`.
 
@@ -99,7 +96,6 @@ def fill_from_arguments(configuration: dict[str, Any], args: Any, world_size: in
     return filled
 
 
-@alike_on_all_ranks()
 def fill_from_model(configuration: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return a configuration with sizes that go by the model's hidden size where it says `auto`.
 
@@ -130,7 +126,6 @@ def fill_from_model(configuration: dict[str, Any], model: nn.Module) -> dict[str
     return filled
 
 
-@alike_on_all_ranks()
 def check_configuration(configuration: Mapping[str, Any]) -> None:
     """Refuse settings that cannot be had.
 
@@ -152,7 +147,6 @@ def check_configuration(configuration: Mapping[str, Any]) -> None:
         raise ValueError("the DeepSpeed configuration cannot be used:\n" + "\n".join(f"  {p}" for p in problems))
 
 
-@alike_on_all_ranks()
 def check_optimizer_name(name: str, stage: int) -> None:
     """Refuse, by its name, an optimizer that would not train as it does elsewhere.
 

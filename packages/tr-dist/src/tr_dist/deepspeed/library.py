@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.environment import LaunchEnvironment, read_environment
 
 _LOCAL_RANK = "LOCAL_RANK"
@@ -18,7 +17,6 @@ _said: set[str] = set()  # what is in the environment because of `say_local_rank
 _GROUPS = ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")
 
 
-@alike_on_all_ranks()
 def load_deepspeed(device: torch.device) -> Any:
     """Return the module `deepspeed`, for the accelerator that `device` is.
 
@@ -51,7 +49,6 @@ def load_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-@alike_on_all_ranks()
 def check_async_io(sections: Collection[str]) -> None:
     """Refuse offload to NVMe where DeepSpeed's operator for it cannot be built.
 

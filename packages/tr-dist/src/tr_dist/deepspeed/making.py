@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.deepspeed.configuration import look_up, low_precision
 
 # What a group of the configuration's own optimizer takes over from the one that was built.
@@ -19,7 +18,6 @@ _BUFFER_SIZE = 100_000_000  # numbers, where the configuration leaves it out
 _OF_MATRICES = ("Adafactor", "Muon", "SOAP", "Shampoo")
 
 
-@alike_on_all_ranks()
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: int) -> None:
     """Refuse an optimizer that would not train the module as it does elsewhere.
 
@@ -53,7 +51,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: 
         raise ValueError(f"{frozen} of {len(given)} parameters of {name} are frozen; build it over the others only")
 
 
-@alike_on_all_ranks()
 def check_swap_buffers(configuration: dict[str, Any], module: nn.Module, world_size: int) -> None:
     """Refuse buffers that are too small for a rank's part of a parameter that is swapped to NVMe.
 

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tr_dist.alike import alike_on_all_ranks
-
 SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("backward_pre", "backward_post", "no_prefetch")
@@ -115,7 +113,6 @@ class Sharding:
         return self.strategy in ("full_shard", "hybrid_shard")
 
     @classmethod
-    @alike_on_all_ranks()
     def from_config(
         cls, options: Collection[str], config: Mapping[str, Any], sizes: Mapping[str, int] | None = None
     ) -> Sharding:

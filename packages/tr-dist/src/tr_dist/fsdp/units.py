@@ -6,11 +6,9 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from tr_dist.alike import alike_on_all_ranks
 from tr_dist.fsdp.settings import Sharding
 
 
-@alike_on_all_ranks()
 def choose_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
     """Return the modules that become units of their own, inner ones first, without the model itself.
 
