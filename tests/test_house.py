@@ -160,7 +160,6 @@ def test_no_path_of_this_machine_is_written_down():
 @pytest.mark.parametrize(
     ("name", "package"),
     [
-        ("alike", "tr_args"),
         ("bounded_text", "tr_args"),
         ("bounded_yaml", "tr_args"),
         ("masking", "tr_args"),
