@@ -184,37 +184,27 @@ def test_the_model_alone_is_the_adapter_alone(base, tmp_path):
     assert names == {"adapter_model.safetensors"}
 
 
-def test_a_checkpoint_that_holds_the_model_whole_is_gone_on_from(base, tmp_path):
-    """As those of an earlier version do."""
+@pytest.mark.parametrize(
+    ("part", "named"), [("adapter_model", "adapter;"), ("unfrozen", "weights that are trained beside the adapter;")]
+)
+def test_a_checkpoint_that_lacks_weights_which_are_trained_is_refused(base, tmp_path, part, named):
     from tr_ckpt import Checkpointer
 
-    class Whole:
-        def __init__(self, part):
-            self.part = part
+    class Kept:
+        def __init__(self, state):
+            self.state = state
 
         def state_dict(self):
-            return self.part
+            return self.state
 
-        def load_state_dict(self, state):
-            self.part = state
-
-    whole = make(adapted(base), tmp_path / "out")
-    whole.train()
-    names = ["optimizer", "scheduler", "rng", "run", "callbacks", "trainer_state"]
-    parts = {name: Whole(None) for name in names}
-    Checkpointer(tmp_path / "out").restore(parts, tmp_path / "out/checkpoint-6")
-    shutil.rmtree(tmp_path / "out/checkpoint-12")
-    half = make(adapted(base), tmp_path / "half")
-    half.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-6"))  # the same bits, to have the model of step 12
-    assert same(weights(half.model), weights(whole.model))
-    at_six = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "out/checkpoint-6"))
-    Checkpointer(tmp_path / "old").save(6, {"model": Whole(at_six.state_dict()), **parts})
-    again = make(adapted(base), tmp_path / "again")
-    again.train(resume_from_checkpoint=str(tmp_path / "old/checkpoint-6"))
-    assert same(weights(again.model), weights(whole.model))
-    Checkpointer(tmp_path / "none").save(6, parts)
-    with pytest.raises(ValueError, match="the checkpoint of step 6 holds no adapter"):
-        make(adapted(base), tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "none"))
+    make(norms_trained(base), tmp_path / "out").train()
+    source = Checkpointer(tmp_path / "out")
+    names = ["adapter_model", "unfrozen", "optimizer", "scheduler", "rng", "run", "callbacks", "trainer_state"]
+    source.restore({}, tmp_path / "out/checkpoint-6", only_read=names)
+    parts = {name: Kept(state) for name, state in source.restored.states.items() if name != part}
+    Checkpointer(tmp_path / "lacking").save(6, parts)
+    with pytest.raises(ValueError, match=f"the checkpoint of step 6 holds no {named}"):
+        make(norms_trained(base), tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "lacking"))
 
 
 def test_a_frozen_model_without_an_adapter_is_saved_whole(base, tmp_path):

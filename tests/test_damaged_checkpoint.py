@@ -106,6 +106,6 @@ def test_a_damaged_checkpoint_is_named_to_the_tensor_and_the_one_before_is_gone_
         resumed.train(resume_from_checkpoint=True)
     finally:
         logging.getLogger("tr_ckpt").removeHandler(handler)
-    assert said == [f"passed over checkpoint-6: {message.format(start=start, end=end, missing=missing)}"]
+    assert said == [f"skipped checkpoint-6: {message.format(start=start, end=end, missing=missing)}"]
     for mine, theirs in zip(resumed.model.state_dict().values(), alone.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)

@@ -315,27 +315,24 @@ def test_arguments_that_change_no_number_are_passed_over(tmp_path, said):
 
 
 def test_a_checkpoint_without_settings_goes_on_as_it_was_saved(tmp_path, said, caplog):
-    """As those of an earlier version are."""
+    """As those of another program are."""
     from tr_ckpt import Checkpointer
 
     later = build(tmp_path, [StopAt(8)], save_steps=8)
     with pytest.raises(Stop):
         later.train()
     # The same parts, but for that one.
-    restored, kept = {}, Checkpointer(tmp_path)
+    kept = Checkpointer(tmp_path)
 
     class Any:
         def __init__(self, name):
             self.name = name
 
         def state_dict(self):
-            return restored[self.name]
-
-        def load_state_dict(self, state):
-            restored[self.name] = state
+            return kept.restored.states[self.name]
 
     names = ["model", "optimizer", "scheduler", "rng", "run", "callbacks", "trainer_state"]
-    kept.restore({name: Any(name) for name in names})
+    kept.restore({}, only_read=names)
     Checkpointer(tmp_path / "old").save(8, {name: Any(name) for name in names})
     _, used = resume(tmp_path / "old", 8, learning_rate=0.5)
     assert used[8] == pytest.approx(1e-2 * 12 / 20)

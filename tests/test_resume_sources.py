@@ -26,7 +26,7 @@ def test_true_without_a_valid_checkpoint_names_what_was_found(tmp_path):
     (tmp_path / "checkpoint-4" / "weights.bin").write_bytes(b"of another program")
     with pytest.raises(ValueError, match="'auto' to begin anew where there is none") as error:
         build(tmp_path).train(resume_from_checkpoint=True)
-    assert "passed over checkpoint-4: manifest.json is missing, so it is incomplete or was written by another" in str(
+    assert "skipped checkpoint-4: manifest.json is missing, so it is incomplete or was written by another" in str(
         error.value
     )
     assert "checkpoint-2: model.safetensors is 100 bytes short" in str(error.value)

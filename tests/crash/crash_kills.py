@@ -257,7 +257,7 @@ def _flipped(content: bytes, at: int) -> bytes:
 
 
 def damages(session: Session) -> Iterator[Fault]:
-    """Yield damages of each file of the newest checkpoint: it must be passed over by name, and the end be the same."""
+    """Yield damages of each file of the newest checkpoint: it must be skipped by name, and the end be the same."""
     base = run_until(session.root / "base-damage", 7)
     for path in sorted((base / "checkpoint-6").rglob("*")):
         if not path.is_file():
@@ -279,7 +279,7 @@ def _damaged(
     with passed_over() as said:
         step = Checkpointer(run).restore({"model": _Nothing()})
     name = file.partition("/")[2]
-    if step != 4 or not any("passed over checkpoint-6" in text and name in text for text in said):
+    if step != 4 or not any("skipped checkpoint-6" in text and name in text for text in said):
         return f"step {step} is restored, and {said} is said"
     # Without its manifest it could be another program's, and is moved out of the way instead of replaced.
     return go_on(session, run, kept=("checkpoint-6.replaced-1",) if name == MANIFEST and content is None else ())

@@ -139,7 +139,7 @@ def as_alone(outcome: Outcome) -> Alone:
 
 
 def newest(folder: Path) -> tuple[int, str, list[str]]:
-    """Return the step that a restore gives (0 if none), a digest of all parts, and what it passed over."""
+    """Return the step that a restore gives (0 if none), a digest of all parts, and what it skipped."""
     parts = held(PARTS)
     with passed_over() as said:
         step = Checkpointer(folder).restore(parts)

@@ -51,7 +51,7 @@ def test_a_damaged_highest_checkpoint_of_the_reference_is_passed_over(tmp_path, 
     path = tmp_path / "checkpoint-10" / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-300])
     again = run(OURS, scenario, tmp_path, resume_from_checkpoint=True)
-    assert "passed over checkpoint-10: optimizer.pt is no whole archive" in caplog.text
+    assert "skipped checkpoint-10: optimizer.pt is no whole archive" in caplog.text
     assert len(again.batches.train) == 1
     assert same_tensors(again.weights, whole.weights)
 

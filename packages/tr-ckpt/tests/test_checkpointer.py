@@ -12,7 +12,7 @@ from ckpt_parts import Values, listed, number_of, parts
 from ckpt_run import Run
 from safetensors.torch import load_file
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, RNGState
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, Restored, RNGState
 
 
 def test_the_model_file_holds_the_plain_names(tmp_path):
@@ -331,3 +331,39 @@ def test_arguments_pass_on_who_this_process_is(tmp_path):
     with pytest.raises(OSError, match="rank 1: OSError: over there"):
         Checkpointer.from_arguments(args, two).save(1, parts(1))
     assert asked
+
+
+def test_restored_says_what_a_restore_did(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.restored is None
+    assert checkpointer.restore(parts()) is None
+    assert checkpointer.restored == Restored(None, None, (), frozenset())
+    for step in (1, 2):
+        checkpointer.save(step, parts(step))
+    weights = checkpointer.path(2) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-3])
+    into = {**parts(), "extra": Values(1)}
+    assert checkpointer.restore(into, optional={"extra"}) == 1
+    restored = checkpointer.restored
+    assert (restored.step, restored.source) == (1, tmp_path / "checkpoint-1")
+    assert restored.loaded == set(parts())
+    assert restored.states == {}
+    [skipped] = restored.skipped
+    assert skipped.startswith("checkpoint-2: model.safetensors is 3 bytes short")
+    with pytest.raises(DamagedCheckpointError):
+        checkpointer.restore(into, checkpointer.path(2))
+    assert checkpointer.restored is None
+
+
+def test_a_part_that_is_only_read_is_checked_and_not_loaded(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"one": Values(1), "two": Values(2)})
+    one = Values(7)
+    assert checkpointer.restore({"one": one}, only_read=["one", "two"]) == 1
+    assert {name: state["number"] for name, state in checkpointer.restored.states.items()} == {"one": 1, "two": 2}
+    assert checkpointer.restored.loaded == set()
+    assert one.number == 7
+    with pytest.raises(CheckpointError, match="there is no 'three' in it, only one, two"):
+        checkpointer.restore({}, checkpointer.path(1), only_read=["three"])
+    assert checkpointer.restore({}, only_read=["one", "three"], optional=["three"]) == 1
+    assert set(checkpointer.restored.states) == {"one"}

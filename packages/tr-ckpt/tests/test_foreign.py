@@ -96,7 +96,7 @@ def test_the_highest_valid_one_of_a_folder_is_taken(tmp_path, run, caplog):
         ckpt_foreign.save(tmp_path, step, run)
     (tmp_path / "checkpoint-100" / "model.safetensors").write_bytes(b"cut")
     assert Checkpointer(tmp_path).restore(ckpt_foreign.make()) == 20
-    assert "passed over checkpoint-100: model.safetensors" in caplog.text
+    assert "skipped checkpoint-100: model.safetensors" in caplog.text
 
 
 def test_what_is_saved_here_after_it_is_newer_whatever_its_step(tmp_path, run, caplog):
@@ -128,7 +128,7 @@ def test_one_under_the_name_of_another_step_is_passed_over(tmp_path, run, caplog
     ckpt_foreign.save(tmp_path, 9, run).rename(tmp_path / "checkpoint-30")
     ckpt_foreign.save(tmp_path, 8, run)
     assert Checkpointer(tmp_path).restore(ckpt_foreign.make()) == 8
-    assert "passed over checkpoint-30: it is of step 9" in caplog.text
+    assert "skipped checkpoint-30: it is of step 9" in caplog.text
 
 
 def test_one_whose_writing_was_interrupted_is_damaged(left):

@@ -1,4 +1,4 @@
-"""Files whose content is made to mislead their reader are refused by name, and the checkpoint passed over."""
+"""Files whose content is made to mislead their reader are refused by name, and the checkpoint skipped."""
 
 import hashlib
 import json
@@ -137,7 +137,7 @@ def test_a_manifest_that_names_what_lies_outside_is_refused(name, where, saved, 
     refused(saved, folder, "manifest.json")
     with caplog.at_level(logging.WARNING):
         assert saved.restore(parts()) == 20
-    assert "passed over checkpoint-30: manifest.json" in caplog.text
+    assert "skipped checkpoint-30: manifest.json" in caplog.text
 
 
 NO_NUMBERS = (

@@ -76,16 +76,17 @@ def test_a_save_does_the_operations_that_are_listed_in_that_order(tmp_path):
     assert without_repeats(counted.log) == without_repeats(name for of_step in listed for name in of_step)
 
 
-@pytest.mark.parametrize("missing", [["sequence"], ["sections"], ["sequence", "sections"]])
-def test_a_checkpoint_without_the_newer_keys_is_read(tmp_path, missing):
+@pytest.mark.parametrize("missing", ["files", "parts", "saved_at", "sections", "sequence", "step", "versions"])
+def test_a_manifest_that_lacks_a_key_is_damage(tmp_path, missing, caplog):
     checkpointer = Checkpointer(tmp_path)
-    rewritten(checkpointer.save(1, {"part": State(n=7)}), drop=missing)
-    into = State()
-    assert checkpointer.restore({"part": into}) == 1
-    assert into.state == {"n": 7}
+    rewritten(checkpointer.save(1, {"part": State(n=7)}), drop=[missing])
+    assert checkpointer.restore({"part": State()}) is None
+    [skipped] = checkpointer.restored.skipped
+    assert skipped == f"checkpoint-1: manifest.json lacks what it must hold: KeyError('{missing}')"
+    assert skipped in caplog.text
 
 
-def test_keys_that_are_not_known_are_passed_over(tmp_path):
+def test_keys_that_are_not_known_are_ignored(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     rewritten(checkpointer.save(1, {"part": State(n=7)}), colour="blue")
     assert checkpointer.restore({"part": State()}) == 1

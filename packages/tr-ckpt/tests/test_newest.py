@@ -61,7 +61,8 @@ def test_what_was_left_behind_is_fallen_back_to_in_order_of_its_age(rewound, cap
         (rewound.path(step) / "model.json").unlink()
     assert rewound.restore(parts()) == 20
     named = [record.getMessage() for record in caplog.records]
-    assert [text.split(":")[0] for text in named] == ["passed over checkpoint-12", "passed over checkpoint-30"]
+    assert [text.split(":")[0] for text in named] == ["skipped checkpoint-12", "skipped checkpoint-30"]
+    assert [f"skipped {text}" for text in rewound.restored.skipped] == named
 
 
 def test_a_fresh_run_in_the_folder_of_an_earlier_one_has_the_newest(tmp_path):
@@ -75,8 +76,8 @@ def test_a_fresh_run_in_the_folder_of_an_earlier_one_has_the_newest(tmp_path):
 def test_one_whose_manifest_cannot_be_read_may_be_the_newest_and_is_named(damage, rewound, caplog):
     damage(rewound.path(12) / "manifest.json")
     assert rewound.restore(parts()) == 30
-    assert caplog.text.count("passed over") == 1
-    assert "passed over checkpoint-12: manifest.json " in caplog.text
+    assert caplog.text.count("skipped") == 1
+    assert "skipped checkpoint-12: manifest.json " in caplog.text
 
 
 def test_one_that_is_known_to_be_older_is_not_looked_at(rewound, caplog):
@@ -84,18 +85,6 @@ def test_one_that_is_known_to_be_older_is_not_looked_at(rewound, caplog):
     (rewound.path(30) / "model.json").unlink()
     assert rewound.restore(parts()) == 12
     assert caplog.text == ""
-
-
-def test_checkpoints_made_before_there_was_a_sequence_are_older_and_among_themselves_by_step(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    for step in (100, 9, 20):
-        rewritten(checkpointer.save(step, parts(step)), drop=["sequence"])
-    assert sequences(checkpointer) == {9: 0, 20: 0, 100: 0}
-    assert checkpointer.restore(parts()) == 100
-    checkpointer.save(15, parts(15))
-    assert sequences(checkpointer)[15] == 1
-    assert steps_by_age(tmp_path) == [9, 20, 100, 15]
-    assert checkpointer.restore(parts()) == 15
 
 
 def foreign(directory, step):
@@ -110,10 +99,12 @@ def test_what_another_program_left_is_older_than_all_that_was_saved_here_and_lat
         foreign(tmp_path, step)
     Checkpointer(tmp_path).save(5, parts(5))
     assert steps_by_age(tmp_path) == [1, 2, 9, 5]
+    checkpointer = Checkpointer(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert Checkpointer(tmp_path).restore(parts()) == 5
+        assert checkpointer.restore(parts()) == 5
     assert len(caplog.records) == 1
     assert "checkpoint-9 is of another program and counts as older than checkpoint-5" in caplog.text
+    assert list(checkpointer.restored.skipped) == caplog.messages
 
 
 def test_one_of_a_newer_version_has_its_place_in_the_order(rewound):
@@ -128,7 +119,7 @@ def test_one_of_a_newer_version_has_its_place_in_the_order(rewound):
 def test_a_sequence_that_is_no_number_is_damage(sequence, rewound, caplog):
     rewritten(rewound.path(12), sequence=sequence)
     assert rewound.restore(parts()) == 30
-    assert "passed over checkpoint-12: manifest.json lacks what it must hold" in caplog.text
+    assert "skipped checkpoint-12: manifest.json lacks what it must hold" in caplog.text
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -148,7 +139,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_one_that
     into = parts()
     assert Checkpointer(tmp_path).restore(into) == 2
     assert number_of(into) == 20
-    assert caplog.messages == ["passed over checkpoint-1: it was removed while it was being read"]
+    assert caplog.messages == ["skipped checkpoint-1: it was removed while it was being read"]
 
 
 def test_a_read_that_takes_long_is_told_before_it_begins(tmp_path, caplog, monkeypatch):

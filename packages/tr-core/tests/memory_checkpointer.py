@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 
 class MemoryCheckpointer:
@@ -10,10 +11,12 @@ class MemoryCheckpointer:
     Attributes:
         saved: the states by step, each by the name of its part.
         saves: the steps of all calls of `save`, in order.
+        restored: what the last `restore` did.
     """
 
     def __init__(self, folder="memory"):
         self.folder, self.saved, self.saves = Path(folder), {}, []
+        self.restored = None
 
     def save(self, step, parts, *, write_extra=None, protected=(), on_commit=None):
         self.saved[step] = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
@@ -22,16 +25,19 @@ class MemoryCheckpointer:
             on_commit(self.path(step))
         return self.path(step)
 
-    def restore(self, parts, source=None, *, optional=()):
+    def restore(self, parts, source=None, *, optional=(), only_read=()):
+        self.restored = SimpleNamespace(step=None, source=None, skipped=(), loaded=frozenset(), states={})
         if source is None and not self.saved:
             return None
         step = max(self.saved) if source is None else int(str(source).rpartition("-")[2])
-        if missing := sorted(set(parts) - set(self.saved[step]) - set(optional)):
+        if missing := sorted({*parts, *only_read} - set(self.saved[step]) - set(optional)):
             raise ValueError(f"there is no {', '.join(missing)} in it")
-        for name, part in parts.items():
-            if name not in self.saved[step]:
-                continue
-            part.load_state_dict(copy.deepcopy(self.saved[step][name]))
+        states = {name: copy.deepcopy(self.saved[step][name]) for name in only_read}
+        loaded = [name for name in parts if name in self.saved[step] and name not in states]
+        for name in loaded:
+            parts[name].load_state_dict(copy.deepcopy(self.saved[step][name]))
+        found = {"step": step, "source": self.path(step), "loaded": frozenset(loaded), "states": states}
+        self.restored = SimpleNamespace(skipped=(), **found)
         return step
 
     def steps(self):

@@ -122,7 +122,7 @@ def test_a_part_that_is_missing_is_an_error(make, part):
 
 def test_the_state_of_another_kind_of_schedule_is_not_taken_for_this_ones(make):
     stop_at(make(StopAt(3)))
-    del make.kept.saved[3]["settings"]  # as of an earlier version, which did not say what there was
+    del make.kept.saved[3]["settings"]  # as of another program, which does not say what there was
     with pytest.raises(ValueError, match="of another kind than ReduceLROnPlateau.*lr_scheduler_type of then"):
         make(
             lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch", eval_dataset=make().train_dataset[:4]

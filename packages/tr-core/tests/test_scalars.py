@@ -4,7 +4,6 @@ import torch
 
 from tr_core.losses.loss_parts import split_loss
 from tr_core.making_up import _is_within_epoch
-from tr_core.resuming.schedule import HeldState
 from tr_core.scalars import accumulator_dtype, read_scalars
 
 
@@ -18,14 +17,6 @@ def test_scalars_of_any_shape_and_type_are_read_as_they_are():
 def test_sums_are_kept_in_64_bits_where_the_device_has_them():
     assert accumulator_dtype(torch.device("cpu")) == torch.float64
     assert accumulator_dtype(torch.device("mps")) == torch.float32
-
-
-def test_a_state_that_is_held_is_given_again_as_it_was():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    held = HeldState(torch.optim.lr_scheduler.ConstantLR(optimizer))
-    assert held.state_dict() == {}
-    held.load_state_dict({"last_epoch": 3})
-    assert held.state_dict() == {"last_epoch": 3}
 
 
 def test_numbers_beside_a_loss_keep_all_their_digits():

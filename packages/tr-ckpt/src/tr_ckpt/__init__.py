@@ -11,6 +11,7 @@ from tr_ckpt.errors import (
 )
 from tr_ckpt.hub.hub_callback import HubCallback
 from tr_ckpt.hub.hub_repository import HubRepository
+from tr_ckpt.restoring import Restored
 from tr_ckpt.rng_state import RNGState
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "HubRepository",
     "PushError",
     "RNGState",
+    "Restored",
     "SaveError",
     "UnreadableError",
 ]

@@ -59,7 +59,7 @@ def by_age(directory: Path, prefix: str) -> list[Found]:
     """Return the checkpoints in `directory`, the newest last: by sequence, then by step.
 
     One whose manifest cannot be read may be newer than all others and comes after them, so that it is noticed when
-    it is passed over. One of another program has no sequence and counts as 0: what was saved here after it, from
+    it is skipped. One of another program has no sequence and counts as 0: what was saved here after it, from
     whatever step on, is newer.
 
     Raises:

@@ -17,7 +17,7 @@ from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.nodes import NodeRanks
 from tr_ckpt.ranks import Ranks
-from tr_ckpt.restoring import Restoring
+from tr_ckpt.restoring import Restored, Restoring
 from tr_ckpt.retention import Known
 from tr_ckpt.saving import Saving
 from tr_ckpt.write_errors import explained
@@ -64,6 +64,9 @@ class Checkpointer:
         prefix: what the folders' names begin with.
         hub: returns the repository that `restore` reads with the source `hub`.
 
+    Attributes:
+        restored: what the last `restore` did; None before one, and after one that raised.
+
     Raises:
         ValueError: an argument is out of its range.
     """
@@ -96,6 +99,7 @@ class Checkpointer:
         if local_rank is not None and gather_objects is not None:
             self._ranks = NodeRanks.find(rank, local_rank, world_size, gather_objects)
         self._hub = hub
+        self.restored: Restored | None = None
         self._buffers = HostBuffers()
         self._background = Background()
         self._lock = FolderLock(self.directory)
@@ -251,7 +255,12 @@ class Checkpointer:
         self._lock.release()
 
     def restore(
-        self, parts: Mapping[str, Stateful], source: str | Path | None = None, *, optional: Collection[str] = ()
+        self,
+        parts: Mapping[str, Stateful],
+        source: str | Path | None = None,
+        *,
+        optional: Collection[str] = (),
+        only_read: Collection[str] = (),
     ) -> int | None:
         """Load a checkpoint into `parts`, which may be fewer than were saved.
 
@@ -261,14 +270,17 @@ class Checkpointer:
         Args:
             parts: what to load, by the names of the save.
             source: a checkpoint, or a folder of checkpoints, of which the newest valid one is taken; None is
-                this object's own folder. Damaged ones are passed over, each with a warning that names the
+                this object's own folder. Damaged ones are skipped, each with a warning that names the
                 damage. `hub:OWNER/NAME` or `hub:OWNER/NAME@REVISION` downloads the newest valid one of a repository
                 of the Hub as of now, by rank 0, to a temporary folder beside the checkpoints; `hub` is the
                 repository that the constructor was given.
             optional: names of parts that stay as they are where the checkpoint does not hold them.
+            only_read: names of parts whose state is read and checked as all others, and put into `restored.states`
+                instead of loading it. They need not be in `parts`; where they are, the state of another program's
+                checkpoint must fit them.
 
         Returns:
-            The checkpoint's step, or None if `source` is None and there is no valid checkpoint.
+            The checkpoint's step; `restored` tells more. None if `source` is None and there is no valid checkpoint.
 
         Raises:
             CheckpointError: `source` is damaged or holds no checkpoint, or the checkpoint lacks one of
@@ -277,9 +289,11 @@ class Checkpointer:
                 it is a `CheckpointError` that names this one. No other is taken in its place.
         """
         self._background.join()
-        restoring = Restoring(parts, self._ranks, self.prefix, optional)
+        self.restored = None
+        restoring = Restoring(parts, self._ranks, self.prefix, optional=optional, only_read=only_read)
         step = self._restore(restoring, source)
         self._known.restored = restoring.age_in(self.directory)
+        self.restored = restoring.result()
         return step
 
     def _restore(self, restoring: Restoring, source: str | Path | None) -> int | None:

@@ -35,9 +35,9 @@ class Manifest:
         files: what each file holds, by its path inside the folder, with forward slashes.
         versions: of Python and the packages that matter, as of the save.
         saved_at: when, in UTC, as ISO 8601; for people only, nothing is decided by it.
-        sequence: one higher than that of any checkpoint that was in the folder when this one was saved; 0 in those
-            made before there was one. Of two checkpoints the one with the higher sequence is the newer, whatever
-            their steps: a run that goes back to step 10 and saves step 12 has left a later step 30 behind.
+        sequence: one higher than that of any checkpoint that was in the folder when this one was saved. Of two
+            checkpoints the one with the higher sequence is the newer, whatever their steps: a run that goes back to
+            step 10 and saves step 12 has left a later step 30 behind.
     """
 
     step: int
@@ -128,7 +128,7 @@ def read(folder: Path) -> Manifest:
             _records(content),
             dict(content["versions"]),
             str(content["saved_at"]),
-            int(content.get("sequence", 0)),
+            int(content["sequence"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} lacks what it must hold: {error!r}") from error
@@ -149,12 +149,12 @@ def read_age(folder: Path) -> tuple[int, int] | None:
         content = _content(folder)
     except DamagedCheckpointError:
         return None
-    sequence, step = content.get("sequence", 0), content.get("step")
+    sequence, step = content.get("sequence"), content.get("step")
     return (sequence, step) if type(sequence) is int and type(step) is int else None
 
 
 def _records(content: dict[str, Any]) -> dict[str, FileRecord]:
-    sections = content.get("sections", {})  # absent from checkpoints of earlier versions
+    sections = content["sections"]
     return {
         name: FileRecord(int(held["bytes"]), str(held["sha256"]), tensor_damage.parse(sections.get(name, {})))
         for name, held in content["files"].items()

@@ -86,8 +86,8 @@ class NodeRanks(Ranks):
         return self.gather_objects((self.first, value))
 
 
-def on_all(ranks: Ranks, candidates: list[Found]) -> list[Found]:
-    """Return those of the checkpoints found that every machine has, the same ones, in one order on all of them.
+def on_all(ranks: Ranks, candidates: list[Found]) -> tuple[list[Found], list[str]]:
+    """Return the checkpoints that every machine has, in one order on all, and why the others of this one are skipped.
 
     Args:
         ranks: this process among the others; all must call it.
@@ -97,7 +97,7 @@ def on_all(ranks: Ranks, candidates: list[Found]) -> list[Found]:
         UnreadableError: a machine cannot read what one of its own is.
     """
     if not ranks.is_one_of_several:
-        return candidates
+        return candidates, []
     mine = {found.step: found for found in candidates}
     machines = ranks.across(
         ranks.together(
@@ -112,11 +112,14 @@ def on_all(ranks: Ranks, candidates: list[Found]) -> list[Found]:
         seen = {machine[step] for machine in held if machine.get(step)}
         if all(step in machine for machine in held) and len(seen) <= 1:
             kept.append(mine[step])
+    skipped = []
     for step, found in mine.items():
-        if ranks.rank == 0 and found not in kept:
+        if found not in kept:
             reason = "of another run there" if all(step in machine for machine in held) else "not on every machine"
-            logger.warning("passed over %s: it is %s", found.name, reason)
-    return kept
+            skipped.append(f"{found.name}: it is {reason}")
+            if ranks.rank == 0:
+                logger.warning("skipped %s", skipped[-1])
+    return kept, skipped
 
 
 def check_alike(ranks: Ranks, source: Path, seen: tuple[bool, bool, bool]) -> None:

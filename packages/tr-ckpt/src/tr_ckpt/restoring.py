@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,27 @@ _REMOVED = "it was removed while it was being read"
 LONG_READ_BYTES = 500_000_000
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did.
+
+    Attributes:
+        step: the checkpoint's step; None if there was no valid checkpoint.
+        source: the checkpoint's folder; None if there was none. Of one from the Hub it is the folder that it was
+            downloaded to, which is gone when the restore returns.
+        skipped: the checkpoints that were not taken though they may be newer, each with the reason, such as
+            `checkpoint-30: model.safetensors is 12 bytes short`.
+        loaded: names of the parts that were given a state on this rank.
+        states: the states of the parts that were only read, by name.
+    """
+
+    step: int | None
+    source: Path | None
+    skipped: tuple[str, ...] = ()
+    loaded: frozenset[str] = frozenset()
+    states: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Restoring:
     """One restore into `targets`, which all ranks do together.
 
@@ -38,16 +60,30 @@ class Restoring:
         targets: parts to load, by name.
         ranks: this process among the others.
         prefix: what the names of checkpoints begin with.
-        optional: those of `targets` that stay as they are where a checkpoint does not hold them.
+        optional: names of parts that stay as they are where a checkpoint does not hold them.
+        only_read: names of parts whose state is kept and not loaded.
     """
 
-    def __init__(self, targets: Mapping[str, Any], ranks: Ranks, prefix: str, optional: Collection[str] = ()) -> None:
-        self._targets = targets
+    def __init__(
+        self,
+        targets: Mapping[str, Any],
+        ranks: Ranks,
+        prefix: str,
+        *,
+        optional: Collection[str] = (),
+        only_read: Collection[str] = (),
+    ) -> None:
+        self._targets = {**dict.fromkeys(only_read), **targets}
         self._optional = optional
+        self._only_read = only_read
         self._ranks = ranks
         self._prefix = prefix
+        self._skipped: list[str] = []
+        self._handed_out: set[str] = set()
+        self._states: dict[str, Any] = {}
         self._read_last: tuple[Found, Age] | None = None
         self._loaded: tuple[Found, Age] | None = None
+        self._taken: tuple[int, Path] | None = None
 
     def age_in(self, directory: Path) -> Age | None:
         """Return the age of what was loaded; None if that was nothing, of another program, or not in `directory`."""
@@ -55,6 +91,14 @@ class Restoring:
             return None
         found, age = self._loaded
         return age if os.path.realpath(found.path.parent) == os.path.realpath(directory) else None
+
+    def result(self) -> Restored:
+        """Return what was done so far."""
+        skipped, loaded = tuple(dict.fromkeys(self._skipped)), frozenset(self._handed_out)
+        if self._taken is None:
+            return Restored(None, None, skipped)
+        step, folder = self._taken
+        return Restored(step, folder, skipped, loaded, self._states)
 
     def newest(self, directory: Path) -> int | None:
         """Load the newest valid checkpoint in `directory`; None if there is none.
@@ -72,8 +116,9 @@ class Restoring:
                     self._name_later(found, fresh)
                     return step
                 except DamagedCheckpointError as error:
+                    self._skipped.append(str(error))
                     if self._ranks.rank == 0:
-                        logger.warning("passed over %s", error)
+                        logger.warning("skipped %s", error)
             tried.update(found.name for found in fresh)
         return None
 
@@ -82,7 +127,9 @@ class Restoring:
         [candidates, *_] = self._ranks.together(
             "nothing was restored", lambda: catalogue.by_age(directory, self._prefix), failure=CheckpointError
         )
-        return nodes.on_all(self._ranks, candidates)
+        kept, skipped = nodes.on_all(self._ranks, candidates)
+        self._skipped += skipped
+        return kept
 
     def explicit(self, source: Path) -> int:
         """Load the checkpoint `source`, or the newest valid one inside it.
@@ -136,6 +183,7 @@ class Restoring:
             raise DamagedCheckpointError(f"{found.name}: {'; '.join(damages)}")
         self._ranks.together(what, lambda: self._hand_out(found.name, states), failure=CheckpointError)
         self._loaded = self._read_last
+        self._taken = answers[0][0], found.path
         return answers[0][0]
 
     def _read_alike(self, found: Found, states: dict[str, Any]) -> list[Answer]:
@@ -201,10 +249,10 @@ class Restoring:
                 return
             for found in later:
                 if catalogue.is_foreign(found.path):
-                    logger.warning(
-                        "%s is of another program and counts as older than %s; name its folder to go on from it",
-                        found.name, chosen.name,
-                    )  # fmt: skip
+                    reason = "is of another program and counts as older than"
+                    said = f"{found.name} {reason} {chosen.name}; name its folder to go on from it"
+                    self._skipped.append(said)
+                    logger.warning("%s", said)
 
     def _check(self, found: Found) -> Manifest:
         described = catalogue.check_quickly(found)
@@ -220,8 +268,12 @@ class Restoring:
     def _hand_out(self, name: str, states: dict[str, Any]) -> None:
         # Random states last: loading another part may draw.
         for part in sorted(states, key=lambda name: name in parts.PER_RANK):
+            if part in self._only_read:
+                self._states[part] = states.pop(part)
+                continue
             try:
                 self._targets[part].load_state_dict(states.pop(part))
+                self._handed_out.add(part)
             except Exception as error:
                 # Whatever a part objects to, it is this checkpoint that does not fit it.
                 raise CheckpointError(f"{name} does not fit: part {part!r} refused its state: {error}") from error

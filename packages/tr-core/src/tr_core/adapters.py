@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from tr_core.protocols import Stateful
+from tr_core.protocols import Checkpointer, Restored, Stateful
 
 ADAPTER, UNFROZEN = "adapter_model", "unfrozen"
 
@@ -38,6 +38,39 @@ def adapter_parts(model: nn.Module, whole: Stateful) -> dict[str, Stateful]:
     return {ADAPTER: _Adapter(model, whole), UNFROZEN: _Unfrozen(model, whole)}
 
 
+def restore_parts(
+    checkpointer: Checkpointer,
+    parts: Mapping[str, Stateful],
+    source: str | Path | None,
+    *,
+    optional: Collection[str] = (),
+    only_read: Collection[str] = (),
+) -> Restored:
+    """Restore `parts` as the checkpointer does, and check that an adapter got its weights.
+
+    Another program's checkpoint of an adapter has no part `unfrozen`. None is needed where nothing is trained beside
+    the adapter.
+
+    Raises:
+        ValueError: as the checkpointer raises, and where weights are trained that the checkpoint does not hold.
+    """
+    has_adapter = ADAPTER in parts
+    optional = {*optional, ADAPTER, UNFROZEN} if has_adapter else optional
+    step = checkpointer.restore(parts, source=source, optional=optional, only_read=only_read)
+    restored = cast("Restored", checkpointer.restored)
+    if not has_adapter or step is None:
+        return restored
+    missing = "adapter" if ADAPTER not in restored.loaded else ""
+    if not missing and UNFROZEN not in restored.loaded and parts[UNFROZEN].state_dict():
+        missing = "weights that are trained beside the adapter"
+    if missing:
+        raise ValueError(
+            f"the checkpoint of step {step} holds no {missing}; resume with the model that it was saved with, or begin "
+            "a new run"
+        )
+    return restored
+
+
 def write_adapter_config(model: Any, folder: Path) -> None:
     """Write `adapter_config.json` of the adapter that is active, as one to be loaded for inference."""
     config = copy.copy(model.peft_config[_active(model)])
@@ -55,12 +88,10 @@ class _Part:
 
     def __init__(self, model: nn.Module, whole: Stateful) -> None:
         self._model, self._whole = model, whole
-        self.is_loaded = False
 
     def _load(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         # Together with the rest as it is: a strategy loads whole models only.
         self._whole.load_state_dict({**state, **tensors})
-        self.is_loaded = True
 
 
 class _Adapter(_Part):

@@ -249,6 +249,35 @@ class EvaluationWeights(Protocol):
         ...
 
 
+class Restored(Protocol):
+    """What a restore of a `Checkpointer` did."""
+
+    @property
+    def step(self) -> int | None:
+        """The checkpoint's step; None if there was no valid checkpoint."""
+        ...
+
+    @property
+    def source(self) -> Path | None:
+        """The checkpoint's folder; None if there was none."""
+        ...
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """The checkpoints that were not taken though they may be newer, each with the reason: what is damaged."""
+        ...
+
+    @property
+    def loaded(self) -> Collection[str]:
+        """Names of the parts that were given a state."""
+        ...
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """The states of the parts that were only read, by name."""
+        ...
+
+
 @runtime_checkable
 class Checkpointer(Protocol):
     """Where a run's state is kept.
@@ -291,16 +320,28 @@ class Checkpointer(Protocol):
         """
         ...
 
+    @property
+    def restored(self) -> Restored | None:
+        """What the last `restore` did, also where it found no checkpoint; None before one."""
+        ...
+
     def restore(
-        self, parts: Mapping[str, Stateful], source: str | Path | None = None, *, optional: Collection[str] = ()
+        self,
+        parts: Mapping[str, Stateful],
+        source: str | Path | None = None,
+        *,
+        optional: Collection[str] = (),
+        only_read: Collection[str] = (),
     ) -> int | None:
         """Load a checkpoint into `parts`, which may be fewer than were saved.
 
         Args:
             parts: what to load into, by name; loaded in this order, but random states last.
-            source: a checkpoint's folder; None takes the newest valid one, passing over damaged ones with a warning
-                that names the damage.
+            source: a checkpoint's folder; None takes the newest valid one and skips damaged ones, with a warning that
+                names the damage.
             optional: names of parts that stay as they are where the checkpoint does not hold them.
+            only_read: names of parts whose state is put into `restored.states` instead of loading it; they need not
+                be in `parts`.
 
         Returns:
             The checkpoint's step, or None if `source` is None and there is no valid checkpoint.

@@ -289,12 +289,11 @@ class Run:
         self.last_logged_step = state_dict["last_logged_step"]
         # For the log at the end of an epoch, if the checkpoint is of its last step.
         self.learning_rate = state_dict["learning_rate"]
-        self.owed = list(state_dict.get("owed", ()))
-        # Earlier versions did not say: no sample of an epoch is used where another one has ended.
-        self.is_at_epoch_end = state_dict.get("is_at_epoch_end", state_dict["samples"] == 0)
-        self.ends_epoch_early = state_dict.get("ends_epoch_early", False)
+        self.owed = list(state_dict["owed"])
+        self.is_at_epoch_end = state_dict["is_at_epoch_end"]
+        self.ends_epoch_early = state_dict["ends_epoch_early"]
         windows = state_dict["window"]
-        places = [window.get("place") for window in windows]
+        places = [window["place"] for window in windows]
         strategy, in_epoch = self.strategy, self.position.samples > 0
         self.data.restore_place(places, strategy.rank, strategy.world_size, in_epoch=in_epoch)
         own = share_window(windows, self.strategy.rank, self.strategy.world_size)

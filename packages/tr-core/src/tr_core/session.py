@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tr_core.adapters import restore_parts
 from tr_core.callbacks.interruption import interruptible
 from tr_core.changes import watching_modules
 from tr_core.checks import check_quantized, check_setup
@@ -25,7 +26,6 @@ from tr_core.optimization.in_backward import consuming_gradients
 from tr_core.protocols import Checkpointer
 from tr_core.randomness import set_seed
 from tr_core.results import TrainOutput
-from tr_core.resuming.model_form import restore_either_form
 from tr_core.resuming.restoring import Resume, resume_run
 from tr_core.resuming.settings import Settings
 from tr_core.run import Run
@@ -234,7 +234,7 @@ def _load_best(trainer: Trainer) -> None:
             state.global_step,
         )
         return
-    restore_either_form(trainer, {**model_parts(trainer), **weight_parts(trainer)}, source=folder)
+    restore_parts(checkpointer, {**model_parts(trainer), **weight_parts(trainer)}, folder)
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
 
 

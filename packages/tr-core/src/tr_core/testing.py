@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tr_core.optimization.optimizers import has_fused
-from tr_core.protocols import Checkpointer, EvaluationWeights, InBackward, Stateful, Strategy
+from tr_core.protocols import Checkpointer, EvaluationWeights, InBackward, Restored, Stateful, Strategy
 from tr_core.state import TrainerControl, TrainerState
 
 
@@ -81,7 +81,9 @@ def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
     assert isinstance(checkpointer, Checkpointer), _missing(checkpointer, Checkpointer)
     _check_claims(make)
     part = _Part({"weight": torch.arange(6.0).reshape(2, 3), "count": 3, "nested": {"list": [1, 2.5, None, "text"]}})
+    assert checkpointer.restored is None, "something was restored before the first restore"
     assert checkpointer.restore({"part": part}) is None, "an empty folder restored something"
+    _check_restored(checkpointer, None, set())
     assert checkpointer.steps() == []
     extra: list[Path] = []
     committed: list[Path] = []
@@ -113,6 +115,7 @@ def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
     assert restored.state["nested"] == part.state["nested"]
     assert again.restore({"part": restored}, source=again.path(1)) == 1, "a named checkpoint was not restored"
     _check_missing_parts(again)
+    _check_only_read(again, restored)
     again.close()
 
 
@@ -138,6 +141,27 @@ def _check_missing_parts(checkpointer: Checkpointer) -> None:
     parts = {"part": _Part({}), "other": _Part({"count": 7})}
     assert checkpointer.restore(parts, optional={"other"}) == 3, "an optional part was demanded"
     assert parts["other"].state == {"count": 7}, "an optional part that was never saved was changed"
+    _check_restored(checkpointer, 3, {"part"})
+
+
+def _check_restored(checkpointer: Checkpointer, step: int | None, loaded: set[str]) -> Restored:
+    restored = checkpointer.restored
+    assert restored is not None, "restored is None after a restore"
+    assert restored.step == step, f"restored.step is {restored.step}, should be {step}"
+    assert (restored.source is None) == (step is None), "restored.source is not the folder of the checkpoint"
+    assert set(restored.loaded) == loaded, f"restored.loaded is {restored.loaded}, should be {loaded}"
+    assert list(restored.skipped) == [], "restored.skipped names a checkpoint, and none is damaged"
+    return restored
+
+
+def _check_only_read(checkpointer: Checkpointer, expected: _Part) -> None:
+    given = _Part({"count": 7})
+    for parts in ({"part": given}, {}):
+        assert checkpointer.restore(parts, source=checkpointer.path(1), only_read={"part"}) == 1
+        states = _check_restored(checkpointer, 1, set()).states
+        assert set(states) == {"part"}, f"restored.states holds {set(states)}, should hold the part that was only read"
+        assert states["part"]["count"] == expected.state["count"], "restored.states is not what was saved"
+        assert given.state == {"count": 7}, "a part that was only to be read was given a state"
 
 
 class _Part:

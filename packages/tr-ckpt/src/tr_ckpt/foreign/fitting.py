@@ -51,7 +51,7 @@ def fit(part: str, state: Any, target: Any) -> Any:
         if part == "optimizer" and isinstance(groups := getattr(target, "param_groups", None), list):
             _check_optimizer(state, target, groups)
         if part == "scheduler":
-            _check_schedule(state, getattr(target, "schedule", target))  # a part may only keep its state for later
+            _check_schedule(state, target)
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"the state of the part {part!r} is not made as torch makes one: {error!r}") from error
     return state

@@ -80,7 +80,7 @@ def fetch(repository: HubRepository, directory: Path, prefix: str) -> Path:
     """Download the newest valid checkpoint of one commit and return its folder, below a temporary one.
 
     The commit is looked up first; what is pushed meanwhile changes nothing. Of several checkpoints the newest by
-    sequence and step is taken, and damaged ones are passed over, each with a warning that names the damage.
+    sequence and step is taken, and damaged ones are skipped, each with a warning that names the damage.
 
     Args:
         repository: where it is; its revision may be a branch, a tag or a commit, and None is `main`.
@@ -159,7 +159,7 @@ def _newest_valid(commit: Commit, candidates: list[str], into: Path, prefix: str
         except DamagedCheckpointError as error:
             damages.append(f"{name}: {error}")
             if len(candidates) > 1:
-                logger.warning("passed over %s of %s: %s", name, commit, error)
+                logger.warning("skipped %s of %s: %s", name, commit, error)
         except CheckpointError as error:
             raise CheckpointError(f"{name} of {commit}: {error}") from error
     raise DamagedCheckpointError(f"no valid checkpoint at {commit}: {'; '.join(damages)}{_earlier(commit)}")

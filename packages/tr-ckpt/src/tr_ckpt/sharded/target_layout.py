@@ -69,10 +69,13 @@ def layout_of(target: Any, in_shards: bool) -> Layout:
     """Return how the tensors of `target` are laid out; an empty one if it holds no DTensor.
 
     Args:
-        target: a part that is about to be loaded. A module and an optimizer are looked at; of anything else the
-            `state_dict` is taken, and only if what was saved is in shards, as it may cost what is not worth it.
+        target: a part that is about to be loaded; None for one that is only read. A module and an optimizer are
+            looked at; of anything else the `state_dict` is taken, and only if what was saved is in shards, as it may
+            cost what is not worth it.
         in_shards: whether what was saved is.
     """
+    if target is None:
+        return Layout()
     own = getattr(target, "tensor_layout", None)
     if own is not None:
         return own()

@@ -113,7 +113,7 @@ class OwnLoaderBatches:
                 )
             return
         place = places[rank]
-        if place is None or "beginning" not in place:  # of another kind of data, or of an older version
+        if place is None or "beginning" not in place:  # of another kind of data
             if in_epoch:
                 logger.warning(
                     "the checkpoint does not hold what the order of your own loader was drawn from: the rest of this "

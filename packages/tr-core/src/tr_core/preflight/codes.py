@@ -49,7 +49,7 @@ CODES: dict[str, Code] = {
     "T203": Code("info", "the number of checkpoints is not limited"),
     "T204": Code("error", "there is no checkpoint to resume from"),
     "T205": Code("error", "the checkpoint to resume from is damaged, lacks something or cannot be read"),
-    "T206": Code("warning", "a damaged checkpoint would be passed over"),
+    "T206": Code("warning", "a damaged checkpoint would be skipped"),
     "T207": Code("warning", "the run to be resumed is complete"),
     "T208": Code("warning", "output_dir holds checkpoints of an earlier run"),
     # What is installed, and what the device can do

@@ -11,17 +11,6 @@ import torch
 from tr_core import plugins
 from tr_core.preflight.report import Problem
 from tr_core.preflight.subject import Subject
-from tr_core.resuming.passed_over import collect_warnings
-
-
-class _Ignored:
-    """A part that a checkpoint must have and that is not loaded."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        pass
 
 
 class _OneProcess:
@@ -55,12 +44,11 @@ def check_resume(subject: Subject) -> Iterator[Problem]:
         return
     subject.progress("verifying the checkpoint to resume from")
     try:
-        with collect_warnings(checkpointer) as warned:
-            step = checkpointer.restore({name: _Ignored() for name in _PARTS}, source=source)
+        step = checkpointer.restore({}, source=source, only_read=_PARTS)
     except (ValueError, OSError) as error:
         yield Problem("T205", f"resume_from_checkpoint={resume!r}: {error}", origin)
         return
-    for text in warned:
+    for text in checkpointer.restored.skipped:
         yield Problem("T206", text, origin)
     if step is None and str(resume) != "auto":
         yield Problem(

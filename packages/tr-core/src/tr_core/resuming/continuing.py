@@ -11,7 +11,6 @@ from tr_core.optimization.schedules import FOLLOW_METRIC
 from tr_core.resuming import schedule as schedules
 from tr_core.resuming.groups import GroupChange, apply_options, check_state_shapes, compare_groups
 from tr_core.resuming.order_changes import settle_order
-from tr_core.resuming.schedule import HeldState
 from tr_core.resuming.settings import Difference, Settings
 from tr_core.steps import steps_left
 
@@ -36,8 +35,13 @@ _SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 _METRIC = ("metric_for_best_model", "greater_is_better")
 
 
-def apply_settings(trainer: Trainer, run: Run, schedule: HeldState) -> None:
+def apply_settings(trainer: Trainer, run: Run, schedule_state: dict[str, Any]) -> None:
     """Make optimizer, schedule, order and best model those of the arguments of now, as far as these have changed.
+
+    Args:
+        trainer: what is restored.
+        run: the call of `train` that begins.
+        schedule_state: the schedule's state in the checkpoint.
 
     Raises:
         ValueError: something changed that a run cannot go on with; the message names it, with both values.
@@ -46,13 +50,13 @@ def apply_settings(trainer: Trainer, run: Run, schedule: HeldState) -> None:
     if settings.saved is None:
         check_state_shapes(run.optimizer, trainer.model)
         trainer.logger.info("the checkpoint does not say what it was trained with: schedule and groups are as saved")
-        schedules.load_as_saved(run.schedule, schedule.state or {})
+        schedules.load_as_saved(run.schedule, schedule_state)
         return
     differences = settings.differences()
     outcomes = settle_order(trainer, run, settings.saved, differences)
     groups = _optimizer(trainer, run, settings)
     change = _Change(trainer, run, settings, {difference.name for difference in differences}, groups)
-    change.continue_schedule(schedule.state)
+    change.continue_schedule(schedule_state)
     change.forget_best()
     for difference in differences:
         outcome = outcomes.get(difference.name) or change.outcome(difference)

@@ -5,23 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tr_core.adapters import restore_parts
 from tr_core.conditions.batch_size_search import lower
 from tr_core.resuming.callback_states import CallbackStates
 from tr_core.resuming.continuing import apply_settings
-from tr_core.resuming.model_form import Watched, restore_either_form
-from tr_core.resuming.passed_over import collect_warnings
-from tr_core.resuming.schedule import HeldState
 from tr_core.saving import checkpoint_parts
 from tr_core.steps import steps_left
 
 if TYPE_CHECKING:
+    from tr_core.protocols import Restored
     from tr_core.run import Run
     from tr_core.state import TrainerState
     from tr_core.trainer import Trainer
 
 Resume = str | Path | bool | None
 
-# Parts that a run can go on without: of older versions and other programs, and of a run in another precision.
+# Parts that a run can go on without: other programs save no settings, a run in another precision no loss scale.
 _OPTIONAL = ("settings", "scaler")
 
 # What the state holds of the arguments: it is that of now.
@@ -41,36 +40,33 @@ def resume_run(trainer: Trainer, run: Run, resume: Resume, fresh: TrainerState) 
         ValueError: there is none and `resume` is not `auto`, the one named is damaged, or it does not go on with the
             arguments of now; the message says why.
     """
-    schedule = HeldState(run.schedule)
-    if not _restore(trainer, run, resume, schedule):
+    restored = _restore(trainer, run, resume)
+    if restored.step is None:
         return False
-    _fit(trainer, run, fresh, schedule)
+    _fit(trainer, run, fresh, restored.states["scheduler"])
     return True
 
 
-def _restore(trainer: Trainer, run: Run, resume: Resume, schedule: HeldState) -> bool:
+def _restore(trainer: Trainer, run: Run, resume: Resume) -> Restored:
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source = None if automatic else str(resume)
     # All parts, also with save_only_model: going on without optimizer and place in silence would be another run.
-    parts: dict[str, Any] = {**checkpoint_parts(trainer, run), "scheduler": schedule}
-    parts["callbacks"] = CallbackStates(trainer)
-    optional, scaled = {name for name in _OPTIONAL if name in parts}, []
-    if "scaler" in parts:
-        parts["scaler"] = Watched(parts["scaler"], scaled)
-    with collect_warnings(trainer.checkpointer()) as passed_over:
-        step = restore_either_form(trainer, parts, source, optional)
-    if step is not None and "scaler" in parts and not scaled:
+    parts = {**checkpoint_parts(trainer, run), "callbacks": CallbackStates(trainer)}
+    # What becomes of the schedule's state depends on what else is restored.
+    only_read = ("scheduler",)
+    restored = restore_parts(trainer.checkpointer(), parts, source, optional=_OPTIONAL, only_read=only_read)
+    if restored.step is not None and "scaler" in parts and "scaler" not in restored.loaded:
         trainer.logger.info("the checkpoint holds no loss scale, as it was saved without fp16: it begins anew")
-    if step is None and resume != "auto":
-        found = f" ({'; '.join(passed_over)})" if passed_over else ""
+    if restored.step is None and resume != "auto":
+        found = f" (skipped {'; '.join(restored.skipped)})" if restored.skipped else ""
         raise ValueError(
             f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {trainer.args.output_dir!r}"
             f"{found}; give the folder of one, or resume_from_checkpoint='auto' to begin anew where there is none"
         )
-    return step is not None
+    return restored
 
 
-def _fit(trainer: Trainer, run: Run, fresh: TrainerState, schedule: HeldState) -> None:
+def _fit(trainer: Trainer, run: Run, fresh: TrainerState, schedule_state: dict[str, Any]) -> None:
     args, state = trainer.args, trainer.state
     if args.auto_find_batch_size:
         _take_found_size(trainer, run)
@@ -78,7 +74,7 @@ def _fit(trainer: Trainer, run: Run, fresh: TrainerState, schedule: HeldState) -
     run.first_step, run.first_tokens = state.global_step, state.num_input_tokens_seen
     for name in _OF_NOW:
         setattr(state, name, getattr(fresh, name))
-    apply_settings(trainer, run, schedule)
+    apply_settings(trainer, run, schedule_state)
     left = _steps_left(trainer, run)
     if left is not None:
         state.max_steps = state.global_step + left

@@ -17,27 +17,6 @@ _FUNCTIONS = (LambdaLR,)
 _FOLLOWING = (ReduceLROnPlateau, GreedyLR)
 
 
-class HeldState:
-    """The state of a schedule, kept as it was read until it is known what becomes of it.
-
-    Attributes:
-        schedule: whose state it may be.
-        state: what was read; None before.
-    """
-
-    def __init__(self, schedule: LRScheduler) -> None:
-        self.schedule = schedule
-        self.state: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was read."""
-        return {} if self.state is None else self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Keep a state."""
-        self.state = state_dict
-
-
 def is_function(schedule: LRScheduler) -> bool:
     """Whether a schedule's rates are a function of the number of steps."""
     return type(schedule) in _FUNCTIONS
