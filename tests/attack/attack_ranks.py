@@ -202,5 +202,7 @@ def _judge_launched(case: Case, outcome: Outcome) -> Iterator[str]:
         yield f"the launcher ended with {code}, not with {sorted(expected)}"
     yield from _first_words(case.strike.how, outcome.said)
     report = outcome.said.rpartition("trainer launch: rank ")[2]
-    if case.start == "launch" and not report.startswith(f"{case.strike.rank} of 2 "):
+    cause, named = report.partition("\nthen ")[0], f": rank {case.strike.rank}: "  # as where both failed together
+    names_it = report.startswith(f"{case.strike.rank} of 2 ") or named in cause
+    if case.start == "launch" and not names_it:
         yield f"the report begins with {report[:80]!r}"

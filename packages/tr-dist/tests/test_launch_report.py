@@ -28,6 +28,22 @@ def test_a_killed_rank_is_the_cause_of_lost_connections():
     assert first_cause([raised(0, LOST, 1.0), Ending(1, -9)]) == Ending(1, -9)
 
 
+def test_a_rank_that_ended_with_0_is_the_cause_of_lost_connections():
+    endings = [raised(0, LOST, 1.0), Ending(1, 0)]
+    assert first_cause(endings) == Ending(1, 0)
+    first, *others = describe(endings, world_size=2, nodes=1, logs={}).splitlines()
+    assert first.startswith("rank 1 of 2 ended first, with exit code 0, and then rank 0 ended with exit code 1: ")
+    assert "sys.exit ends one" in first
+    assert LOST in "".join(others)
+
+
+def test_a_rank_that_is_done_is_not_the_cause_of_an_error():
+    done, own = Ending(0, 0), raised(1, "ValueError: mine", 2.0)
+    assert first_cause([done, own]) is own
+    assert first_cause([done, Ending(1, -9)]) == Ending(1, -9)
+    assert "rank 0" not in describe([done, own], world_size=2, nodes=1, logs={})
+
+
 def test_only_lost_connections_leave_the_earliest():
     endings = [raised(0, LOST, 2.0), raised(1, LOST, 1.0)]
     assert first_cause(endings).rank == 1

@@ -106,16 +106,15 @@ class Agent(LocalElasticAgent):
 
         def close_others(death_sig: signal.Signals | None = None, timeout: float = _AFTER_FAILURE_S) -> None:
             # Called as soon as one has failed: which those are is known now, and not when the others are gone too.
-            self._ended = self._ended or {
-                local_rank: code for local_rank, process in self._processes().items() if (code := process.returncode)
-            }
+            codes = {local_rank: process.returncode for local_rank, process in self._processes().items()}
+            self._ended = self._ended or {rank: code for rank, code in codes.items() if code is not None}
             close(death_sig, timeout)
 
         context.close = close_others
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
-        if self._ended:
+        if any(self._ended.values()):
             say(self.report(self.endings()))
             attempt = worker_group.spec.max_restarts - self._remaining_restarts
             say(f"starting all ranks again, restart {attempt} of {worker_group.spec.max_restarts}")

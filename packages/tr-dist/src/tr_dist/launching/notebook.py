@@ -218,7 +218,7 @@ def _join(processes: list[BaseProcess], within_s: float) -> None:
 def _report(processes: list[BaseProcess], folder: str) -> str:
     codes = {rank: process.exitcode for rank, process in enumerate(processes)}
     endings = [read_ending(rank, code, Path(folder, f"{rank}.json")) for rank, code in codes.items()]
-    failed = [ending for ending in endings if ending.code and (ending.message or ending.code != -signal.SIGTERM)]
+    failed = [ending for ending in endings if ending.message or ending.code != -signal.SIGTERM]
     text = describe(failed or endings, world_size=len(processes), nodes=1, logs={})
     if any(ending.code and -ending.code in _OUT_OF_MEMORY for ending in failed):
         text += (

@@ -60,9 +60,10 @@ def read_ending(rank: int, code: int | None, error_file: Path) -> Ending:
 
 
 def first_cause(endings: list[Ending]) -> Ending:
-    """Return the ending that the others follow from: an exception of its own, a signal, an exit code, in this order.
+    """Return the ending that the others follow from.
 
-    Of ranks that raised the same, as they do where the arguments are wrong, it is the first by number.
+    An exception of its own comes first, then a signal, then an exit code. Where all that failed lost a connection, it
+    is a rank that had ended with exit code 0. Of ranks that raised the same, it is the first by number.
 
     Args:
         endings: of the processes that ended by themselves, at least one.
@@ -71,10 +72,12 @@ def first_cause(endings: list[Ending]) -> Ending:
     if own:
         earliest = min(own, key=lambda ending: ending.time_s)
         return min((ending for ending in own if ending.message == earliest.message), key=lambda ending: ending.rank)
-    silent = [ending for ending in endings if not ending.message]
+    silent = [ending for ending in endings if not ending.message and ending.code != 0]
     if silent:
         return min(silent, key=lambda ending: ((ending.code or 0) >= 0, ending.rank))
-    return min(endings, key=lambda ending: ending.time_s)
+    lost = [ending for ending in endings if ending.message]
+    done = [ending for ending in endings if ending.code == 0]
+    return done[0] if lost and done else min(lost or endings, key=lambda ending: ending.time_s)
 
 
 def exit_code(code: int | None) -> int:
@@ -94,6 +97,8 @@ def describe(endings: list[Ending], *, world_size: int, nodes: int, logs: Mappin
         logs: the files that ranks write to.
     """
     cause = first_cause(endings)
+    if cause.code == 0 and any(ending.message for ending in endings):
+        return _left_early(cause, endings, world_size)
     lines = [f"rank {cause.rank} of {world_size} failed first: it {_manner(cause.code)}"]
     if cause.traceback:
         lines.append(cause.traceback.rstrip())
@@ -106,9 +111,17 @@ def describe(endings: list[Ending], *, world_size: int, nodes: int, logs: Mappin
     alike = [ending for ending in endings if cause.message and ending.message == cause.message]
     if len(alike) > 1:
         lines.append("the same on rank " + ", ".join(str(rank) for rank in sorted(e.rank for e in alike)[1:]))
-    others = [ending for ending in endings if ending not in alike and ending.rank != cause.rank]
+    others = [ending for ending in endings if ending.code != 0 and ending not in alike and ending.rank != cause.rank]
     lines += [f"then {ending}" for ending in sorted(others, key=lambda ending: ending.time_s)]
     return "\n".join(lines)
+
+
+def _left_early(cause: Ending, endings: list[Ending], world_size: int) -> str:
+    lost = min((ending for ending in endings if ending.message), key=lambda ending: ending.time_s)
+    return (
+        f"rank {cause.rank} of {world_size} ended first, with exit code 0, and then {lost} — a script must end all "
+        f"ranks at the same step: sys.exit ends one\n{lost.traceback.rstrip()}"
+    )
 
 
 def _manner(code: int | None) -> str:
