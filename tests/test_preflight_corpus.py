@@ -103,9 +103,8 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file_that_is_written(corpus):
     model = parts.Classifier()
     model.layers[0] = torch.nn.Sequential(torch.nn.Linear(8, 4000), torch.nn.Tanh(), torch.nn.Linear(4000, 16))
     args = parts.TrainingArguments("new", max_steps=2, save_steps=1, use_cpu=True, ema_decay=0.9, disable_tqdm=True)
-    trainer = parts.Trainer(model, args, train_dataset=parts.rows())
-    figures = check(trainer).figures
-    trainer.train()
+    figures = check(parts.Trainer(model, args, train_dataset=parts.rows())).figures
+    parts.Trainer(model, args, train_dataset=parts.rows()).train()
     sizes = [sum(file.stat().st_size for file in Path(f"new/checkpoint-{step}").iterdir()) for step in (1, 2)]
     assert figures["checkpoints_at_once"] == 2
     assert max(sizes) == pytest.approx(figures["checkpoint_bytes"], rel=0.05)

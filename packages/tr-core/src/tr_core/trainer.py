@@ -61,6 +61,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
     """
 
     is_in_evaluation = False
+    is_checked = False  # by a preflight, so that it may not run any more
 
     # Running
 

@@ -15,7 +15,7 @@ def as_in_training(subject: Subject, *, with_conditions: bool = True) -> Iterato
     """Have a step number, a window for logged metrics, and what the arguments ask of the model, inside the block.
 
     Args:
-        subject: what is examined; its Trainer is put back as a whole later.
+        subject: what is examined.
         with_conditions: compile the model, compute activations again and so on, as the arguments say.
     """
     trainer = subject.trainer

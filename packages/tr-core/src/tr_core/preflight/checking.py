@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tr_args import ArgumentsError
+from tr_core.callback import CallbackList
 from tr_core.preflight.checked_options import check_options
 from tr_core.preflight.data_length import check_length
 from tr_core.preflight.device import check_device
@@ -23,7 +24,6 @@ from tr_core.preflight.origins import Origins
 from tr_core.preflight.output_folder import check_output_folder
 from tr_core.preflight.plain_tokens import check_tokens
 from tr_core.preflight.plugin_names import check_plugins
-from tr_core.preflight.preserving import preserved
 from tr_core.preflight.raised import last_line, place
 from tr_core.preflight.report import Problem, Report
 from tr_core.preflight.resume_source import check_resume
@@ -86,8 +86,12 @@ def check(
 ) -> Report:
     """Find out what would stop or spoil a run of `trainer`, without training a step.
 
-    Two samples go forward and backward; nothing is written, sent or logged, and everything that training depends on
-    is put back: random number generators, weights, buffers, gradients. Every rank must call it.
+    Two samples go forward and backward; nothing is written, sent or logged, and no callback is called. Every rank must
+    call it.
+
+    Nothing is put back: gradients, buffers, random number generators, and what data sets and collators count are others
+    than before. So `train`, `evaluate` and `predict` of this Trainer are refused afterwards; build a new one, with a
+    new model and new data.
 
     Args:
         trainer: what is checked.
@@ -100,7 +104,13 @@ def check(
 
     Returns:
         Problems and figures; `print` shows them.
+
+    Raises:
+        RuntimeError: the Trainer is training.
     """
+    if trainer.is_in_train:
+        raise RuntimeError("check() was called while this Trainer is training; check another Trainer, before its run")
+    trainer.is_checked = True
     args = trainer.args
     if args.fast_dev_run:
         resume = False  # a trial run begins anew
@@ -147,10 +157,14 @@ def _examine(subject: Subject) -> tuple[list[Problem], dict[str, Any]]:
     except Exception as error:
         return [Problem("T303", f"the strategy cannot prepare the model: {last_line(error)}", place(error))], {}
     _describe_model(subject)
-    subject.callbacks = list(trainer.callback_handler.callbacks)
-    with preserved(trainer):
-        problems = list(_run(_OF_A_TRAINER, subject))
-    return problems, subject.figures
+    handler = trainer.callback_handler
+    subject.callbacks = list(handler.callbacks)
+    trainer.model_wrapped.zero_grad(set_to_none=True)
+    trainer.callback_handler = CallbackList(trainer)
+    try:
+        return list(_run(_OF_A_TRAINER, subject)), subject.figures
+    finally:
+        trainer.callback_handler = handler
 
 
 def _run(checks: tuple[Check, ...], subject: Subject) -> Iterator[Problem]:

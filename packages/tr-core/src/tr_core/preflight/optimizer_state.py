@@ -16,7 +16,7 @@ from tr_core.preflight.subject import Subject
 
 
 def check_optimizer(subject: Subject) -> Iterator[Problem]:
-    """Build the run's optimizer; what it changes on the model is put back with everything else."""
+    """Build the run's optimizer; what it changes on the model, such as hooks, stays."""
     trainer, figures = subject.trainer, subject.figures
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     if not subject.trains or not trainable:

@@ -40,8 +40,10 @@ def stop_if_requested(
 
     Raises:
         PreflightDone: always, where it was asked for.
+        RuntimeError: `check` was called with this Trainer.
     """
     if VARIABLE not in os.environ:
+        _refuse_if_checked(trainer)
         return
     # Imported here: a process that trains needs none of it.
     from tr_core.preflight.checking import check
@@ -60,3 +62,11 @@ def stop_if_requested(
         if trainer.strategy.rank == 0:
             path.write_text(report.to_json(), encoding="utf-8")
     raise PreflightDone(0)
+
+
+def _refuse_if_checked(trainer: Trainer) -> None:
+    if trainer.is_checked:
+        raise RuntimeError(
+            "this Trainer was checked by tr_core.preflight.check, which leaves its model, data and random number "
+            "generators changed; build a new one"
+        )
