@@ -456,6 +456,13 @@ def test_a_report_shows_errors_first_and_travels_as_json():
     ]
 
 
+def test_a_report_masks_a_token_that_a_message_holds():
+    token = "hf_" + "a" * 30
+    report = Report("run.yaml", [Problem("T002", f"run_name={token!r} is too long")])
+    assert token not in report.to_json() + str(report)
+    assert "run_name='***' is too long" in str(report)
+
+
 @pytest.mark.parametrize(
     ("found", "normal", "strict"), [([], 0, 0), (["T203"], 0, 0), (["T104"], 0, 1), (["T104", "T001"], 1, 1)]
 )

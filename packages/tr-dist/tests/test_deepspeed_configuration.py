@@ -144,6 +144,25 @@ def test_all_disagreements_are_listed_at_once():
     assert "gradient_accumulation_steps=3, and gradient_accumulation_steps gives 2" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "meaning", "needed"),
+    [
+        ("train_micro_batch_size_per_gpu", 5, "per_device_train_batch_size", 4),
+        ("gradient_accumulation_steps", 3, "gradient_accumulation_steps", 2),
+        (
+            "train_batch_size",
+            32,
+            "per_device_train_batch_size x gradient_accumulation_steps x 3 processes",
+            24,
+        ),
+    ],
+)
+def test_a_batch_size_that_contradicts_the_arguments_is_refused_in_words(name, given, meaning, needed):
+    with pytest.raises(ValueError, match="disagree; write 'auto' in the former, or change one of the two") as caught:
+        fill_from_arguments({**AUTO, name: given}, arguments(), world_size=3)
+    assert str(caught.value).splitlines()[1:] == [f"  {name}={given}, and {meaning} gives {needed}"]
+
+
 def test_equal_numbers_of_another_type_do_not_disagree():
     fill_from_arguments({"gradient_clipping": 1, "train_batch_size": 8.0}, arguments(max_grad_norm=1.0), world_size=1)
 

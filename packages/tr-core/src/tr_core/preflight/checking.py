@@ -22,13 +22,11 @@ from tr_core.preflight.loss_division import check_loss_division
 from tr_core.preflight.optimizer_state import check_optimizer
 from tr_core.preflight.origins import Origins
 from tr_core.preflight.output_folder import check_output_folder
-from tr_core.preflight.plain_tokens import check_tokens
 from tr_core.preflight.plugin_names import check_plugins
 from tr_core.preflight.raised import last_line, place
 from tr_core.preflight.report import Problem, Report
 from tr_core.preflight.resume_source import check_resume
 from tr_core.preflight.schedule import check_schedule
-from tr_core.preflight.sharding_sizes import check_batch_sizes
 from tr_core.preflight.subject import Subject
 from tr_core.preflight.trainable import check_trainable
 from tr_core.preflight.worker_pickling import check_pickling
@@ -41,8 +39,6 @@ Check = Callable[[Subject], Iterator[Problem]]
 # Of arguments alone.
 _OF_ARGUMENTS: tuple[Check, ...] = (
     check_options,
-    check_tokens,
-    check_batch_sizes,
     check_plugins,
     check_device,
     check_events,
@@ -54,8 +50,6 @@ _OF_ARGUMENTS: tuple[Check, ...] = (
 # Of a Trainer: later ones use what earlier ones found out.
 _OF_A_TRAINER: tuple[Check, ...] = (
     check_options,
-    check_tokens,
-    check_batch_sizes,
     check_length,
     check_events,
     check_output_folder,

@@ -28,7 +28,6 @@ CODES: dict[str, Code] = {
     "T005": Code("error", "the script failed before it began to train"),
     "T006": Code("error", "the script ended without training, evaluating or predicting with a Trainer"),
     "T007": Code("error", "this version does not act on an option"),
-    "T008": Code("warning", "an access token is written down in plain text"),
     "T009": Code("error", "the Trainer refuses what it was given"),
     "T010": Code("info", "something cannot be known from a configuration file alone"),
     "T011": Code("error", "the script began to train with a loop of its own"),
@@ -42,7 +41,6 @@ CODES: dict[str, Code] = {
     "T106": Code("info", "the only checkpoint is that of the last step"),
     "T107": Code("info", "no loss is logged during the run"),
     "T108": Code("warning", "much of the training data is never used"),
-    "T109": Code("error", "batch sizes contradict each other"),
     # Where it is written, and where it goes on from
     "T201": Code("error", "output_dir cannot be written to"),
     "T202": Code("error", "the disk is too small for the checkpoints"),
