@@ -9,7 +9,7 @@ import shutil
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,11 @@ def _forget(part: str) -> None:
     restore = Checkpointer.restore
 
     def without_part(self: Checkpointer, parts: Any, *others: Any, **named: Any) -> int | None:
-        return restore(self, {name: each for name, each in parts.items() if name != part}, *others, **named)
+        step = restore(self, {name: each for name, each in parts.items() if name != part}, *others, **named)
+        if self.restored is not None and part in self.restored.states:  # as one that was just built has it
+            states = {**self.restored.states, part: parts[part].state_dict()}
+            self.restored = replace(self.restored, states=states)
+        return step
 
     Checkpointer.restore = without_part
 
