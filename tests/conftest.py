@@ -27,5 +27,5 @@ def loggers_as_in_a_new_process() -> Iterator[None]:
     for logger in of_the_packages():
         logger.level, logger.propagate, logger.handlers = logging.NOTSET, True, before.get(logger, [])
     logging.Logger.manager._clear_cache()
-    if once := sys.modules.get("tr_log.once"):
+    if once := sys.modules.get("tr_log.loggers"):
         once._log_once.cache_clear()

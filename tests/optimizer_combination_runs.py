@@ -23,7 +23,7 @@ from optimizer_settings import SETTINGS, Setting
 from tr_core import SingleDevice, Trainer, TrainingArguments, set_seed
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
-from tr_log.printer_callback import PrinterCallback
+from tr_log.progress_callback import PrinterCallback
 from tr_optim import LossScaler
 
 STEPS, ROWS_OF_A_STEP, WORDS, WIDTH = 7, 12, 20, 16

@@ -9,7 +9,7 @@ from combination_runs import Combination, build, draw_combination, fingerprint
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tr_core.callbacks.wall_time import WallTimeCallback
-from tr_core.conditions.signals import Interrupted
+from tr_core.preemption.signals import Interrupted
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_step_end", "on_prediction_step", "on_evaluate", "on_save", "on_log")
 

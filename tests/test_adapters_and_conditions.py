@@ -142,7 +142,7 @@ def test_checkpoints_have_the_models_own_use_cache(tmp_path):
 def test_liger_kernels_know_no_plain_module():
     """The package itself, where it is installed."""
     pytest.importorskip("liger_kernel.transformers")
-    from tr_core.conditions.liger import apply_liger_kernel
+    from tr_core.runtime.liger import apply_liger_kernel
 
     with pytest.raises(ValueError, match="liger-kernel has no kernels for Linear"):
         apply_liger_kernel(torch.nn.Linear(2, 2), None)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
-from tr_core.preflight.checking import check
-from tr_optim.engine.gathering import Gathering
+from tr_core.preflight.checks import check
+from tr_optim.engine.gradient_store import GradientStore
 
 
 class Network(nn.Module):
@@ -73,7 +73,11 @@ def test_the_gradients_that_a_preflight_reckons_are_those_of_the_mode(tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_no_step_keeps_more_of_the_gradients_than_a_preflight_reckons(tmp_path, monkeypatch, accumulation):
     options = {"gradient_accumulation_steps": accumulation, "max_steps": 4}
-    expected, kept, finish = gradients(tmp_path, "galore_adamw_layerwise", **options), [], Gathering._finish_backward
+    expected, kept, finish = (
+        gradients(tmp_path, "galore_adamw_layerwise", **options),
+        [],
+        GradientStore._finish_backward,
+    )
     made = trainer(tmp_path, "galore_adamw_layerwise", **options)
 
     def note(gathering):
@@ -82,7 +86,7 @@ def test_no_step_keeps_more_of_the_gradients_than_a_preflight_reckons(tmp_path, 
         kept.append(sum(t.nbytes for t in [*window.projected.values(), *window.whole.values(), *grads]))
         finish(gathering)
 
-    monkeypatch.setattr(Gathering, "_finish_backward", note)
+    monkeypatch.setattr(GradientStore, "_finish_backward", note)
     made.train()
     two = 2 * made.model.attn.weight.nbytes
     assert len(kept) == 4 * accumulation

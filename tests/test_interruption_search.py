@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
-from tr_core.conditions.signals import Interrupted
+from tr_core.preemption.signals import Interrupted
 
 
 class Network(nn.Module):
@@ -92,17 +92,17 @@ def test_an_interrupted_trial_stays_a_running_one_and_goes_on_from_its_checkpoin
 
 def test_the_log_says_how_a_search_goes_on(tmp_path, monkeypatch):
     lines = []
-    monkeypatch.setattr("tr_core.callbacks.interruption._how_to_go_on", spy(lines))
+    monkeypatch.setattr("tr_core.preemption.preemption._how_to_resume", spy(lines))
     with pytest.raises(Interrupted):
         search(tmp_path, SignalAt(0, "on_step_begin", 2))
     assert lines == ["hyperparameter_search(resume=True) with the same arguments goes on from there"]
 
 
 def spy(lines):
-    from tr_core.callbacks.interruption import _how_to_go_on
+    from tr_core.preemption.preemption import _how_to_resume
 
     def told(trainer):
-        lines.append(_how_to_go_on(trainer))
+        lines.append(_how_to_resume(trainer))
         return lines[-1]
 
     return told

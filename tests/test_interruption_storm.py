@@ -11,7 +11,7 @@ from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
 from tr_core.callback import EVENTS
-from tr_core.conditions.signals import Interrupted
+from tr_core.preemption.signals import Interrupted
 
 STEPS = 8
 

@@ -28,8 +28,8 @@ from crash_training import train
 from schedule_ranks import REFERENCE, in_two_ranks
 from schedule_storms import PASSING, Storm, draw
 
-from tr_ckpt import CheckpointError, catalogue, reading_back
-from tr_ckpt.catalogue import Age
+from tr_ckpt import CheckpointError, discovery, part_files
+from tr_ckpt.discovery import Age
 
 SCHEDULES = {"schedules, one process": 500, "schedules, two ranks": 500}
 QUICK = 25  # of a quick attack, one schedule in so many
@@ -68,10 +68,10 @@ def _counted(group: str, tried: int, tally: Tally) -> Count:
 def newest_verified(run: Path) -> Age:
     """Return the age of the newest checkpoint that is whole, every byte read; (0, 0) if there is none."""
     ages = [(0, 0)]
-    for found in catalogue.find(run, "checkpoint"):
+    for found in discovery.find(run, "checkpoint"):
         with contextlib.suppress(CheckpointError):
-            described = catalogue.check_quickly(found)
-            reading_back.verify(found.path, described)
+            described = discovery.check_quickly(found)
+            part_files.verify(found.path, described)
             ages.append((described.sequence, described.step))
     return max(ages)
 

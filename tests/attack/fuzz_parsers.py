@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from fuzz_batches import Parser
 
-from tr_ckpt import Checkpointer, CheckpointError, HubRepository, PushError, manifest, model_dtype, parts, tensor_file
-from tr_ckpt.command import trainer_state as shown_state
-from tr_ckpt.command.value_differences import compare_values
-from tr_ckpt.foreign import archive, pickled, random_states, schedules, trainer_state, weights
+from tr_ckpt import Checkpointer, CheckpointError, HubRepository, PushError, manifest, parts, tensor_file
+from tr_ckpt.command import selection as shown_state
+from tr_ckpt.command.differences import compare_values
+from tr_ckpt.hf_import import state_files, trainer_files, unpickling
 from tr_ckpt.hub import resume
-from tr_ckpt.hub.commit import commit_of
-from tr_ckpt.sharded import shard_index
+from tr_ckpt.hub.resume import commit_of
+from tr_ckpt.sharded import exporting, shard_index
 from tr_log.csv_file import CsvFile
 from tr_log.line_file import LineFile
 from tr_log.metrics_file import MetricsFile
@@ -218,9 +218,9 @@ def _pickles(folder: Path) -> Iterator[Parser]:
     number = torch.empty(2)
 
     def load(data: bytes) -> None:
-        state = pickled.load(data, lambda described: number)
+        state = unpickling.load(data, lambda described: number)
         if isinstance(state, dict):
-            schedules.read(state)
+            trainer_files.scheduler_part(state)
 
     yield Parser("pickles", (*inside, *plain), _CODES, load, lambda data, _: data, (CheckpointError,))
 
@@ -233,10 +233,10 @@ def _pickles(folder: Path) -> Iterator[Parser]:
         return _written("x.pt")(made.getvalue(), number)
 
     def parse(path: Path) -> None:
-        state = archive.read(path)
+        state = state_files.read_archive(path)
         parts.capture("part", 0, state)
         if isinstance(state, dict):
-            random_states.read(path)
+            trainer_files.read_random_states(path)
 
     tokens = (*_CODES, b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"../x", b"x/data/0")
     yield Parser("zip archives", tuple(archives), tokens, parse, _written("x.pt"), (CheckpointError,))
@@ -252,8 +252,12 @@ def _foreign_json(folder: Path) -> Iterator[Parser]:
     }  # fmt: skip
 
     def parse(path: Path) -> None:
-        found = trainer_state.read(path.parent)
-        for part in (trainer_state.reached(found), trainer_state.callbacks(found), trainer_state.place(found, 1)):
+        found = trainer_files.read_trainer_state(path.parent)
+        for part in (
+            trainer_files.trainer_state_part(found),
+            trainer_files.callbacks_part(found),
+            trainer_files.run_part(found, 1),
+        ):
             parts.encode("part", part)
 
     seed = json.dumps(state).encode()
@@ -280,7 +284,7 @@ def _foreign_json(folder: Path) -> Iterator[Parser]:
         "foreign index",
         (json.dumps(index).encode(),),
         tokens,
-        lambda path: weights._weight_map(path),
+        lambda path: state_files._weight_map(path),
         _written("model.safetensors.index.json"),
         (CheckpointError,),
     )
@@ -338,7 +342,7 @@ def _hub(saved: Path) -> Iterator[Parser]:
                 inside = os.path.normpath(f"/a/b/{path}")
                 assert inside.startswith(f"/a/b/{name}/"), path
             resume._check_sizes(commit, name, described)
-        resume._earlier(commit)
+        resume._earlier_commits(commit)
 
     seed = json.dumps(answers).encode()
     tokens = (
@@ -375,7 +379,7 @@ def _configuration(folder: Path) -> Parser:
         "configuration",
         (seed,),
         (*_JSON, b'"torch_dtype"', b'"dtype": 3'),
-        lambda data: model_dtype.configured(data, torch.bfloat16),
+        lambda data: exporting.config_with_dtype(data, torch.bfloat16),
         lambda data, _: data,
         (CheckpointError,),
     )

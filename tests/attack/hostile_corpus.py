@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from fuzz_parsers import Holding, plain_state
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, files, foreign
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, files, hf_import
 from tr_ckpt.command import main
 from tr_ckpt.manifest import MANIFEST
 
@@ -273,7 +273,7 @@ def doors_of_theirs(folder: Path) -> dict[str, Callable[[], object]]:
     }
     return {
         "restore": lambda: Checkpointer(folder.parent / "own").restore(held, folder),
-        "convert": lambda: foreign.convert(folder, folder.parent.parent / "converted"),
+        "convert": lambda: hf_import.convert(folder, folder.parent.parent / "converted"),
         "ls": lambda: _command("ls", folder.parent),
         "import": lambda: _command("import", folder, folder.parent.parent / "imported"),
     }

@@ -14,7 +14,7 @@ from attack_counts import OUTSIDE, WRONG_END, Count
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tr_ckpt import CheckpointError, parts, path_names
+from tr_ckpt import CheckpointError, parts, untrusted
 
 _STEPS = st.one_of(
     st.text(max_size=8),
@@ -56,7 +56,7 @@ def names(number: int, seed: int) -> Count:
 
         def judge(name: str) -> None:
             count.tried += 1
-            if path_names.wrong(name):
+            if untrusted.path_problem(name):
                 count.ends["refused"] += 1
                 return
             count.ends["inside"] += 1

@@ -160,9 +160,9 @@ def register():
 def substitute_for_mps():
     """Have the strategy for Macs, and what else asks whether a device is `mps`, take this device for it."""
     register()
-    import tr_core.metric_window as metric_window
-    import tr_core.scalars as scalars
-    import tr_core.strategies as strategies
+    import tr_core.choose_strategy as strategies
+    import tr_core.metric_means as metric_window
+    import tr_core.metric_means as scalars
     import tr_dist.mps as mps
 
     torch.backends.mps.is_available = lambda: True

@@ -104,7 +104,7 @@ def test_replicas_on_the_cpu_are_refused(tmp_path):
 
 def test_xla_is_not_taken_because_it_can_be_imported():
     code = (
-        "import sys; from tr_core import TrainingArguments; from tr_core.strategies import choose_strategy;"
+        "import sys; from tr_core import TrainingArguments; from tr_core.choose_strategy import choose_strategy;"
         "strategy = choose_strategy(TrainingArguments(output_dir='x'));"
         "print(type(strategy).__name__, 'torch_xla' in sys.modules)"
     )

@@ -11,14 +11,15 @@ from fuzz_families import draw
 from torch import nn
 
 import tr_core
-from tr_core.data import order
+from tr_core import loss
+from tr_core import loss as label_smoothing
+from tr_core.data import sampler
 from tr_core.evaluation import evaluation_loop
-from tr_core.evaluation.evaluation_loss import EvaluationLoss
-from tr_core.losses import label_smoothing, loss
-from tr_core.optimization import optimizing
-from tr_core.randomness import RandomState
+from tr_core.evaluation.metrics import EvaluationLoss
+from tr_core.random_state import RandomState
 from tr_core.run import Run as OurRun
 from tr_core.single_device import SingleDevice
+from tr_core.trainer import optimizer_methods
 
 FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], str | None]] = {}
 
@@ -90,7 +91,7 @@ def _undivided():
 @fault()
 def _order():
     """Every epoch has the order of the first."""
-    with _wrapped(order, "permutation", lambda before, count, seed, epoch: before(count, seed, 0)):
+    with _wrapped(sampler, "permutation", lambda before, count, seed, epoch: before(count, seed, 0)):
         yield
 
 
@@ -109,7 +110,7 @@ def _position():
 def _decay():
     """Biases and norms decay too."""
     everything = lambda model: [name for name, _ in model.named_parameters()]  # noqa: E731
-    with patch.object(optimizing, "decay_parameter_names", everything):
+    with patch.object(optimizer_methods, "decay_parameter_names", everything):
         yield
 
 

@@ -9,7 +9,7 @@ import torch
 from parity_harness import OURS, REFERENCE, Scenario, run, run_both
 from transformers.optimization import GreedyLR as ReferenceGreedyLR
 
-from tr_core.optimization.greedy import GreedyLR
+from tr_core.optim.greedy import GreedyLR
 
 BOUNDS = {"min_lr": 1e-3, "max_lr": 1.0}
 CASES = [

@@ -5,7 +5,7 @@ import torch
 from parity_models import llama
 from transformers.trainer_pt_utils import LabelSmoother as ReferenceSmoother
 
-from tr_core.losses.label_smoothing import LabelSmoother
+from tr_core.loss import LabelSmoother
 
 
 @pytest.mark.parametrize("counted", [False, True])

@@ -10,7 +10,7 @@ from parity_callbacks import At
 from parity_harness import OURS, REFERENCE, Scenario, run, same_tensors
 from torch import nn
 
-from tr_optim.neftune_callback import NEFTuneCallback
+from tr_optim.neftune import NEFTuneCallback
 
 ALPHA = 5.0
 

@@ -5,9 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from tr_args import ArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
-from tr_args.field_help import field_help
 from tr_args.flags import FlagTable
-from tr_args.help_page import default_text
+from tr_args.help_page import default_text, field_help
 from tr_args.schema import schema
 
 FROZEN = Path(__file__).parent / "flags.txt"

@@ -11,7 +11,7 @@ import pytest
 from tr_args import ArgumentParser, ArgumentsError, TrainingArguments, bounded_text
 from tr_args.files import read_mapping
 from tr_args.flags import FlagTable
-from tr_args.optim_args import parse_optim_args
+from tr_args.types.optimizer_options import parse_optim_args
 
 LIMIT_S = 120
 

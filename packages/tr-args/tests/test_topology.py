@@ -4,7 +4,7 @@ import pytest
 
 from tr_args import TrainingArguments
 from tr_args.errors import ArgumentsError
-from tr_args.topology import Topology, from_environment
+from tr_args.process import Topology, read_topology
 
 LAUNCHED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4(x2)"}
@@ -15,7 +15,7 @@ def place(monkeypatch, variables, **options):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    return from_environment(**options)
+    return read_topology(**options)
 
 
 def without(variables, *names):

@@ -13,7 +13,7 @@ from ckpt_held import held
 from ckpt_parts import Values, listed, number_of, parts
 from ckpt_run import Run
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, catalogue, files, retention
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, discovery, files, retention
 
 
 def tensors_of(state):
@@ -241,7 +241,7 @@ def test_what_is_to_follow_sees_a_complete_checkpoint_before_any_is_removed(asyn
     seen = []
 
     def on_commit(folder):
-        complete = catalogue.check_quickly(catalogue.Found(None, folder.name, folder)).step
+        complete = discovery.check_quickly(discovery.Found(None, folder.name, folder)).step
         alone = threading.current_thread() is threading.main_thread()
         seen.append((folder, complete, alone, listed(tmp_path)))
 
@@ -269,7 +269,7 @@ def test_what_follows_and_fails_is_logged_and_the_checkpoint_stays(asynchronous,
 
 def test_old_ones_go_in_the_background_after_the_new_one_was_read_back(tmp_path, monkeypatch):
     events = []
-    for module, name in ((catalogue, "verify"), (retention, "remove")):
+    for module, name in ((discovery, "verify"), (retention, "remove")):
         original = getattr(module, name)
 
         def noting(*arguments, name=name, original=original):

@@ -14,8 +14,8 @@ import pytest
 from ckpt_listed import flip, foreign, rewritten, save
 from ckpt_parts import parts
 
-from tr_ckpt import Checkpointer, catalogue, files
-from tr_ckpt.command import main, progress, verifying
+from tr_ckpt import Checkpointer, discovery, files
+from tr_ckpt.command import listing, main, terminal
 
 LOSSES = {9: 0.75, 10: 0.5, 20: 0.625}
 
@@ -282,7 +282,7 @@ class Terminal(io.StringIO):
 def test_verify_shows_how_far_it_is_on_a_terminal_and_leaves_nothing_there(run, capsys, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress, "_PERIOD_S", 0)
+    monkeypatch.setattr(terminal, "_PERIOD_S", 0)
     assert main(["verify", str(run)]) == 0
     drawn = screen.getvalue().split("\r")
     assert re.match(r" *\d+% \[#*\.*\] .* checkpoint-9/", drawn[1])
@@ -293,14 +293,14 @@ def test_verify_shows_how_far_it_is_on_a_terminal_and_leaves_nothing_there(run, 
 
 
 def test_nothing_is_drawn_where_there_is_no_terminal(run, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "_PERIOD_S", 0)
+    monkeypatch.setattr(terminal, "_PERIOD_S", 0)
     main(["verify", str(run)])
     assert capsys.readouterr().err == ""
 
 
 def test_verify_reads_every_byte(run, monkeypatch):
     read = []
-    monkeypatch.setattr(verifying.Progress, "advance", lambda self, size_bytes: read.append(size_bytes))
+    monkeypatch.setattr(listing.Progress, "advance", lambda self, size_bytes: read.append(size_bytes))
     main(["verify", str(run)])
     held = [path for path in run.rglob("*") if path.is_file() and path.name != "manifest.json"]
     assert sum(read) == sum(path.stat().st_size for path in held)
@@ -337,7 +337,7 @@ def test_a_folder_that_may_not_be_read_is_an_error_in_words(run, capsys, monkeyp
     def by_age(directory, prefix):
         raise PermissionError(13, "Permission denied", str(directory))
 
-    monkeypatch.setattr(catalogue, "by_age", by_age)
+    monkeypatch.setattr(discovery, "by_age", by_age)
     assert main(["ls", str(run)]) == 2
     assert capsys.readouterr().err == f"trainer ckpt ls: {run}: Permission denied\n"
 

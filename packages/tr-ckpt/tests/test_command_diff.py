@@ -11,9 +11,8 @@ import torch
 from ckpt_listed import State, flip, foreign, model, rewritten, save
 
 from tr_ckpt import Checkpointer, RNGState
-from tr_ckpt.command import main, tensor_differences
-from tr_ckpt.command.saved_tensors import SavedTensors
-from tr_ckpt.command.value_differences import compare_values
+from tr_ckpt.command import differences, main
+from tr_ckpt.command.differences import SavedTensors, compare_values
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +215,7 @@ def test_large_tensors_are_compared_in_blocks(diff, monkeypatch):
     one = torch.arange(1000.0)
     other = one.clone()
     other[[0, 333, 999]] += 1
-    monkeypatch.setattr(tensor_differences, "_BLOCK", 7)
+    monkeypatch.setattr(differences, "_BLOCK", 7)
     _, output = diff({"x": one}, {"x": other})
     assert tensor_row(output, "x")[-1] == "3 of 1,000"
     _, relative = tensor_row(output, "x")[2:4]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tr_ckpt.command import table
-from tr_ckpt.command.table import Column, render, shorten, size_text
+from tr_ckpt.command import terminal
+from tr_ckpt.command.terminal import Column, render, shorten, size_text
 
 
 @pytest.fixture
@@ -71,6 +71,6 @@ def test_sizes_are_readable(size, shown):
 def test_output_that_goes_elsewhere_is_not_cut(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-    assert table.terminal_width() is None
+    assert terminal.terminal_width() is None
     monkeypatch.setenv("COLUMNS", "64")
-    assert table.terminal_width() == 64
+    assert terminal.terminal_width() == 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, foreign
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, hf_import
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_numpys_generator_goes_on(left):
 
 
 def test_what_it_says_is_read_when_it_is_asked_for(left):
-    checkpoint = foreign.read(left)
+    checkpoint = hf_import.read(left)
     (left / "optimizer.pt").write_bytes(b"")
     assert (checkpoint.step, checkpoint.world_size) == (3, 1)
     assert set(checkpoint.parts) == {"model", "optimizer", "scheduler", "rng", "run", "callbacks", "trainer_state"}
@@ -146,7 +146,7 @@ def test_a_state_that_says_of_no_step_is_damage(left, text):
 
 def test_what_is_no_checkpoint_of_a_known_program_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"is no checkpoint of a program that is read here \(transformers' Tr"):
-        foreign.read(tmp_path)
+        hf_import.read(tmp_path)
 
 
 @pytest.mark.parametrize(

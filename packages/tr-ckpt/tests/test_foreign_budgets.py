@@ -10,12 +10,12 @@ import ckpt_foreign
 import pytest
 import torch
 
-from tr_ckpt import CheckpointError, foreign
-from tr_ckpt.foreign import archive, pickled
+from tr_ckpt import CheckpointError, hf_import
+from tr_ckpt.hf_import import state_files, unpickling
 
 
 def read(program):
-    return pickled.load(program, lambda described: torch.empty(0))
+    return unpickling.load(program, lambda described: torch.empty(0))
 
 
 def laughs(depth, width=10, kind="list"):
@@ -208,24 +208,24 @@ class View:
 def test_a_tensor_that_repeats_its_numbers_makes_no_file_of_any_size(size, stride, tmp_path):
     torch.save({"x": View(size, stride)}, tmp_path / "x.pt")
     if 0 in size:
-        assert archive.read(tmp_path / "x.pt")["x"].numel() == 0
+        assert state_files.read_archive(tmp_path / "x.pt")["x"].numel() == 0
         return
     with pytest.raises(CheckpointError, match=r"x\.pt cannot be read: (its tensors come to|a tensor is described)"):
-        archive.read(tmp_path / "x.pt")
+        state_files.read_archive(tmp_path / "x.pt")
 
 
 def test_many_tensors_of_the_same_numbers_count_together(tmp_path):
     numbers = torch.zeros(300_000)
     torch.save([numbers[n:] for n in range(2000)], tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="its tensors come to more than 16 times its"):
-        archive.read(tmp_path / "x.pt")
+        state_files.read_archive(tmp_path / "x.pt")
     torch.save([numbers[n : n + 100] for n in range(2000)], tmp_path / "y.pt")
-    assert len(archive.read(tmp_path / "y.pt")) == 2000
+    assert len(state_files.read_archive(tmp_path / "y.pt")) == 2000
 
 
 def test_a_view_that_repeats_a_few_numbers_is_read(tmp_path):
     torch.save(torch.ones(1).expand(1000), tmp_path / "x.pt")
-    assert torch.equal(archive.read(tmp_path / "x.pt"), torch.ones(1000))
+    assert torch.equal(state_files.read_archive(tmp_path / "x.pt"), torch.ones(1000))
 
 
 def test_entries_of_an_archive_that_lie_over_each_other_are_refused(tmp_path):
@@ -239,7 +239,7 @@ def test_entries_of_an_archive_that_lie_over_each_other_are_refused(tmp_path):
             data[each + 20 : each + 28] = struct.pack("<II", size, size)
         (tmp_path / "y.pt").write_bytes(data)
         with pytest.raises(CheckpointError, match=r"y\.pt"):
-            archive.read(tmp_path / "y.pt")
+            state_files.read_archive(tmp_path / "y.pt")
     assert entry.file_size == 4000
 
 
@@ -249,7 +249,7 @@ def test_an_archive_with_a_name_that_leads_elsewhere_is_refused(name, tmp_path):
     with zipfile.ZipFile(tmp_path / "x.pt", "a") as file:
         file.writestr(name, b"")
     with pytest.raises(CheckpointError, match=r"x\.pt cannot be read: it has "):
-        archive.read(tmp_path / "x.pt")
+        state_files.read_archive(tmp_path / "x.pt")
 
 
 @pytest.fixture
@@ -264,13 +264,13 @@ def test_a_link_in_place_of_a_file_of_another_program_is_not_followed(file, left
     (left / file).rename(tmp_path / file)
     (left / file).symlink_to(tmp_path / file)
     with pytest.raises(CheckpointError, match=f"{file} is a link, which may lead anywhere"):
-        foreign.convert(left, tmp_path / "ours")
+        hf_import.convert(left, tmp_path / "ours")
 
 
 def test_a_rank_beyond_all_does_not_hang(left, tmp_path):
     (left / "rng_state.pth").rename(left / "rng_state_0.pth")
     (left / "rng_state_999999999999.pth").write_bytes(b"")
-    assert foreign.read(left).world_size == 1
+    assert hf_import.read(left).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_state_of_a_trainer_that_is_none_is_refused_in_words(changes, left, tm
 
     (left / "trainer_state.json").write_text(json.dumps(ckpt_foreign.trainer_state(3, **changes)))
     with pytest.raises(CheckpointError, match="trainer_state.json holds"):
-        foreign.convert(left, tmp_path / "ours")
+        hf_import.convert(left, tmp_path / "ours")
 
 
 def test_the_best_folder_of_a_trainer_may_have_any_name(left, tmp_path):
@@ -297,7 +297,7 @@ def test_the_best_folder_of_a_trainer_may_have_any_name(left, tmp_path):
     for name in ("checkpoint-" + "9" * 5000, "a\0b", "\ud800", "checkpoint-07"):
         changes = {"best_model_checkpoint": name, "best_global_step": None}
         (left / "trainer_state.json").write_text(json.dumps(ckpt_foreign.trainer_state(3, **changes)))
-        assert foreign.read(left).states["trainer_state"]["best_global_step"] is None
+        assert hf_import.read(left).states["trainer_state"]["best_global_step"] is None
 
 
 @pytest.mark.parametrize("state", [{"param_groups": [{"params": 3}]}, {"param_groups": [3]}, {"param_groups": []}, {}])
@@ -313,4 +313,4 @@ def test_the_state_of_an_optimizer_that_is_none_is_refused_in_words(state, left,
 def test_random_states_that_are_none_are_refused_in_words(words, left, tmp_path):
     torch.save({**ckpt_foreign.random_states(), "python": (3, (words,), None)}, left / "rng_state.pth")
     with pytest.raises(CheckpointError, match=r"rng_state\.pth lacks what it must hold"):
-        foreign.convert(left, tmp_path / "ours")
+        hf_import.convert(left, tmp_path / "ours")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from ckpt_foreign import Payload
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, foreign
-from tr_ckpt.foreign import archive, pickled
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, hf_import
+from tr_ckpt.hf_import import state_files, unpickling
 
 
 def write_plain(value, path):
@@ -64,7 +64,7 @@ def test_a_malicious_pickle_in_a_file_of_state_executes_nothing(file, form, left
     for name, value in parts["model"].state_dict().items():
         assert torch.equal(value, before[name])
     with pytest.raises(CheckpointError, match=file):
-        foreign.convert(left, left.parent / "converted")
+        hf_import.convert(left, left.parent / "converted")
     assert not (left.parent / "converted").exists()
 
 
@@ -94,7 +94,7 @@ def test_a_malicious_pickle_in_the_random_states_of_a_rank_executes_nothing(rank
     torch.save(ckpt_foreign.random_states(), left / "rng_state_1.pth")
     form(Payload(mark), left / f"rng_state_{rank}.pth")
     with pytest.raises(CheckpointError, match=f"rng_state_{rank}.pth"):
-        foreign.read(left).random_states[rank]
+        hf_import.read(left).random_states[rank]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -110,15 +110,15 @@ def test_the_pickled_arguments_are_never_read(form, left, mark):
     form(Payload(mark), left / "training_args.bin")
     parts = ckpt_foreign.make()
     assert Checkpointer(left.parent / "ours").restore(parts, left) == 3
-    folder = foreign.convert(left, left.parent / "converted")
+    folder = hf_import.convert(left, left.parent / "converted")
     assert not (folder / "training_args.bin").exists()
-    assert any("training_args.bin is a pickle" in note for note in foreign.read(left).notes)
+    assert any("training_args.bin is a pickle" in note for note in hf_import.read(left).notes)
 
 
 def test_a_refused_name_is_in_the_message(left, mark):
     torch.save(Payload(mark), left / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"optimizer.pt names posix.mkdir, which is neither tensor, number nor"):
-        foreign.read(left).states["optimizer"]
+        hf_import.read(left).states["optimizer"]
 
 
 PROGRAMS = {
@@ -144,7 +144,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_what_is_no_plain_state_is_refused(program):
     with pytest.raises(CheckpointError):
-        pickled.load(program, lambda described: torch.empty(0))
+        unpickling.load(program, lambda described: torch.empty(0))
 
 
 def plain_state():
@@ -182,7 +182,7 @@ def same(value, other):
 def test_plain_state_is_read_as_torch_reads_it(tmp_path):
     state = plain_state()
     torch.save(state, tmp_path / "x.pt")
-    read = archive.read(tmp_path / "x.pt")
+    read = state_files.read_archive(tmp_path / "x.pt")
     assert same(torch.load(tmp_path / "x.pt", weights_only=True), read)
     assert read["module"]._metadata == state["module"]._metadata
     read["weight"].zero_()  # tensors that shared memory do again
@@ -202,7 +202,7 @@ def test_values_of_numpy_become_tensors_and_numbers_whatever_its_version(tmp_pat
     for core in (b"numpy.core.", b"numpy._core."):
         for other in (b"numpy.core.", b"numpy._core."):
             program = written.replace(other, core)
-            read = pickled.load(program, lambda described: torch.empty(0))
+            read = unpickling.load(program, lambda described: torch.empty(0))
             assert read["words"].tolist() == [0, 1, 2, 3, 4]
             assert read["words"].dtype == torch.uint32
             assert torch.equal(read["matrix"], torch.ones(2, 3, dtype=torch.float64))
@@ -214,7 +214,7 @@ def test_values_of_numpy_become_tensors_and_numbers_whatever_its_version(tmp_pat
 def test_arrays_that_are_not_of_numbers_are_refused(kind):
     np = pytest.importorskip("numpy")
     with pytest.raises(CheckpointError, match="NumPy value"):
-        pickled.load(pickle.dumps(np.array([1, 2]).astype(kind), protocol=2), lambda described: torch.empty(0))
+        unpickling.load(pickle.dumps(np.array([1, 2]).astype(kind), protocol=2), lambda described: torch.empty(0))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_tensor_that_reaches_beyond_its_numbers_is_damage(offset, size, stride
 
     torch.save(Odd(), tmp_path / "x.pt")
     with pytest.raises(DamagedCheckpointError, match="x.pt"):
-        archive.read(tmp_path / "x.pt")
+        state_files.read_archive(tmp_path / "x.pt")
 
 
 def small(tmp_path):
@@ -241,7 +241,7 @@ def small(tmp_path):
 
 def read_or_none(path):
     try:
-        return archive.read(path)
+        return state_files.read_archive(path)
     except CheckpointError:
         return None
 
@@ -263,7 +263,7 @@ def test_a_file_that_is_cut_anywhere_is_damage(tmp_path):
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         with pytest.raises(DamagedCheckpointError, match="x.pt"):
-            archive.read(path)
+            state_files.read_archive(path)
 
 
 def test_a_zip_archive_of_something_else_is_refused(tmp_path):
@@ -272,11 +272,11 @@ def test_a_zip_archive_of_something_else_is_refused(tmp_path):
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a.txt", "text")
     with pytest.raises(DamagedCheckpointError, match=r"x.pt cannot be read: it is a zip archive, but not one of torch"):
-        archive.read(path)
+        state_files.read_archive(path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("x/data.pkl", pickle.dumps([0] * 100, protocol=2))
     with pytest.raises(DamagedCheckpointError, match="compressed"):
-        archive.read(path)
+        state_files.read_archive(path)
 
 
 def test_numbers_with_the_high_byte_first_are_refused(tmp_path):
@@ -288,4 +288,4 @@ def test_numbers_with_the_high_byte_first_are_refused(tmp_path):
             content = b"big" if entry.filename.endswith("byteorder") else source.read(entry)
             target.writestr(entry.filename, content)
     with pytest.raises(CheckpointError, match="big"):
-        archive.read(tmp_path / "y.pt")
+        state_files.read_archive(tmp_path / "y.pt")

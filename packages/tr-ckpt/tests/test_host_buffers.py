@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tr_ckpt import tensor_file
-from tr_ckpt.host_buffers import HostBuffers
+from tr_ckpt.parts import HostBuffers
 
 
 def bits(tensor):

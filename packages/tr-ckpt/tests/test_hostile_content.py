@@ -8,7 +8,8 @@ import pytest
 from ckpt_malice import refused, rewritten, saved_twice, vouched
 from ckpt_parts import parts
 
-from tr_ckpt import manifest, model_dtype
+from tr_ckpt import manifest
+from tr_ckpt.sharded import exporting
 
 
 @pytest.fixture
@@ -191,4 +192,7 @@ def test_a_configuration_imports_nothing(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch, "__getattr__", lambda name: pytest.fail(f"torch.{name} was asked for"), raising=False)
     raw = json.dumps({"dtype": "_dynamo", "torch_dtype": "float32"}).encode()
-    assert json.loads(model_dtype.configured(raw, torch.bfloat16)) == {"dtype": "_dynamo", "torch_dtype": "bfloat16"}
+    assert json.loads(exporting.config_with_dtype(raw, torch.bfloat16)) == {
+        "dtype": "_dynamo",
+        "torch_dtype": "bfloat16",
+    }

@@ -11,7 +11,7 @@ from ckpt_parts import number_of, parts
 from minihub import TOKEN
 
 from tr_ckpt import Checkpointer, CheckpointError, HubRepository
-from tr_ckpt.hub import commit
+from tr_ckpt.hub import resume
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Use 'content=.*:DeprecationWarning"),
@@ -160,7 +160,7 @@ def test_an_owner_who_cannot_be_one_is_refused(name, files, world):
 
 
 def test_a_listing_without_end_is_refused(files, world, monkeypatch):
-    monkeypatch.setattr(commit, "MOST_ENTRIES", 1000)
+    monkeypatch.setattr(resume, "MOST_ENTRIES", 1000)
     api = LiteralApi(files)
 
     def endless(*_, **__):
@@ -197,5 +197,5 @@ def test_the_hub_itself_may_list_what_it_likes(name, hub, world, tmp_path):
 
 
 def test_more_files_than_the_client_is_asked_for_at_once_all_come(files, world, monkeypatch):
-    monkeypatch.setattr(commit, "_AT_ONCE", 2)
+    monkeypatch.setattr(resume, "_AT_ONCE", 2)
     assert restore(world, LiteralApi(files)) == (2, 2)

@@ -85,7 +85,7 @@ def test_what_is_pushed_meanwhile_changes_nothing(path, hub, tmp_path):
     hub.log.clear()  # the pushes asked the same: only what is asked from here on is the reader's
     gate = hub.hold("GET", path)
     into = parts()
-    future = resume._apart(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
+    future = resume._in_thread(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
     wait_until(lambda: any(method == "GET" and re.search(path, asked) for method, asked in hub.log))
     run.save(3)
     run.settle()

@@ -11,7 +11,7 @@ import pytest
 from minihub import TOKEN
 
 from tr_ckpt import HubRepository
-from tr_ckpt.hub.secret import Secret
+from tr_ckpt.hub.retrying import Secret
 
 # The client's own way of sending a file.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=.*:DeprecationWarning")

@@ -11,21 +11,21 @@ from ckpt_hub_run import Run
 from minihub import TOKEN, wait_until
 
 from tr_ckpt import PushError
-from tr_ckpt.hub import waiting
+from tr_ckpt.hub import push_queue
 
 # The client's own way of sending a file.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=.*:DeprecationWarning")
 
 
 def test_the_wait_is_for_ten_minutes_and_the_bytes_at_two_megabytes_a_second():
-    assert waiting.limit_s(0) == 600
-    assert waiting.limit_s(7_200_000_000) == 600 + 3600
+    assert push_queue.limit_s(0) == 600
+    assert push_queue.limit_s(7_200_000_000) == 600 + 3600
 
 
 def test_sizes_are_given_in_millions_of_bytes():
-    assert waiting._size(0) == "0.0 MB"
-    assert waiting._size(51_000) == "0.1 MB"
-    assert waiting._size(1_234_567_890) == "1,234.6 MB"
+    assert push_queue._size_text(0) == "0.0 MB"
+    assert push_queue._size_text(51_000) == "0.1 MB"
+    assert push_queue._size_text(1_234_567_890) == "1,234.6 MB"
 
 
 def test_a_hub_that_never_answers_does_not_keep_a_run_for_ever(hub, tmp_path, caplog):
@@ -41,7 +41,7 @@ def test_a_hub_that_never_answers_does_not_keep_a_run_for_ever(hub, tmp_path, ca
     assert f"waiting for 1 push to {hub.endpoint}/ci/run, " in begin
     assert begin.endswith(": 'Training in progress, step 1'; for 0 s at most, or until Ctrl-C")
     # What is left to send: the checkpoint, and what the end of the run adds is not pushed yet.
-    assert f", {waiting._size(size)}: " in begin
+    assert f", {push_queue._size_text(size)}: " in begin
     [summary] = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert "not pushed: 'Training in progress, step 1', 'End of training'; last: " in summary
     assert f"hf upload ci/run {run.output_dir}/checkpoint-1 last-checkpoint" in summary
@@ -52,7 +52,7 @@ def test_a_hub_that_never_answers_does_not_keep_a_run_for_ever(hub, tmp_path, ca
 
 def test_a_long_wait_says_what_it_waits_for(hub, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(waiting, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(push_queue, "TELL_EVERY_S", 0.0)
     run = Run(tmp_path / "out", hub, wait_limit_s=0.5)
     run.settle()
     gate = hub.hold("POST", "/commit/")
@@ -176,30 +176,30 @@ def test_a_signal_that_others_only_note_ends_the_wait_and_the_process_with_its_c
 
 
 def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch):
-    monkeypatch.setattr(waiting, "_REPEATED_WITHIN_S", 100.0)
-    with waiting.interrupts(after_signal=True) as caught:
+    monkeypatch.setattr(push_queue, "_REPEATED_WITHIN_S", 100.0)
+    with push_queue.interrupts(after_signal=True) as caught:
         signal.raise_signal(signal.SIGTERM)
     assert caught == []
-    monkeypatch.setattr(waiting, "_REPEATED_WITHIN_S", 0.0)
+    monkeypatch.setattr(push_queue, "_REPEATED_WITHIN_S", 0.0)
     former = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
-        with pytest.raises(SystemExit), waiting.interrupts(after_signal=True) as caught:
+        with pytest.raises(SystemExit), push_queue.interrupts(after_signal=True) as caught:
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, former)
     assert caught == [signal.SIGTERM], "later it is another request"
-    with pytest.raises(KeyboardInterrupt), waiting.interrupts(after_signal=True):
+    with pytest.raises(KeyboardInterrupt), push_queue.interrupts(after_signal=True):
         signal.raise_signal(signal.SIGINT)
 
 
 def test_a_signal_that_is_ignored_stays_so():
     former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with waiting.interrupts() as caught:
+        with push_queue.interrupts() as caught:
             signal.raise_signal(signal.SIGTERM)
         assert caught == []
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        with pytest.raises(SystemExit), waiting.interrupts() as caught:
+        with pytest.raises(SystemExit), push_queue.interrupts() as caught:
             signal.raise_signal(signal.SIGTERM)
         assert caught == [signal.SIGTERM], "one that is handled is noted"
     finally:

@@ -11,7 +11,7 @@ from ckpt_faults import Faults
 from ckpt_listed import State, rewritten
 from ckpt_run import Run
 
-from tr_ckpt import Checkpointer, files, leaves, manifest, tree
+from tr_ckpt import Checkpointer, codec, files, manifest
 
 LAYOUT = (Path(__file__).parent.parent / "docs" / "layout.md").read_text(encoding="utf-8")
 
@@ -53,7 +53,7 @@ def test_the_manifest_holds_the_keys_that_are_listed(tmp_path):
 
 
 def test_every_tag_is_listed():
-    tags = {*tree._TAGS, "$metadata", *leaves._DECODERS}
+    tags = {*codec._TAGS, "$metadata", *codec._LEAF_DECODERS}
     assert set(re.findall(r'"(\$\w+)":', section("Parts"))) == tags
 
 

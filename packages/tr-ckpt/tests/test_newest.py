@@ -6,11 +6,11 @@ import pytest
 from ckpt_listed import rewritten
 from ckpt_parts import number_of, parts
 
-from tr_ckpt import Checkpointer, CheckpointError, catalogue, manifest, restoring
+from tr_ckpt import Checkpointer, CheckpointError, discovery, manifest, restoring
 
 
 def steps_by_age(directory):
-    return [found.step for found in catalogue.by_age(directory, "checkpoint")]
+    return [found.step for found in discovery.by_age(directory, "checkpoint")]
 
 
 def sequences(checkpointer):
@@ -126,16 +126,16 @@ def test_a_sequence_that_is_no_number_is_damage(sequence, rewound, caplog):
 def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_one_that_followed(
     when, tmp_path, caplog, monkeypatch
 ):
-    running, damages = Checkpointer(tmp_path, keep_last=1), catalogue.damages
+    running, damages = Checkpointer(tmp_path, keep_last=1), discovery.damages
     running.save(1, parts(10))
 
     def meanwhile(*given):
-        monkeypatch.setattr(catalogue, "damages", damages)
+        monkeypatch.setattr(discovery, "damages", damages)
         found = damages(*given) if when == "after" else None
         running.save(2, parts(20))  # which removes the first
         return damages(*given) if found is None else found
 
-    monkeypatch.setattr(catalogue, "damages", meanwhile)
+    monkeypatch.setattr(discovery, "damages", meanwhile)
     into = parts()
     assert Checkpointer(tmp_path).restore(into) == 2
     assert number_of(into) == 20

@@ -6,7 +6,7 @@ import torch.multiprocessing
 from ckpt_parts import number_of, parts
 
 from tr_ckpt import Checkpointer, RNGState
-from tr_ckpt.nodes import NodeRanks
+from tr_ckpt.ranks import NodeRanks
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

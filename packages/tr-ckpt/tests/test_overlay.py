@@ -10,7 +10,7 @@ import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import number_of, parts
 
-from tr_ckpt import Checkpointer, catalogue, files, names
+from tr_ckpt import Checkpointer, discovery, files, names
 from tr_ckpt.command import main
 from tr_ckpt.hub import snapshot
 
@@ -61,8 +61,8 @@ def restored(directory):
 def whole(directory: Path) -> list[tuple[int, int]]:
     """Return step and content of all that count as checkpoints, each read whole; no other looks like one."""
     found = []
-    for each in catalogue.find(directory, "checkpoint"):
-        assert not catalogue.is_foreign(each.path)
+    for each in discovery.find(directory, "checkpoint"):
+        assert not discovery.is_foreign(each.path)
         if (each.path / names.MANIFEST).exists():
             into = parts()
             found.append((Checkpointer(directory).restore(into, source=each.path), number_of(into)))

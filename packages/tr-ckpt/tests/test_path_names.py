@@ -6,7 +6,7 @@ from pathlib import Path, PureWindowsPath
 import pytest
 from ckpt_parts import listed, parts
 
-from tr_ckpt import Checkpointer, CheckpointError, names, path_names
+from tr_ckpt import Checkpointer, CheckpointError, names, untrusted
 from tr_ckpt.manifest import MANIFEST
 
 INSIDE = (
@@ -34,22 +34,22 @@ OUTSIDE = (
 
 @pytest.mark.parametrize("name", [name for name in INSIDE if not name.endswith(".")])
 def test_a_name_of_a_file_inside_is_taken(name):
-    assert path_names.wrong(name) == ""
+    assert untrusted.path_problem(name) == ""
     assert PureWindowsPath("C:/run", name).is_relative_to("C:/run")
 
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=lambda name: f"{name!a:.30}")
 def test_a_name_of_anything_else_is_refused(name):
-    assert path_names.wrong(name)
-    assert path_names.wrong_among(["a", name]).startswith(repr(name)[:200])
+    assert untrusted.path_problem(name)
+    assert untrusted.paths_problem(["a", name]).startswith(repr(name)[:200])
 
 
 def test_two_names_of_one_file_are_refused():
-    assert path_names.wrong_among(["a", "b/c", "b/d"]) == ""
+    assert untrusted.paths_problem(["a", "b/c", "b/d"]) == ""
     for one, other in (("a", "A"), ("caf\u00e9", "cafe\u0301"), ("x/A", "X/a")):
-        assert "one file on some systems" in path_names.wrong_among([one, other])
+        assert "one file on some systems" in untrusted.paths_problem([one, other])
     for one, other in (("a", "a/b"), ("a/b/c", "a"), ("A", "a/b")):
-        assert "both as a file and as the folder" in path_names.wrong_among([one, other])
+        assert "both as a file and as the folder" in untrusted.paths_problem([one, other])
 
 
 @pytest.mark.parametrize("name", ["con", "nul.x", "a.", "x" * 240])
@@ -88,4 +88,4 @@ def test_a_checkpoint_is_not_saved_under_a_step_that_would_not_be_found(tmp_path
 
 def test_every_name_that_a_save_writes_passes(tmp_path):
     folder = Checkpointer(tmp_path).save(1, parts(1))
-    assert path_names.wrong_among(str(path.relative_to(folder)) for path in Path(folder).rglob("*")) == ""
+    assert untrusted.paths_problem(str(path.relative_to(folder)) for path in Path(folder).rglob("*")) == ""

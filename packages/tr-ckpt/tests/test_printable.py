@@ -13,7 +13,7 @@ from test_hub_hostile import LiteralApi
 
 from tr_ckpt import Checkpointer, CheckpointError, HubRepository, PushError
 from tr_ckpt.command import main
-from tr_ckpt.printable import printable
+from tr_ckpt.errors import printable
 
 # Clears the screen, sets the title, rings, goes back a line, turns the writing, and hides; C1, DEL, half a character.
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\x08\x9b31m\x7f\u202e\u200b\u2028\ud800"

@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing
 from ckpt_parts import listed, number_of, parts
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, catalogue
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery
 from tr_ckpt.ranks import Ranks
 
 
@@ -61,7 +61,7 @@ def test_a_rank_without_saved_random_state_keeps_its_own_and_says_so(tmp_path, c
     expected = torch.rand(3)
     torch.manual_seed(5)
     # Rank 1 of 2 restores what one process saved; rank 0 answers what it would.
-    candidates = catalogue.find(tmp_path, "checkpoint")
+    candidates = discovery.find(tmp_path, "checkpoint")
     exchanges = [lambda _: [(candidates, None), (None, None)], lambda mine: [mine, mine], lambda mine: [mine, mine]]
     into = parts()
     with caplog.at_level(logging.WARNING):

@@ -15,7 +15,7 @@ from tr_ckpt import (
     DamagedCheckpointError,
     SaveError,
     UnreadableError,
-    catalogue,
+    discovery,
     files,
     lock_file,
     manifest,
@@ -311,7 +311,9 @@ def test_what_was_replaced_stays_while_the_one_in_its_place_is_damaged(saved, mo
 
 
 def test_a_step_saved_again_keeps_the_one_before_until_the_new_one_has_been_read_back(saved, monkeypatch, caplog):
-    monkeypatch.setattr(catalogue, "verify", lambda folder, described: catalogue.raise_if_any(["model.json is short"]))
+    monkeypatch.setattr(
+        discovery, "verify", lambda folder, described: discovery.raise_if_damaged(["model.json is short"])
+    )
     saved.save(30, parts(31))
     [aside] = saved.directory.glob(".tmp-replaced-checkpoint-30@*")
     into = parts()

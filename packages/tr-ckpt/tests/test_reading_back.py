@@ -8,9 +8,9 @@ import torch
 from ckpt_malice import rewritten, vouched
 from ckpt_parts import listed, number_of, parts
 
-from tr_ckpt import Checkpointer, CheckpointError, catalogue, reading_back, strict_json, tensor_file
-from tr_ckpt.catalogue import Found
+from tr_ckpt import Checkpointer, CheckpointError, discovery, part_files, tensor_file, untrusted
 from tr_ckpt.command import main
+from tr_ckpt.discovery import Found
 
 
 class Holding:
@@ -74,7 +74,7 @@ def test_a_name_of_half_a_character_is_saved_and_read_back(tmp_path):
 
 
 def test_more_json_than_is_read_back_is_refused_when_it_is_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(strict_json, "MOST_BYTES", 1000)
+    monkeypatch.setattr(untrusted, "MOST_JSON_BYTES", 1000)
     with pytest.raises(
         CheckpointError, match=r"what of part is no tensor takes [\d,]+ bytes of JSON, and at most 1,000"
     ):
@@ -82,7 +82,7 @@ def test_more_json_than_is_read_back_is_refused_when_it_is_saved(tmp_path, monke
     assert listed(tmp_path) == []
     (tmp_path / "x.json").write_bytes(b"[" + b" " * 1000 + b"]")
     with pytest.raises(CheckpointError, match="more than 1,000 bytes, and that much JSON is not read"):
-        strict_json.read(tmp_path / "x.json")
+        untrusted.read_json(tmp_path / "x.json")
 
 
 def nested(depth):
@@ -128,10 +128,10 @@ def test_verify_finds_what_is_as_it_was_written_and_cannot_be_loaded(kind, saved
     folder = saved.path(1)
     (folder / name).write_bytes(content)
     vouched(folder)
-    described = catalogue.check_quickly(Found(1, "checkpoint-1", folder))
-    catalogue.verify(folder, described)  # the bytes are right
+    described = discovery.check_quickly(Found(1, "checkpoint-1", folder))
+    discovery.verify(folder, described)  # the bytes are right
     with pytest.raises(CheckpointError, match="model"):
-        reading_back.verify(folder, described)
+        part_files.verify(folder, described)
     assert main(["verify", str(folder)]) == 1
     shown = capsys.readouterr().out
     assert "not readable" in shown
@@ -155,22 +155,22 @@ def test_what_cannot_be_loaded_removes_no_older_one(saved, monkeypatch, caplog):
 
 
 def test_verify_reads_no_number_twice(saved, monkeypatch):
-    described = catalogue.check_quickly(Found(1, "checkpoint-1", saved.path(1)))
+    described = discovery.check_quickly(Found(1, "checkpoint-1", saved.path(1)))
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: pytest.fail("a tensor was copied"))
     monkeypatch.setattr(tensor_file, "read", lambda path: pytest.fail("all of a file was read"))
-    assert reading_back.problems(saved.path(1), described) == []
+    assert part_files.problems(saved.path(1), described) == []
 
 
 def test_arrays_are_checked_against_what_they_are_made_of(tmp_path):
     np = pytest.importorskip("numpy")
     checkpointer = Checkpointer(tmp_path)
     folder = checkpointer.save(1, {"part": Holding({"a": np.arange(6).reshape(2, 3), "b": np.float32(2)})})
-    described = catalogue.check_quickly(Found(1, "checkpoint-1", folder))
-    assert reading_back.problems(folder, described) == []
+    described = discovery.check_quickly(Found(1, "checkpoint-1", folder))
+    assert part_files.problems(folder, described) == []
     text = (folder / "part.json").read_text()
     (folder / "part.json").write_text(text.replace("<i8", "<i2"))
     vouched(folder)
-    [problem] = reading_back.problems(folder, catalogue.check_quickly(Found(1, "checkpoint-1", folder)))
+    [problem] = part_files.problems(folder, discovery.check_quickly(Found(1, "checkpoint-1", folder)))
     assert problem.startswith("part.json cannot be loaded: the content of '$array' cannot be read")
 
 
@@ -198,10 +198,10 @@ def test_keys_that_are_made_to_be_slow_are_refused(tmp_path):
 def test_a_name_that_is_twice_among_many_is_found_at_once():
     text = "{" + ",".join(f'"{number}":0' for number in range(200_000)) + ',"7":1}'
     with pytest.raises(CheckpointError, match="the name '7' occurs twice in one object"):
-        strict_json.loads(text)
+        untrusted.parse_json(text)
 
 
 def test_a_manifest_of_no_parts_is_verified(saved):
     rewritten(saved.path(1), parts={})
-    described = catalogue.check_quickly(Found(1, "checkpoint-1", saved.path(1)))
-    assert reading_back.problems(saved.path(1), described) == []
+    described = discovery.check_quickly(Found(1, "checkpoint-1", saved.path(1)))
+    assert part_files.problems(saved.path(1), described) == []

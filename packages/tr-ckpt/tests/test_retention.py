@@ -9,7 +9,7 @@ from ckpt_faults import Faults
 from ckpt_parts import number_of, parts
 from ckpt_reads import ERRNOS, BadReads
 
-from tr_ckpt import Checkpointer, catalogue, files, reads, retention
+from tr_ckpt import Checkpointer, discovery, files, reads, retention
 from tr_ckpt.errors import DamagedCheckpointError
 
 STEPS = (5, 10, 15, 20, 25)
@@ -90,7 +90,7 @@ def test_nothing_is_removed_when_the_new_one_reads_back_damaged(tmp_path, monkey
         asked.append(folder.name)
         raise DamagedCheckpointError("model.json was changed")
 
-    monkeypatch.setattr(catalogue, "verify", verify)
+    monkeypatch.setattr(discovery, "verify", verify)
     checkpointer.save(2, parts(2))
     assert asked == ["checkpoint-2"]
     assert checkpointer.steps() == [1, 2]
@@ -248,7 +248,7 @@ def test_one_that_cannot_be_read_now_stays_and_the_next_save_looks_again(number,
 def test_nothing_is_removed_while_the_new_one_cannot_be_read_back(number, where, earlier, monkeypatch, caplog):
     keeper = Checkpointer(earlier, keep_last=1)
     keeper.restore(parts())
-    original = catalogue.verify
+    original = discovery.verify
 
     def verify(folder, described):
         with BadReads(number, where=where) as bad:
@@ -258,7 +258,7 @@ def test_nothing_is_removed_while_the_new_one_cannot_be_read_back(number, where,
                 assert bad.failed == 1  # the save does not wait for it
 
     with monkeypatch.context() as patched:
-        patched.setattr(catalogue, "verify", verify)
+        patched.setattr(discovery, "verify", verify)
         keeper.save(40, parts(40))
     assert keeper.steps() == [10, 20, 30, 40]
     assert "nothing is removed now, the next save tries again: " in caplog.text

@@ -128,7 +128,7 @@ def test_chunks_that_leave_a_gap_or_overlap_are_refused(length, chunks, tmp_path
 
 
 def test_boxes_of_any_kind_that_fill_a_whole_are_taken():
-    from tr_ckpt.sharded import tiling
+    from tr_ckpt.sharded import shard_index as tiling
 
     assert tiling.is_filled((), [((), ())])
     assert not tiling.is_filled((), [])

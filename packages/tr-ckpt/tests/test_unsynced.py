@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 from ckpt_parts import listed, number_of, parts
 
-from tr_ckpt import Checkpointer, unsynced
+from tr_ckpt import Checkpointer, files
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(unsynced, "_warned", set())
+    monkeypatch.setattr(files, "_warned", set())
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "listdir", refused)
     error = PermissionError(errno.EACCES, "Permission denied")
-    assert not unsynced.tolerated(error, tmp_path, of_folder=True)
+    assert not files.is_sync_unsupported(error, tmp_path, of_folder=True)
     assert error.filename == str(tmp_path)
 
 
@@ -124,5 +124,5 @@ def test_it_is_noticed_when_a_run_begins_whether_its_folder_is_there_or_not(
 
 def test_what_is_noticed_at_the_beginning_is_no_error_of_the_disk(tmp_path, fail, caplog):
     fail(errno.EIO)
-    unsynced.notice(tmp_path / "a")
+    files.warn_if_unsynced(tmp_path / "a")
     assert caplog.records == []

@@ -4,7 +4,7 @@ import json
 import shutil
 import tomllib
 
-from tr_core.preflight.command import main
+from tr_core.preflight.cli import main
 
 
 def read_cases(folder, kind):

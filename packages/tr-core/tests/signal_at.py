@@ -8,7 +8,7 @@ from memory_checkpointer import MemoryCheckpointer
 from small_models import Classifier, samples
 
 from tr_core import TrainerCallback
-from tr_core.conditions.signals import SIGNALS, Interrupted
+from tr_core.preemption.signals import SIGNALS, Interrupted
 
 WATCHED = ("on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end")
 

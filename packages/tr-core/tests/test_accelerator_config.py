@@ -7,7 +7,7 @@ import pytest
 
 from tr_args import AcceleratorConfig
 from tr_core import SingleDevice
-from tr_core.conditions.accelerator_settings import check_accelerator_config
+from tr_core.plan import check_accelerator_config
 
 REFUSED = {
     "dispatch_batches": (True, "each rank reads its own share of every micro-batch"),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tr_core import TrainerCallback
-from tr_core.conditions.activation_checkpointing import checkpointed_activations, repeated_layers
+from tr_core.runtime.activation_checkpointing import checkpointed_activations, repeated_layers
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tr_core import Trainer, TrainerCallback
-from tr_core.conditions.out_of_memory import is_out_of_memory
+from tr_core.runtime.memory import is_out_of_memory
 
 MESSAGES = (
     "CUDA out of memory. Tried to allocate 20.00 GiB",

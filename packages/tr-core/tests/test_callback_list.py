@@ -7,7 +7,7 @@ import pytest
 from small_models import samples
 
 from tr_core import TrainerCallback
-from tr_core.watched_list import WatchedList
+from tr_core.callback import WatchedList
 
 
 class Steps(TrainerCallback):

@@ -11,8 +11,16 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
-from tr_core.assignments import FIXED_WHEN_BUILT, TAKEN_AT_BEGIN
-from tr_core.changes import ACTING, END_OF_RUN, NEXT_EVALUATION, NEXT_RUN, NEXT_SAVE, NEXT_STEP
+from tr_core.changes import (
+    ACTING,
+    END_OF_RUN,
+    FIXED_WHEN_BUILT,
+    NEXT_EVALUATION,
+    NEXT_RUN,
+    NEXT_SAVE,
+    NEXT_STEP,
+    TAKEN_AT_BEGIN,
+)
 
 NAMES = sorted(field.name for field in dataclasses.fields(TrainingArguments))
 OF_SEQ2SEQ = {"generation_config", "generation_max_length", "generation_num_beams", "predict_with_generate"}

@@ -18,7 +18,7 @@ from tr_core.collators import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
 )
-from tr_core.randomness import separate_randomness
+from tr_core.random_state import separate_randomness
 
 EVERY = [
     lambda **options: DataCollatorForLanguageModeling(ToyTokenizer(), **options),

@@ -8,9 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tr_core.evaluation import rows as rows_module
-from tr_core.evaluation.collected import Collected
-from tr_core.evaluation.rows import Rows
+from tr_core.evaluation import output_buffer as rows_module
+from tr_core.evaluation.output_buffer import OutputBuffer, Rows
 
 
 class Counted(TorchDispatchMode):
@@ -32,7 +31,7 @@ class Counted(TorchDispatchMode):
 def collect(number, batch_size=8, width=50, expected=None):
     """Return the joined array, and the bytes taken and copied for it."""
     batches = [torch.full((min(batch_size, number - i), width), float(i)) for i in range(0, number, batch_size)]
-    collected, counted = Collected(expected), Counted()
+    collected, counted = OutputBuffer(expected), Counted()
     with counted:
         for batch in batches:
             collected.add(batch)
@@ -59,7 +58,7 @@ def test_without_a_known_number_each_value_is_copied_twice_whatever_the_number(m
 
 
 def test_batches_that_grow_are_copied_three_times_at_most():
-    widths, collected, counted = range(1, 200), Collected(2 * 199), Counted()
+    widths, collected, counted = range(1, 200), OutputBuffer(2 * 199), Counted()
     with counted:
         for width in widths:
             collected.add(torch.ones(2, width))
@@ -106,13 +105,13 @@ def test_types_of_batches_are_joined_as_numpy_joins_them():
 
 @pytest.mark.parametrize(("given", "kept"), [(torch.bfloat16, np.float32), (torch.float8_e4m3fn, np.float32)])
 def test_types_that_numpy_has_not_become_float32(given, kept):
-    collected = Collected()
+    collected = OutputBuffer()
     collected.add(torch.ones(2, 3).to(given))
     assert collected.arrays().dtype == kept
 
 
 def test_scalars_are_one_row_each_batch():
-    collected = Collected()
+    collected = OutputBuffer()
     for value in (1.0, 2.0):
         collected.add((torch.tensor(value), torch.ones(3)))
     scalars, rows = collected.arrays()
@@ -121,7 +120,7 @@ def test_scalars_are_one_row_each_batch():
 
 
 def test_nothing_collected_is_none_and_collecting_can_begin_again():
-    collected = Collected()
+    collected = OutputBuffer()
     assert collected.arrays() is None
     collected.add(None)
     assert collected.arrays() is None
@@ -131,7 +130,7 @@ def test_nothing_collected_is_none_and_collecting_can_begin_again():
 
 def test_what_is_on_the_host_is_put_away_at_once_and_is_no_view_of_the_output():
     buffer = torch.ones(2, 3)
-    collected = Collected(4)
+    collected = OutputBuffer(4)
     collected.add(buffer)
     buffer.zero_()
     assert collected.arrays().sum() == 6
@@ -153,7 +152,7 @@ def test_a_model_that_gives_one_buffer_again_and_again_is_collected_right(make_t
 
 
 def test_batches_that_stay_apart_are_arrays_of_their_own():
-    collected = Collected(concatenate=False)
+    collected = OutputBuffer(concatenate=False)
     collected.add((torch.ones(2, 3), {"a": torch.ones(2, dtype=torch.bfloat16)}))
     collected.add((torch.ones(1, 4), {"a": torch.ones(1, dtype=torch.bfloat16)}))
     first, second = collected.arrays()

@@ -8,7 +8,7 @@ from small_models import Classifier, CountedSum, IgnoresCount, samples
 from torch import nn
 
 from tr_core import Trainer
-from tr_core.conditions.compilation import Compilation
+from tr_core.runtime.compilation import Compilation
 
 dynamo = pytest.importorskip("torch._dynamo")
 

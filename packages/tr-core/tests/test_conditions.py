@@ -9,9 +9,9 @@ import torch
 from small_models import Classifier, samples
 
 from tr_core import Trainer, TrainerCallback
-from tr_core.conditions import matmul_precision
-from tr_core.conditions.liger import apply_liger_kernel
-from tr_core.conditions.matmul_precision import tf32
+from tr_core.runtime import precision
+from tr_core.runtime.liger import apply_liger_kernel
+from tr_core.runtime.precision import tf32
 
 
 def precisions():
@@ -92,8 +92,8 @@ def test_which_devices_have_tf32(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for capability, has in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert matmul_precision.has_tf32(torch.device("cuda")) is has
-    assert not matmul_precision.has_tf32(torch.device("mps"))
+        assert precision.has_tf32(torch.device("cuda")) is has
+    assert not precision.has_tf32(torch.device("mps"))
 
 
 # use_cache

@@ -6,7 +6,7 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import TrainerCallback
-from tr_core.conditions.overflow_watch import overflow_watch
+from tr_core.runtime.debug import overflow_watch
 
 WATCH = "underflow_overflow"
 
@@ -116,7 +116,7 @@ def test_a_compiled_model_cannot_be_watched(make_trainer):
 
 
 def test_counters_of_a_tpu_need_its_package(make_trainer, monkeypatch):
-    monkeypatch.setattr("tr_core.conditions.surroundings.find_spec", lambda name: None)  # it may be there
+    monkeypatch.setattr("tr_core.runtime.run_context.find_spec", lambda name: None)  # it may be there
     with pytest.raises(ImportError, match="debug='tpu_metrics_debug' shows the counters of torch_xla"):
         make_trainer(8, debug="tpu_metrics_debug")
 

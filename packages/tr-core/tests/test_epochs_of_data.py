@@ -6,7 +6,7 @@ from small_data_sets import Following, keep
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from tr_core import TrainerCallback
-from tr_core.data.epochs import epoch_listeners
+from tr_core.data.fetch import epoch_listeners
 
 
 class Seen(TrainerCallback):

@@ -7,7 +7,7 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import EvalPrediction, Trainer, TrainerCallback
-from tr_core.evaluation.collected import Collected
+from tr_core.evaluation.output_buffer import OutputBuffer
 
 
 class Ragged(nn.Module):
@@ -167,7 +167,7 @@ def test_metrics_by_batch_get_the_result_flag_with_the_last_one(make_trainer):
 
 def test_only_the_loss_is_kept_when_nobody_looks_at_predictions(make_trainer, monkeypatch):
     kept = []
-    monkeypatch.setattr(Collected, "add", lambda self, tree, flush=False: kept.append(tree))
+    monkeypatch.setattr(OutputBuffer, "add", lambda self, tree, flush=False: kept.append(tree))
     result = make_trainer(eval_dataset=samples(6)).evaluate()
     assert (kept, "eval_loss" in result) == ([], True)
 

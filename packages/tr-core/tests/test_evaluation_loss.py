@@ -7,8 +7,8 @@ import torch
 from small_models import Classifier, CountedSum, samples
 from torch import nn
 
-from tr_core.evaluation import evaluation_loss
-from tr_core.evaluation.evaluation_loss import perplexity
+from tr_core.evaluation import metrics as evaluation_loss
+from tr_core.evaluation.metrics import perplexity
 
 IGNORED = -100
 

@@ -9,7 +9,8 @@ from memory_checkpointer import MemoryCheckpointer
 from small_models import Classifier, samples
 from torch.utils.data import IterableDataset
 
-from tr_core import EarlyStoppingCallback, PluginError, Trainer, TrainerCallback, fast_dev_run
+from tr_core import EarlyStoppingCallback, PluginError, Trainer, TrainerCallback
+from tr_core.data import limits
 
 
 class Counter(TrainerCallback):
@@ -130,7 +131,7 @@ def test_the_trial_is_the_beginning_of_the_run_it_stands_for(make_trainer):
 
 def test_the_log_says_so_in_one_line(trial, monkeypatch, tmp_path):
     lines = []
-    monkeypatch.setattr(fast_dev_run.logger, "info", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(limits.logger, "info", lambda text, *args: lines.append(text % args))
     trial(fast_dev_run=2)[0].train()
     assert lines == [
         "fast_dev_run=2: 2 training steps, and as many batches of every evaluation and prediction; no checkpoints, "

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tr_core.data.first_batches import FirstBatches
+from tr_core.data.limits import FirstBatches
 
 
 def first(number, samples=22, per=4):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tr_core.resuming import frozen_weights
-from tr_core.resuming.frozen_weights import check_frozen, fingerprint
+from tr_core.checkpoint import settings
+from tr_core.checkpoint.settings import check_fingerprint, fingerprint
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_a_model_without_an_adapter_has_no_fingerprint(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_that_change_places_change_the_fingerprint(monkeypatch, dtype):
-    monkeypatch.setattr(frozen_weights, "_CHUNK_BYTES", {"cpu": 64})
+    monkeypatch.setattr(settings, "_CHUNK_BYTES", {"cpu": 64})
     weight = torch.arange(1, 101, dtype=torch.float32).to(dtype)
     size = 64 // dtype.itemsize
     assert digest(weight) == digest(weight.clone())
@@ -49,7 +49,7 @@ def test_blocks_that_change_places_change_the_fingerprint(monkeypatch, dtype):
 
 
 def test_real_blocks_that_change_places_change_the_fingerprint():
-    size = frozen_weights._CHUNK_BYTES["cpu"] // 4
+    size = settings._CHUNK_BYTES["cpu"] // 4
     weight = torch.arange(2 * size + 3, dtype=torch.int32).view(torch.float32)
     assert digest(weight) == digest(weight)
     assert digest(blocks_moved(weight, size)) != digest(weight)
@@ -66,7 +66,7 @@ def test_weights_that_all_change_alike_change_the_fingerprint(shape):
 
 @pytest.mark.parametrize("number", [0, 15, 16, 31, 99])
 def test_a_change_of_any_one_bit_changes_the_fingerprint(monkeypatch, number):
-    monkeypatch.setattr(frozen_weights, "_CHUNK_BYTES", {"cpu": 64})
+    monkeypatch.setattr(settings, "_CHUNK_BYTES", {"cpu": 64})
     weight = torch.randn(101, generator=torch.Generator().manual_seed(0))
     changed = weight.clone()
     changed.view(torch.int32)[number] ^= 1
@@ -74,7 +74,7 @@ def test_a_change_of_any_one_bit_changes_the_fingerprint(monkeypatch, number):
 
 
 def test_blocks_of_zeros_count_by_how_many_they_are(monkeypatch):
-    monkeypatch.setattr(frozen_weights, "_CHUNK_BYTES", {"cpu": 64})
+    monkeypatch.setattr(settings, "_CHUNK_BYTES", {"cpu": 64})
     assert digest(torch.zeros(16)) != digest(torch.zeros(32))
     assert digest(torch.zeros(4, 8)) != digest(torch.zeros(8, 4))
 
@@ -108,10 +108,10 @@ def test_shards_are_looked_at_whole():
 
 def test_other_frozen_weights_are_refused_with_what_is_known_of_them():
     then, now = fingerprint(frozen(torch.ones(3))), fingerprint(frozen(torch.zeros(3)))
-    check_frozen(then, dict(then))
-    check_frozen(None, now)
-    check_frozen(then, None)
+    check_fingerprint(then, dict(then))
+    check_fingerprint(None, now)
+    check_fingerprint(then, None)
     with pytest.raises(ValueError, match=r"not those that it was trained on \(3 of float32, with other values\)"):
-        check_frozen(then, now)
+        check_fingerprint(then, now)
     with pytest.raises(ValueError, match=r"\(3 of float32 then, 4 of bfloat16 now\)"):
-        check_frozen(then, fingerprint(frozen(torch.ones(4, dtype=torch.bfloat16))))
+        check_fingerprint(then, fingerprint(frozen(torch.ones(4, dtype=torch.bfloat16))))

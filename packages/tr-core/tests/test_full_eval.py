@@ -6,7 +6,7 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import TrainerCallback
-from tr_core.conditions.evaluation_precision import in_precision
+from tr_core.runtime.precision import in_precision
 
 DTYPES = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_core.evaluation.generating_together import generating_together
+from tr_core.evaluation.generation import synced_generation
 
 RANKS = SimpleNamespace(forwards_together=True, world_size=2)
 ONE = SimpleNamespace(forwards_together=True, world_size=1)
@@ -65,7 +65,7 @@ class Around(nn.Module):
 
 def seen(model, strategy=RANKS, **options):
     inner = model.between.inner if isinstance(model, Around) else model
-    with generating_together(options, model, strategy) as all_options:
+    with synced_generation(options, model, strategy) as all_options:
         model.generate(input_ids=torch.ones(2, 1).long(), **all_options)
     assert not inner._forward_pre_hooks
     return inner.seen
@@ -110,5 +110,5 @@ def test_a_model_that_knows_no_option_gets_none():
         def generate(self, input_ids):
             return input_ids
 
-    with generating_together({}, Plain(), RANKS) as options:
+    with synced_generation({}, Plain(), RANKS) as options:
         assert options == {}

@@ -6,7 +6,7 @@ from small_models import samples
 from torch import nn
 
 from tr_core import get_scheduler
-from tr_core.optimization.greedy import GreedyLR
+from tr_core.optim.greedy import GreedyLR
 
 
 def optimizer(*rates):

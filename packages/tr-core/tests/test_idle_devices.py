@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tr_core import Trainer, TrainingArguments
-from tr_core.single_device import tell_of_idle_devices
+from tr_core.single_device import warn_of_idle_devices
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def four(monkeypatch):
 def test_several_devices_of_which_one_is_used_are_told_once(four, caplog):
     with caplog.at_level(logging.WARNING, "tr_core.single_device"):  # whatever level an earlier Trainer has set
         for _ in range(2):
-            tell_of_idle_devices(torch.device("cuda", 0))
+            warn_of_idle_devices(torch.device("cuda", 0))
     (said,) = caplog.messages
     assert said.startswith("4 cuda devices are visible, and one process uses one, cuda:0; to use all")
     assert "trainer launch --nproc 4 SCRIPT, or torchrun --nproc-per-node 4 SCRIPT" in said

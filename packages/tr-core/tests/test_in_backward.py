@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments, plugins
-from tr_core.optimization.optimizers import optimizer_factory
+from tr_core.optim.optimizers import optimizer_factory
 from tr_core.testing import check_in_backward
 
 

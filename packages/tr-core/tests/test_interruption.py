@@ -10,7 +10,7 @@ from memory_checkpointer import MemoryCheckpointer
 from signal_at import Heard, SignalAt, assert_ends_alike, handlers, interrupt, saving_trainer
 
 from tr_core import Trainer
-from tr_core.conditions.signals import Interrupted, KeyboardInterrupted
+from tr_core.preemption.signals import Interrupted, KeyboardInterrupted
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from memory_checkpointer import MemoryCheckpointer
 from signal_at import Heard, SignalAt, assert_ends_alike, handlers, interrupt, saving_trainer
 
 from tr_core import TrainerCallback
-from tr_core.callbacks import interruption as interruption_module
-from tr_core.conditions import signals
-from tr_core.conditions.signals import SIGNALS, Interrupted
+from tr_core.preemption import preemption as interruption_module
+from tr_core.preemption import signals
+from tr_core.preemption.signals import SIGNALS, Interrupted
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 from signal_at import saving_trainer
 
-from tr_core.conditions import signals
-from tr_core.conditions.signals import SIGNALS
+from tr_core.preemption import signals
+from tr_core.preemption.signals import SIGNALS
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ DEAF = """
 import os, signal, sys, threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from tr_core.conditions.signals import StopSignals
+from tr_core.preemption.signals import StopSignals
 
 def send():
     for name in sys.argv[2:]:

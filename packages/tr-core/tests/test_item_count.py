@@ -10,9 +10,8 @@ from test_loss import first_gradient
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
-from tr_core.losses.item_count import ItemCount
-from tr_core.losses.loss import Division, LossRule
-from tr_core.losses.number_reads import divides_by_any
+from tr_core.item_count import ItemCount, divides_by_any
+from tr_core.loss import Division, LossRule
 
 SEEN = []
 

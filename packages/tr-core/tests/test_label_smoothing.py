@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_core.losses.label_smoothing import LabelSmoother
+from tr_core.loss import LabelSmoother
 
 LOGITS = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[1, 2, -100, 0, 6], [3, -100, -100, 5, 4]])

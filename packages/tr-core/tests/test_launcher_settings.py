@@ -30,7 +30,7 @@ def test_one_process_that_was_asked_for_is_none_too_few(simple_launch, monkeypat
 def test_what_the_launcher_set_is_said(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setattr(logging.getLogger("tr_core"), "propagate", True)
-    with caplog.at_level(logging.INFO, "tr_core.launcher_settings"):  # whatever level an earlier Trainer has set
+    with caplog.at_level(logging.INFO, "tr_core.choose_strategy"):  # whatever level an earlier Trainer has set
         Trainer(torch.nn.Linear(1, 1), TrainingArguments(str(tmp_path), use_cpu=True))
     assert "bf16=True (ACCELERATE_MIXED_PRECISION)" in caplog.text
 

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 from tr_core import TrainerCallback
 from tr_core.data.batches import batches_of
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
-from tr_core.data.order import EpochSampler, permutation, take_slice
+from tr_core.data.sampler import EpochSampler, permutation, take_slice
 from tr_core.model_io import main_input_name
 
 

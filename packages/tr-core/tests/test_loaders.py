@@ -9,7 +9,7 @@ from small_streams import Shared, noisy
 
 from tr_core.data.batches import batches_of
 from tr_core.data.fetch import StreamFetch
-from tr_core.data.loaders import KeptLoaders
+from tr_core.data.loaders import LoaderCache
 
 
 def stream_passes(make_trainer, number=12, **options):
@@ -88,7 +88,7 @@ def test_a_loader_is_kept_only_for_the_objects_it_was_made_of():
     class Loader:
         persistent_workers = True
 
-    kept, one, other = KeptLoaders(), [1], [1]
+    kept, one, other = LoaderCache(), [1], [1]
     first = kept.get("a", (one,), Loader)
     assert kept.get("a", (one,), Loader) is first
     assert kept.get("a", (other,), Loader) is not first

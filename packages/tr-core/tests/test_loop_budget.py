@@ -11,7 +11,7 @@ from torch import nn
 import tr_args
 import tr_core
 import tr_log
-from tr_core.losses.loss import LossRule
+from tr_core.loss import LossRule
 
 FRAMEWORK = tuple(str(Path(package.__file__).parent) for package in (tr_core, tr_args, tr_log))
 

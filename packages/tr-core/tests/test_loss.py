@@ -6,8 +6,7 @@ from small_models import Base, CountedSum, IgnoresCount, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
-from tr_core.losses.targets import accepts_count, takes_argument
-from tr_core.model_io import loss_of
+from tr_core.model_io import accepts_count, loss_of, takes_argument
 
 
 def first_gradient(make_trainer, model, accumulation, batch_size, trainer_class=Trainer, **parts):
@@ -117,8 +116,8 @@ def test_who_is_told_the_count_depends_on_the_model():
 
 
 def test_ignored_targets_are_not_counted():
-    from tr_core.data.order import MicroBatch
-    from tr_core.losses.loss import LossRule
+    from tr_core.data.sampler import MicroBatch
+    from tr_core.loss import LossRule
 
     rule = LossRule(CountedSum(), None, SingleDevice("cpu"))
     batches = [MicroBatch({"labels": torch.tensor([[1, -100], [2, 3]])}, 1.0, 2, 2)] * 2

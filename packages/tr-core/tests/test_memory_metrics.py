@@ -7,13 +7,13 @@ import torch
 from small_models import Classifier, samples
 
 from tr_core import Trainer
-from tr_core.conditions import memory_metrics
-from tr_core.conditions.memory_metrics import MemoryMeter
-from tr_core.saving import format_metrics
+from tr_core.checkpoint.saving import format_metrics
+from tr_core.runtime import memory
+from tr_core.runtime.memory import MemoryMeter
 
 CPU = torch.device("cpu")
 MIB = 2**20
-HAS_PROC = memory_metrics._STATUS.exists()
+HAS_PROC = memory._STATUS.exists()
 NAMES = ("mem_cpu_alloc_delta", "mem_cpu_peaked_delta")
 
 needs_proc = pytest.mark.skipif(not HAS_PROC, reason="needs /proc")
@@ -77,14 +77,14 @@ def test_the_peak_is_that_of_the_stage_and_not_of_the_run():
     with meter.stage("small") as read:
         peak = read()["small_mem_cpu_peaked_delta"]
     try:
-        memory_metrics._RESET.write_text("5")
+        memory._RESET.write_text("5")
     except OSError:
         pytest.skip("this kernel does not let a process begin a new peak")
     assert peak < 16 * MIB
 
 
 def test_without_proc_the_kernel_tells_how_much_the_peak_grew(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_metrics, "_STATUS", tmp_path / "none")
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
     meter = MemoryMeter(CPU, is_on=True)
     with meter.stage("train") as read:
         held = torch.ones(8 * MIB // 4)
@@ -95,8 +95,8 @@ def test_without_proc_the_kernel_tells_how_much_the_peak_grew(monkeypatch, tmp_p
 
 
 def test_a_system_that_tells_nothing_is_an_error_at_construction(make_trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_metrics, "_STATUS", tmp_path / "none")
-    monkeypatch.setattr(memory_metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="skip_memory_metrics=False needs a system that tells a process its memory"):
         make_trainer(8, skip_memory_metrics=False)
 

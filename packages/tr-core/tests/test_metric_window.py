@@ -8,7 +8,7 @@ from small_models import Classifier, CountedSum, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
-from tr_core.metric_window import RESERVED_NAMES, MetricWindow, weighted_means
+from tr_core.metric_means import RESERVED_NAMES, MetricWindow, weighted_means
 
 
 def logged(trainer, name):

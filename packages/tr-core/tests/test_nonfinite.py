@@ -302,7 +302,7 @@ def test_a_step_reads_the_device_only_where_the_optimizer_cannot_skip_by_itself(
 
 def test_fused_sgd_with_momentum_has_its_flag_read():
     """torch gives its buffers uninitialised memory in a first step that is left out on the device."""
-    from tr_core.optimization.skipping import skips_on_device, step_unless
+    from tr_core.optim.nonfinite import skips_on_device, step_unless
 
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
@@ -314,7 +314,7 @@ def test_fused_sgd_with_momentum_has_its_flag_read():
 
 
 def test_an_optimizer_that_asks_the_scaler_itself_has_its_flag_read():
-    from tr_core.optimization.skipping import skips_on_device
+    from tr_core.optim.nonfinite import skips_on_device
 
     class Asks(torch.optim.SGD):
         _step_supports_amp_scaling = True

@@ -6,7 +6,7 @@ import torch
 from small_models import samples
 from torch import nn
 
-from tr_core.evaluation.outputs import gather_objects, gather_rows
+from tr_core.evaluation.gather import gather_objects, gather_rows
 from tr_core.single_device import SingleDevice
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tr_core.evaluation.evaluation_weights import optimizer_in_evaluation
+from tr_core.callbacks.evaluation_weights import optimizer_in_evaluation
 
 
 def trainer_with(calls, *, is_in_train=True, modes=("train", "eval")):

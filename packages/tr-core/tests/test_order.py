@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tr_core.data.fetch import MapFetch, StreamFetch, identity
-from tr_core.data.order import Batch, EpochSampler, SampledBatches, permutation, take_slice
+from tr_core.data.sampler import Batch, EpochSampler, SampledBatches, permutation, take_slice
 
 
 def order_of(sampler):

@@ -5,8 +5,8 @@ import os
 import pytest
 from memory_checkpointer import MemoryCheckpointer
 
-from tr_core import saving
-from tr_core.conditions.output_folder import obstacle
+from tr_core.checkpoint import saving
+from tr_core.validation import why_not_writable
 
 
 @pytest.mark.parametrize("below", ["", "deep/er"])
@@ -29,5 +29,5 @@ def test_a_file_in_the_way_of_nothing_is_left_alone(make_trainer, tmp_path):
 
 def test_a_folder_without_the_right_to_write_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    assert f"this user may not write to {tmp_path}; give another folder" in obstacle(tmp_path / "run" / "one")
-    assert obstacle(tmp_path.parent) == ""
+    assert f"this user may not write to {tmp_path}; give another folder" in why_not_writable(tmp_path / "run" / "one")
+    assert why_not_writable(tmp_path.parent) == ""

@@ -8,7 +8,7 @@ from stopping_callbacks import Stop, StopAt
 from torch.utils.data import DataLoader, IterableDataset
 
 from tr_core import Trainer
-from tr_core.data import first_batches
+from tr_core.data import limits
 
 
 class Seen:
@@ -240,6 +240,6 @@ def test_a_loader_of_the_users_own_is_shortened_too(make_trainer):
 )
 def test_the_log_says_so_once(make_trainer, monkeypatch, changes, line):
     lines = []
-    monkeypatch.setattr(first_batches.logger, "info", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(limits.logger, "info", lambda text, *args: lines.append(text % args))
     make_trainer(**changes).train()
     assert lines == [line]

@@ -8,7 +8,7 @@ from small_models import Classifier, CountedSum, samples
 from torch import nn
 
 from tr_core import Trainer
-from tr_core.data.own_order import OwnOrderSampler
+from tr_core.data.sampler import UserSampler
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def weighted():
 
 def test_a_random_sampler_has_the_same_order_on_all_ranks_and_from_any_position():
     def batches(epoch, position=0, rank=0, world_size=1, size=4):
-        sampler = OwnOrderSampler(weighted(), size, seed=3, rank=rank, world_size=world_size)
+        sampler = UserSampler(weighted(), size, seed=3, rank=rank, world_size=world_size)
         sampler.seek(epoch, position)
         torch.manual_seed(epoch * 100 + position + rank)  # whatever the process drew before
         return [list(batch) for batch in sampler]
@@ -166,7 +166,7 @@ def test_a_random_sampler_has_the_same_order_on_all_ranks_and_from_any_position(
 
 
 def test_a_sampler_takes_no_random_number_from_the_run():
-    sampler = OwnOrderSampler(weighted(), 4, seed=3)
+    sampler = UserSampler(weighted(), 4, seed=3)
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from tr_core import Trainer
 from tr_core.data.batches import batches_of
-from tr_core.data.first_batches import training_batches
-from tr_core.data.generators import find_generators, read_states, write_states
-from tr_core.data.place import Place
+from tr_core.data.limits import training_batches
+from tr_core.data.user_loader import StatefulSource
+from tr_core.random_state import find_generators, read_states, write_states
 
 
 class WithOwnLoader(Trainer):
@@ -179,7 +179,7 @@ def test_a_state_dict_that_raises_is_no_known_place():
         def load_state_dict(self, state):
             raise AssertionError
 
-    place = Place(Loader())
+    place = StatefulSource(Loader())
     assert place.is_known
     assert place.take() is None
     assert not place.is_known

@@ -6,8 +6,8 @@ from small_models import Classifier, samples
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback
-from tr_core.optimization.optimizers import parameter_groups
-from tr_core.optimization.parameter_rules import learning_rates, read_rules
+from tr_core.optim.optimizers import parameter_groups
+from tr_core.optim.parameter_rules import learning_rates, read_rules
 
 
 class Encoder(nn.Module):
@@ -257,7 +257,7 @@ def test_a_saved_state_of_other_rules_is_refused_though_its_shapes_fit():
     def optimizer(rules):
         model = Encoder()
         groups = parameter_groups(model, 0.0, None, read_rules(rules, 1.0))
-        from tr_core.optimization.optimizers import build_optimizer
+        from tr_core.optim.optimizers import build_optimizer
 
         return build_optimizer(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9}, groups, read_rules(rules, 1.0))
 

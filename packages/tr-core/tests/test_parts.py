@@ -14,10 +14,10 @@ from torch import nn
 
 from tr_args import TrainingArguments
 from tr_core import DataCollatorWithPadding, TrainerState, default_data_collator, get_scheduler, plugins, set_seed
+from tr_core.checkpoint.saving import format_metrics, metric_lines
 from tr_core.model_io import find_label_names, kept_columns, to_device
-from tr_core.optimization.optimizers import decay_parameter_names, optimizer_factory, optimizer_names, parameter_groups
-from tr_core.randomness import RandomState, mix, separate_randomness
-from tr_core.saving import format_metrics, metric_lines
+from tr_core.optim.optimizers import decay_parameter_names, optimizer_factory, optimizer_names, parameter_groups
+from tr_core.random_state import RandomState, derive_seed, separate_randomness
 
 # Optimizers and groups
 
@@ -203,7 +203,7 @@ def test_the_state_of_all_generators_can_be_taken_and_put_back():
 
 
 def test_mixed_seeds_differ_and_fit_a_generator():
-    seeds = {mix(a, b) for a in range(50) for b in range(50)}
+    seeds = {derive_seed(a, b) for a in range(50) for b in range(50)}
     assert len(seeds) == 2500
     assert max(seeds) < 2**62
 

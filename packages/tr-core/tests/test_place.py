@@ -8,8 +8,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tr_core.data.batches import batches_of
 from tr_core.data.fetch import StreamFetch
-from tr_core.data.place import Place
-from tr_core.data.seeded_loaders import StreamLoader
+from tr_core.data.loaders import StreamLoader
+from tr_core.data.user_loader import StatefulSource
 
 
 class Counting(IterableDataset):
@@ -212,11 +212,11 @@ def test_data_whose_state_leaves_samples_out_is_read_again(caplog):
         _ex_iterable = BufferShuffledExamples()
 
     with caplog.at_level(logging.INFO, logger="tr_core"):
-        place = Place(Shuffled())
+        place = StatefulSource(Shuffled())
     assert not place.is_known
     assert place.take() is None
 
 
 def test_data_without_a_state_has_no_place():
-    assert Place([1, 2]).take() is None
+    assert StatefulSource([1, 2]).take() is None
     assert stream(Divided(), workers=2).place_state() is None

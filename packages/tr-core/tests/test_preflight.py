@@ -17,12 +17,10 @@ from torch.utils.data import IterableDataset
 
 from tr_core import TrainerCallback
 from tr_core.preflight import CODES, Problem, Report, check
-from tr_core.preflight.disk_space import at_once
-from tr_core.preflight.estimate import memory_problems
-from tr_core.preflight.events import evaluation_count
-from tr_core.preflight.optimizer_state import state_bytes
+from tr_core.preflight.argument_checks import evaluation_count
+from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import Origins
-from tr_core.preflight.subject import Subject
+from tr_core.preflight.resource_checks import checkpoints_at_once, memory_problems, state_bytes
 
 
 class Normalised(Classifier):
@@ -340,7 +338,7 @@ def retention(**options):
     }
     steps = options.pop("steps", 100)
     epochs = options.pop("epochs", 4)
-    return Subject(SimpleNamespace(**{**defaults, **options}), steps=steps, epochs=epochs)
+    return CheckContext(SimpleNamespace(**{**defaults, **options}), steps=steps, epochs=epochs)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +372,7 @@ def retention(**options):
     ],
 )
 def test_the_checkpoints_on_the_disk_at_once_are_those_kept_the_best_and_the_one_being_written(options, expected):
-    assert at_once(retention(**options)) == expected
+    assert checkpoints_at_once(retention(**options)) == expected
 
 
 @pytest.mark.parametrize(
@@ -398,7 +396,7 @@ def test_evaluations_of_a_real_run_are_as_many_as_counted(make_trainer):
     trainer = make_trainer(number=40, eval_dataset=samples(4), eval_strategy="steps", eval_steps=3, eval_delay=4)
     trainer.train()
     made = sum("eval_loss" in entry for entry in trainer.state.log_history)
-    assert made == evaluation_count(Subject(trainer.args), 10) == 3
+    assert made == evaluation_count(CheckContext(trainer.args), 10) == 3
 
 
 def test_weights_and_states_that_exceed_the_devices_memory_are_an_error():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tr_core.preflight.command import main
+from tr_core.preflight.cli import main
 from tr_core.preflight.requested import VARIABLE, PreflightDone, stop_if_requested
 
 CORPUS = Path(__file__).parent / "broken_configs"

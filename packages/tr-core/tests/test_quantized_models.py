@@ -7,7 +7,7 @@ import torch
 from small_models import Classifier, samples
 
 from tr_core import SingleDevice, Trainer
-from tr_core.placing import place
+from tr_core.model import place_on_device
 from tr_core.preflight import check
 
 
@@ -86,7 +86,7 @@ def test_a_model_that_was_put_in_place_is_left_there(make_trainer, attributes):
     for name, value in attributes.items():
         setattr(model, name, value)
     assert make_trainer(model=model).train().global_step == 5
-    assert place(model, torch.device("cuda", 0)) is model
+    assert place_on_device(model, torch.device("cuda", 0)) is model
 
 
 def test_one_that_lies_on_another_accelerator_is_refused():
@@ -95,7 +95,7 @@ def test_one_that_lies_on_another_accelerator_is_refused():
     with pytest.raises(
         ValueError, match=r"loaded onto cuda:1 .* computes on cuda:0; load it with device_map={'': 'cuda:0'}"
     ):
-        place(model, torch.device("cuda", 0))
+        place_on_device(model, torch.device("cuda", 0))
 
 
 def test_one_that_was_loaded_onto_the_cpu_or_by_no_map_is_moved():

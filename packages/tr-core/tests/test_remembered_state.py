@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tr_core.resuming.groups import _remembered
+from tr_core.checkpoint.optimizer_groups import _state_names
 
 
 class NeedsRate(torch.optim.SGD):
@@ -25,4 +25,4 @@ class BuiltOtherwise(torch.optim.SGD):
     ],
 )
 def test_what_an_optimizer_remembers_is_found_by_a_step_of_one_of_its_kind(kind, group, expected):
-    assert _remembered(kind, group) == expected
+    assert _state_names(kind, group) == expected

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from tr_core.resuming.groups import GroupChange
-from tr_core.resuming.schedule import continue_following, continue_function, describe_schedule, load_as_saved
+from tr_core.checkpoint.optimizer_groups import GroupChange
+from tr_core.checkpoint.schedule_state import continue_following, continue_function, describe_schedule, load_as_saved
 
 
 def optimizer(*rates):

@@ -11,8 +11,8 @@ from stopping_callbacks import Stop, StopAt
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback
-from tr_core.resuming.groups import check_state_shapes
-from tr_core.resuming.settings import shaping_arguments
+from tr_core.checkpoint.optimizer_groups import check_state_shapes
+from tr_core.checkpoint.settings import shaping_arguments
 from tr_core.single_device import SingleDevice
 
 

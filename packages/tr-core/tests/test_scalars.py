@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import torch
 
-from tr_core.losses.loss_parts import split_loss
-from tr_core.making_up import _is_within_epoch
-from tr_core.scalars import accumulator_dtype, read_scalars
+from tr_core.loss import split_loss
+from tr_core.metric_means import accumulator_dtype, read_scalars
+from tr_core.session import _is_within_epoch
 
 
 def test_scalars_of_any_shape_and_type_are_read_as_they_are():

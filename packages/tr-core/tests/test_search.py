@@ -9,11 +9,10 @@ from small_models import Classifier, samples
 
 from tr_core import Trainer, TrainerCallback
 from tr_core.search import BestRun, TrialPrunedError, default_compute_objective, default_hp_space
-from tr_core.search.agreement import agree
 from tr_core.search.arguments import _FIXED
-from tr_core.search.best_run import choose_best
-from tr_core.search.grid_search import GridSampler
 from tr_core.search.journal import TrialRecord
+from tr_core.search.samplers import GridSampler
+from tr_core.search.search import choose_best, on_rank_zero
 from tr_core.search.trial import FixedTrial, RandomTrial
 
 
@@ -186,9 +185,9 @@ def test_what_the_default_callbacks_are_built_from_cannot_be_searched(make_args)
             self.read.add(name)
             return getattr(self.args, name)
 
-    from tr_core.default_callbacks import default_callbacks
+    from tr_core.callbacks.defaults import default_callbacks
+    from tr_core.choose_strategy import choose_strategy
     from tr_core.single_device import SingleDevice
-    from tr_core.strategies import choose_strategy
 
     args = Watching(make_args())
     default_callbacks(args, SingleDevice("cpu"))
@@ -687,8 +686,8 @@ class Ranks:
 
 
 def test_all_ranks_follow_what_rank_0_decides():
-    assert agree(Ranks(0, None), lambda: 3) == 3
-    assert agree(Ranks(1, (3, None)), pytest.fail) == 3
+    assert on_rank_zero(Ranks(0, None), lambda: 3) == 3
+    assert on_rank_zero(Ranks(1, (3, None)), pytest.fail) == 3
 
 
 def test_an_error_of_rank_0_is_one_of_all():
@@ -696,9 +695,9 @@ def test_an_error_of_rank_0_is_one_of_all():
         raise KeyError("name")
 
     with pytest.raises(KeyError, match="name"):
-        agree(Ranks(0, None), fails)
+        on_rank_zero(Ranks(0, None), fails)
     with pytest.raises(RuntimeError, match="rank 0 could not go on: KeyError: 'name'"):
-        agree(Ranks(1, (None, "KeyError: 'name'")), pytest.fail)
+        on_rank_zero(Ranks(1, (None, "KeyError: 'name'")), pytest.fail)
 
 
 def test_a_rank_that_follows_knows_the_values_of_the_space_alone():

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 import tr_core
 from tr_core import SingleDevice, Trainer, TrainingArguments, get_scheduler, plugins
-from tr_core.checks import REFUSED
+from tr_core.validation import REFUSED
 
 
 class Endless(IterableDataset):
@@ -159,7 +159,7 @@ def test_saving_without_a_checkpointer_says_what_to_install_or_set(make_trainer,
     monkeypatch.setattr(plugins, "_entries", lambda group: ())
     with pytest.raises(plugins.PluginError, match="no strategy named 'single'; installed: none"):
         make_trainer(save_strategy="steps")
-    monkeypatch.setattr("tr_core.assembly.choose_strategy", lambda args: SingleDevice("cpu"))
+    monkeypatch.setattr("tr_core.trainer.parts.choose_strategy", lambda args: SingleDevice("cpu"))
     with pytest.raises(ValueError, match="more come with pip install tr-ckpt. .* set save_strategy='no'"):
         make_trainer(save_strategy="steps")
 

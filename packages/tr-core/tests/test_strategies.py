@@ -4,7 +4,7 @@ import pytest
 
 from tr_args import TrainingArguments
 from tr_core import plugins
-from tr_core.strategies import choose_strategy
+from tr_core.choose_strategy import choose_strategy
 
 ZERO = {"zero_optimization": {"stage": 2}}
 

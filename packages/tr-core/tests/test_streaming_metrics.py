@@ -5,8 +5,8 @@ import torch
 from small_models import Classifier, samples
 
 from tr_core import TrainerCallback
-from tr_core.evaluation.collected import Collected
-from tr_core.evaluation.streaming import StreamingMetrics, is_streaming
+from tr_core.evaluation.metrics import StreamingMetrics, is_streaming
+from tr_core.evaluation.output_buffer import OutputBuffer
 
 
 class Accuracy:
@@ -59,7 +59,7 @@ def test_a_metric_that_streams_gives_what_a_function_of_all_predictions_gives(ma
 
 def test_nothing_is_kept_of_the_predictions(make_trainer, monkeypatch):
     kept = []
-    monkeypatch.setattr(Collected, "add", lambda self, tree, flush=False: kept.append(tree))
+    monkeypatch.setattr(OutputBuffer, "add", lambda self, tree, flush=False: kept.append(tree))
     trainer = make_trainer(eval_dataset=samples(6), compute_metrics=Accuracy())
     assert "eval_Accuracy" in trainer.evaluate()
     assert kept == []
@@ -170,7 +170,7 @@ def test_metrics_of_modules_go_to_the_device_of_the_evaluation(make_trainer):
 
 
 def test_a_rank_without_samples_is_an_error_where_a_metric_would_wait_for_it(monkeypatch):
-    monkeypatch.setattr("tr_core.evaluation.streaming.combines_itself", lambda metric: True)
+    monkeypatch.setattr("tr_core.evaluation.metrics.combines_itself", lambda metric: True)
     streaming = StreamingMetrics(Accuracy(), OneOfTwo())
     streaming.update(torch.ones(2, 3), torch.zeros(2), True, lambda tree: tree)
     with pytest.raises(ValueError, match="rank 1 of 2 had no sample .* at least as many samples as"):

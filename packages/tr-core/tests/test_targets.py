@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
-from tr_core.losses.targets import accepts_count, averages_over_targets, shifts_targets, takes_argument
+from tr_core.model_io import accepts_count, averages_over_targets, shifts_targets, takes_argument
 
 
 def named(name):

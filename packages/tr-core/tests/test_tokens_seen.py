@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tr_core import TrainerCallback
-from tr_core.data.order import MicroBatch
-from tr_core.speed import speed_metrics
-from tr_core.tokens import TokenCounter
+from tr_core.data.sampler import MicroBatch
+from tr_core.log_window import TokenCounter
+from tr_core.results import speed_metrics
 
 PAD = 9
 

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tr_core import xla_devices
-from tr_core.strategies import choose_strategy
-from tr_core.xla_devices import belongs_on_xla, has_tpu
+from tr_core import choose_strategy as xla_devices
+from tr_core.choose_strategy import belongs_on_xla, choose_strategy, has_tpu
 
 
 def arguments(**given):
@@ -64,7 +63,7 @@ def test_without_the_package_a_named_device_is_nothing(devices, monkeypatch):
 def test_the_configuration_may_ask_for_it(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "tr_core.strategies.plugins.load", lambda group, name: asked.append(name) or (lambda args: name)
+        "tr_core.choose_strategy.plugins.load", lambda group, name: asked.append(name) or (lambda args: name)
     )
     config = {"xla": True}
     assert choose_strategy(arguments(fsdp=["full_shard"], fsdp_config=config)) == "xla"

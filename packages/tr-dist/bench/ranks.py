@@ -38,7 +38,7 @@ from tr_optim import (
     GaLoreAdamW8bit,
     Lomo,
 )
-from tr_optim.engine.expected import optimizer_bytes
+from tr_optim.engine.memory_estimate import optimizer_bytes
 
 _BY_LAYER = {"wrap": "TRANSFORMER_BASED_WRAP", "layer_classes": ("Layer",)}
 FORMS: dict[str, dict[str, Any]] = {

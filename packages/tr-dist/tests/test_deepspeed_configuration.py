@@ -18,9 +18,8 @@ from tr_dist.deepspeed.configuration import (
     fill_from_model,
     read_configuration,
 )
-from tr_dist.deepspeed.library import check_async_io, load_deepspeed
-from tr_dist.deepspeed.making import check_swap_buffers, engine_configuration
-from tr_dist.deepspeed.swap_folders import SwapFolders, check_swap_paths
+from tr_dist.deepspeed.engine import check_async_io, check_swap_buffers, engine_configuration, load_deepspeed
+from tr_dist.deepspeed.swapping import SwapFolders, check_swap_paths
 
 AUTO = {
     "train_batch_size": "auto",

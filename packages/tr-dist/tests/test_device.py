@@ -10,10 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_smi import A100, T4, machine
 
 from tr_dist import LaunchEnvironment, rank_device
-from tr_dist.device import _tell_of_idle_devices, lone_device
-from tr_dist.gpu_numbers import number_gpus
+from tr_dist.device import _log_idle_devices, lone_device
+from tr_dist.gpus import number_gpus, read_physical_gpus
 from tr_dist.launching.command import _parser, plan
-from tr_dist.physical_gpus import read_physical_gpus
 
 SECOND = LaunchEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
 
@@ -52,10 +51,10 @@ def test_more_processes_than_visible_devices_are_refused(monkeypatch):
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    _tell_of_idle_devices.cache_clear()
+    _log_idle_devices.cache_clear()
     _with_cuda_devices(monkeypatch, 4)
     yield
-    _tell_of_idle_devices.cache_clear()
+    _log_idle_devices.cache_clear()
 
 
 def test_one_process_says_once_that_it_uses_one_of_several_devices(four_gpus, caplog):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tr_dist.fsdp import FSDP, Sharding
-from tr_dist.generating import generate_together
+from tr_dist.sharded_model import synced_generation
 from tr_dist.testing import run_ranks
 
 BY_LAYER = Sharding(wrap="SIZE_BASED_WRAP", min_num_params=20)
@@ -72,8 +72,8 @@ def test_a_rank_that_made_no_forward_cannot_go_on_and_says_so():
 @pytest.mark.parametrize(("model", "is_replaced"), [(Counting(), True), (Synced(), False), (Around(), False)])
 def test_methods_that_go_on_by_themselves_are_left_as_they_are(model, is_replaced):
     given = model.generate
-    generate_together(model, torch.clone, torch.device("cpu"))
+    synced_generation(model, torch.clone, torch.device("cpu"))
     assert (model.generate != given) is is_replaced
     again = model.generate
-    generate_together(model, torch.clone, torch.device("cpu"))
+    synced_generation(model, torch.clone, torch.device("cpu"))
     assert model.generate == again

@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_smi import A100, T4, install, machine
 
 from tr_dist import doctor
-from tr_dist.gpu_numbers import number_gpus
-from tr_dist.physical_gpus import SmiError, read_physical_gpus
+from tr_dist.gpus import SmiError, number_gpus, read_physical_gpus
 
 MIG = """
 GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-00000000-ab)

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_dist.mixed_precision import MixedPrecision
-from tr_dist.skipping import skips_on_device
+from tr_dist.base import MixedPrecision, skips_on_device
 
 CPU = torch.device("cpu")
 

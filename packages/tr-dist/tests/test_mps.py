@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tr_dist.base import skips_on_device
 from tr_dist.mps import MPS
-from tr_dist.skipping import skips_on_device
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from tr_dist import DDP, Loop
-from tr_dist.own_loops.batches import rows_of, share_of
+from tr_dist.own_loops.loader import rows_of, share_of
 from tr_dist.testing import run_ranks
 
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over two epochs of Adam

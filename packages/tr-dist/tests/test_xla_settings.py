@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tr_dist.xla import XLA, XlaSharding
-from tr_dist.xla.by_replicas import part_of_rows, read_settings
-from tr_dist.xla.device_module import _make
-from tr_dist.xla.library import check_environment
+from tr_dist.xla.library import _make, check_environment
+from tr_dist.xla.replica_sharding import part_of_rows, read_settings
 
 V2 = {"xla": True, "xla_fsdp_v2": True}
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tr_log.loggers import ROOTS
-from tr_log.rank_handler import rank_handler
+from tr_log.loggers import ROOTS, rank_handler
 
 
 def load(name):

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from tr_log import process_log_level
-from tr_log.levels import parse_level
+from tr_log.loggers import parse_level
 
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 # Two nodes of two processes: rank, local rank.

@@ -1,4 +1,4 @@
-from tr_log.pace import Pace
+from tr_log.progress import RateMeter
 
 
 class Clock:
@@ -10,7 +10,7 @@ class Clock:
 
 def test_the_speed_is_that_since_the_last_look_and_the_time_left_by_the_whole():
     clock = Clock()
-    pace = Pace(0, 100, clock)
+    pace = RateMeter(0, 100, clock)
     clock.now += 10
     assert pace.rate(10) == 1.0
     clock.now += 10
@@ -22,14 +22,14 @@ def test_the_speed_is_that_since_the_last_look_and_the_time_left_by_the_whole():
 
 def test_steps_before_a_resume_do_not_count():
     clock = Clock()
-    pace = Pace(90, 100, clock)
+    pace = RateMeter(90, 100, clock)
     clock.now += 5
     assert pace.eta_s(95) == 5.0
 
 
 def test_time_that_is_excluded_does_not_slow_the_next_speed():
     clock = Clock()
-    pace = Pace(0, None, clock)
+    pace = RateMeter(0, None, clock)
     clock.now += 10
     pace.exclude(8)
     assert pace.rate(4) == 2.0
@@ -39,8 +39,8 @@ def test_time_that_is_excluded_does_not_slow_the_next_speed():
 
 def test_nothing_is_known_before_anything_was_done_or_without_an_end():
     clock = Clock()
-    pace = Pace(0, 0, clock)
+    pace = RateMeter(0, 0, clock)
     assert (pace.rate(0), pace.mean_rate(0), pace.eta_s(0)) == (None, None, None)
     clock.now += 1
     assert pace.eta_s(5) is None
-    assert Pace(0, 5, clock).eta_s(5) is None
+    assert RateMeter(0, 5, clock).eta_s(5) is None

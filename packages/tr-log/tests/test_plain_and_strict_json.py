@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from tr_log.plain import plain
-from tr_log.strict_json import encode
+from tr_log.formatting import to_json, to_scalar
 
 
 class Scalar:
@@ -27,14 +26,14 @@ class Float(float):
 
 
 def test_single_numbers_of_other_libraries_become_numbers():
-    assert plain(Scalar(0.5)) == 0.5
-    assert repr(plain(Float(0.5))) == "0.5"
-    assert repr(plain(True)) == "True"
+    assert to_scalar(Scalar(0.5)) == 0.5
+    assert repr(to_scalar(Float(0.5))) == "0.5"
+    assert repr(to_scalar(True)) == "True"
 
 
 def test_what_holds_several_numbers_stays_as_it_is():
     several = Scalar(1, 2)
-    assert plain(several) is several
+    assert to_scalar(several) is several
 
 
 def refuse(name):
@@ -53,5 +52,5 @@ def refuse(name):
     ],
 )
 def test_everything_becomes_one_line_of_strict_json(item, text):
-    assert encode(item) == text
-    json.loads(encode(item), parse_constant=refuse)
+    assert to_json(item) == text
+    json.loads(to_json(item), parse_constant=refuse)

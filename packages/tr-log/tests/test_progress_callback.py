@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tr_log import ProgressCallback
-from tr_log.pace import Pace
+from tr_log.progress import RateMeter
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_nan_is_shown(stream, tmp_path, make_loop):
 
 def test_the_speed_leaves_evaluations_out_and_the_time_left_counts_them(stream, tmp_path, make_loop, monkeypatch):
     seconds = [0.0]
-    monkeypatch.setattr("tr_log.progress_callback.Pace", partial(Pace, clock=lambda: seconds[0]))
+    monkeypatch.setattr("tr_log.progress_callback.RateMeter", partial(RateMeter, clock=lambda: seconds[0]))
     loop = make_loop([ProgressCallback(stream)], tmp_path, max_steps=40)
     loop.fire("on_train_begin")
     for step in (10, 20):

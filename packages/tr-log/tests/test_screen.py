@@ -1,7 +1,7 @@
 import io
 
-from tr_log.screen import Screen
-from tr_log.terminal_bar import TerminalBar
+from tr_log.progress import TerminalBar
+from tr_log.terminal import Screen
 
 
 class Lost(io.StringIO):

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from tr_log import configure, get_logger
-from tr_log.printer_callback import PrinterCallback
 from tr_log.progress import progress, progress_bar
+from tr_log.progress_callback import PrinterCallback
 from tr_log.streams import usable_streams, write_text
 
 

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from tr_log.text_bar import TextBar
+from tr_log.progress import TextBar
 
 
 class Clock:

@@ -1,6 +1,6 @@
 import pytest
 
-from tr_log import wording
+from tr_log import formatting
 
 
 @pytest.mark.parametrize(
@@ -8,7 +8,7 @@ from tr_log import wording
     [(0, "0:00"), (9.6, "0:10"), (123, "2:03"), (3723, "1:02:03"), (90061, "1d 01:01:01"), (-5, "0:00")],
 )
 def test_durations(seconds, text):
-    assert wording.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ def test_durations(seconds, text):
     [(3.21, "3.21 it/s"), (1, "1.00 it/s"), (1234.5, "1234 it/s"), (0.5, "2.00 s/it"), (0.004, "250 s/it")],
 )
 def test_speeds_below_one_a_second_are_told_by_their_length(rate, text):
-    assert wording.speed(rate) == text
+    assert formatting.speed(rate) == text
 
 
 def test_speeds_and_positions_in_bytes():
-    assert wording.speed(1_500_000, "B") == "1.5 MB/s"
-    assert wording.position(500, 2_000_000_000, "B") == "500 B/2 GB (0%)"
-    assert wording.size(2_500_000_000_000) == "2.5 TB"
+    assert formatting.speed(1_500_000, "B") == "1.5 MB/s"
+    assert formatting.position(500, 2_000_000_000, "B") == "500 B/2 GB (0%)"
+    assert formatting.size(2_500_000_000_000) == "2.5 TB"
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_speeds_and_positions_in_bytes():
     ],
 )
 def test_values_take_a_few_characters_on_one_line(item, text):
-    assert wording.value(item) == text
+    assert formatting.value(item) == text
 
 
 def test_an_entry_keeps_its_order_with_the_epoch_last_and_short_names():
     logs = {"epoch": 0.48, "loss": 0.5, "learning_rate": 4.1e-5}
-    assert wording.entry(logs) == ["loss 0.5", "lr 4.1e-05", "epoch 0.48"]
+    assert formatting.entry(logs) == ["loss 0.5", "lr 4.1e-05", "epoch 0.48"]
     assert list(logs) == ["epoch", "loss", "learning_rate"]
 
 
@@ -58,14 +58,14 @@ def test_an_evaluations_timings_are_put_together_at_the_end():
         "eval_samples_per_second": 64.0,
         "eval_steps_per_second": 8.0,
     }
-    assert wording.evaluation(metrics) == ["eval_f1 0.7", "1.5 s, 64 samples/s"]
-    assert wording.evaluation({"test_f1": 0.7}) == ["test_f1 0.7"]
+    assert formatting.evaluation(metrics) == ["eval_f1 0.7", "1.5 s, 64 samples/s"]
+    assert formatting.evaluation({"test_f1": 0.7}) == ["test_f1 0.7"]
 
 
 def test_a_position_counts_full_percents_only():
-    assert wording.position(119, 120) == "119/120 (99%)"
-    assert wording.position(7, None) == "7"
-    assert wording.position(7, 0) == "7"
+    assert formatting.position(119, 120) == "119/120 (99%)"
+    assert formatting.position(7, None) == "7"
+    assert formatting.position(7, 0) == "7"
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_a_position_counts_full_percents_only():
     ],
 )
 def test_a_name_cannot_begin_a_line_of_its_own(name, shown):
-    assert wording.entry({name: 1}) == [f"{shown} 1"]
-    assert wording.evaluation({name: 1, "eval_runtime": 2.0}) == [f"{shown} 1", "2 s"]
+    assert formatting.entry({name: 1}) == [f"{shown} 1"]
+    assert formatting.evaluation({name: 1, "eval_runtime": 2.0}) == [f"{shown} 1", "2 s"]

@@ -9,7 +9,7 @@ from shard_workers import STEPS, projected_groups
 from torch.distributed.device_mesh import init_device_mesh
 
 from tr_optim import APOLLOAdamW, FiraAdamW
-from tr_optim.engine import together
+from tr_optim.engine import updates
 
 # Of a seed by which no channel's projection is so small that its rounding would count as much as the others' values.
 APOLLO = {"kind": APOLLOAdamW, "seed": 1}
@@ -201,7 +201,7 @@ def train_all(ranks):
     found["resumed"] = {name: resume(name, ranks) for name in RESUMED}
     found["exchanges"] = {name: exchanges(name, ranks) for name in EXCHANGES}
     found["reckoned"] = {name: reckoned(name, ranks) for name in ("apollo left", "apollo")}
-    with mock.patch.object(together, "_TOGETHER", 40):  # parts of 27 and 95 numbers wait together, then of 13 and 3
+    with mock.patch.object(updates, "_TOGETHER", 40):  # parts of 27 and 95 numbers wait together, then of 13 and 3
         found["few at a time"] = {**run("fira left", ranks), "exchanges": exchanges("fira left", ranks)}
     return found
 

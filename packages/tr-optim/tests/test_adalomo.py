@@ -101,7 +101,7 @@ def test_large_tensors_are_computed_in_pieces_to_the_same_weights(monkeypatch, c
         return model
 
     whole = trained()
-    monkeypatch.setattr("tr_optim.engine.chunks.piece_size", lambda tensor: chunk)
+    monkeypatch.setattr("tr_optim.engine.precision.piece_size", lambda tensor: chunk)
     assert greatest_difference(trained(), whole) <= (2e-7 if dtype == torch.float32 else 2**-7)
 
 

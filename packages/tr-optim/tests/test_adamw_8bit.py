@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tr_optim import AdamW8bit
-from tr_optim.moments.adam_8bit import quantized
+from tr_optim.moments.adam import quantized
 from tr_optim.moments.blockwise_int8 import SIGNED, UNSIGNED, dequantize
 
 
@@ -213,7 +213,7 @@ class Watch(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_reads_nothing_back_and_its_work_space_does_not_grow_with_the_tensor(dtype, monkeypatch):
-    monkeypatch.setattr("tr_optim.engine.chunks._ON_CPU", 4096)
+    monkeypatch.setattr("tr_optim.engine.precision._ON_CPU", 4096)
     parameter = nn.Parameter(torch.randn(100, 1000, dtype=dtype))
     optimizer = AdamW8bit([parameter], lr=1e-2)
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_step_reads_nothing_back_and_its_work_space_does_not_grow_with_the_ten
 def test_pieces_are_updated_as_the_whole_is(monkeypatch):
     whole, in_pieces = net(), net()
     train(AdamW8bit(whole.parameters(), lr=1e-2), whole)
-    monkeypatch.setattr("tr_optim.engine.chunks._ON_CPU", 2048)
+    monkeypatch.setattr("tr_optim.engine.precision._ON_CPU", 2048)
     train(AdamW8bit(in_pieces.parameters(), lr=1e-2), in_pieces)
     assert torch.equal(weights(in_pieces), weights(whole))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim.adapters import names
+from tr_optim.adapters import registry
 from tr_optim.adapters.required import require, require_parts
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
@@ -63,7 +63,7 @@ def arguments():
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(no_libraries, name):
     model = nn.Linear(4, 4)
-    factory = getattr(names, name)
+    factory = getattr(registry, name)
     given = [[{"params": list(model.parameters()), "weight_decay": 0.0}], arguments()]
     library = NEEDS[name]
     message = rf"that of {library}, which is not installed; pip install 'tr-optim\[{EXTRAS[library]}\]'"
@@ -99,7 +99,7 @@ def test_the_8_bit_class_of_galore_torch_is_refused_with_what_to_use_instead():
     with pytest.raises(
         ValueError, match="not offered: .* never change, and nothing says so.* optim='galore_adamw_8bit'"
     ):
-        names.galore_torch_adamw_8bit([{"params": list(model.parameters())}], arguments(), model)
+        registry.galore_torch_adamw_8bit([{"params": list(model.parameters())}], arguments(), model)
 
 
 def test_every_name_has_a_factory_and_every_extra_is_declared():
@@ -109,7 +109,7 @@ def test_every_name_has_a_factory_and_every_extra_is_declared():
         if entry.group == "tr.optimizers" and entry.value.startswith("tr_optim.adapters.")
     }
     assert offered.keys() == {*NEEDS, "galore_torch_adamw_8bit"}
-    assert all(entry.load() is getattr(names, name) for name, entry in offered.items())
+    assert all(entry.load() is getattr(registry, name) for name, entry in offered.items())
     extras = PROJECT["optional-dependencies"]
     for library, extra in EXTRAS.items():
         assert [required.partition(">")[0] for required in extras[extra]] == [library.replace("_", "-")]
@@ -118,7 +118,7 @@ def test_every_name_has_a_factory_and_every_extra_is_declared():
 
 def test_nothing_is_imported_before_a_name_is_asked_for():
     unwanted = [*EXTRAS, "transformers"]
-    code = f"import sys, tr_optim, tr_optim.adapters.names; print([n for n in {unwanted} if n in sys.modules])"
+    code = f"import sys, tr_optim, tr_optim.adapters.registry; print([n for n in {unwanted} if n in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.strip() == "[]"
 
@@ -127,7 +127,7 @@ def test_embeddings_get_a_group_of_their_own_in_each_group_that_has_some():
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3))
     embedding, weight, bias = model.parameters()
     groups = [{"params": [embedding, weight], "weight_decay": 0.1}, {"params": [bias]}, {"params": []}]
-    divided = names._embeddings_whole(groups, model)
+    divided = registry._embeddings_whole(groups, model)
     assert [[id(p) for p in group["params"]] for group in divided] == [[id(weight)], [id(embedding)], [id(bias)], []]
     assert [group.get("optim_bits") for group in divided] == [None, 32, None, None]
     assert [group.get("weight_decay") for group in divided] == [0.1, 0.1, None, None]

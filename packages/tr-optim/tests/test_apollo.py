@@ -7,7 +7,7 @@ from galore_runs import data, groups, net, train
 from torch import nn
 from whole_gradient_equations import apollo
 
-from tr_optim import APOLLOAdamW, names_of_apollo_and_fira
+from tr_optim import APOLLOAdamW, registry
 from tr_optim.projection.basis import seeded_normal
 
 OWN = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -232,7 +232,7 @@ def test_options_of_the_projection_do_not_matter_where_there_is_none():
 @pytest.mark.parametrize("name", ["apollo_adamw_layerwise", "fira_adamw_layerwise"])
 def test_loss_scaling_is_refused_for_updates_in_the_backward_pass(name):
     args = SimpleNamespace(optim_args=None, seed=0, fp16=True, max_grad_norm=0)
-    factory = getattr(names_of_apollo_and_fira, name)
+    factory = getattr(registry, name)
     ordinary = name.removesuffix("_layerwise")
     with pytest.raises(ValueError, match=f"fp16=True cannot be used .* use bf16=True, or optim='{ordinary}'"):
         factory([], args, net())

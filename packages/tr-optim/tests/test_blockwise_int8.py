@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tr_optim.engine.chunks import chunks
+from tr_optim.engine.precision import chunks
 from tr_optim.moments.blockwise_int8 import BLOCK, SIGNED, UNSIGNED, dequantize, new_codes, quantize_, scales_shape
 
 CODES = [SIGNED, UNSIGNED]
@@ -142,7 +142,7 @@ def test_what_is_not_finite_spoils_its_own_block_and_no_other(code, bad):
     [((7, 900), 7), ((40, 300), 14), ((2, 3, 700), 6), ((3000,), 3), ((3000, 1), 3), ((3, 4000), 12)],
 )
 def test_pieces_have_the_same_codes_as_the_whole(code, shape, count, monkeypatch):
-    monkeypatch.setattr("tr_optim.engine.chunks._ON_CPU", 1024)
+    monkeypatch.setattr("tr_optim.engine.precision._ON_CPU", 1024)
     values = numbers(shape, code)
     whole, in_pieces = new_codes(values, code), new_codes(values, code)
     quantize_(*whole, values, code, 11)

@@ -8,7 +8,7 @@ from tr_optim.engine.bases import Bases
 from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
 from tr_optim.projection.basis import Basis, orthonormalise
 from tr_optim.projection.encoded import FORMS, encode, read_encoded
-from tr_optim.projection.rotation import Rotation
+from tr_optim.projection.refresh import Rotation
 
 FEW_BITS = [form for form in FORMS if form != "float32"]
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256}

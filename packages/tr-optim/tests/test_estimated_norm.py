@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tr_optim.engine.gradient_window import Sketch
 from tr_optim.engine.settings import Engine
-from tr_optim.engine.sketches import Sketch
 from tr_optim.projection.basis import find_basis
 
 WIDTH, HEADS, LENGTH, RANK, GAP = 64, 4, 48, 8, 25

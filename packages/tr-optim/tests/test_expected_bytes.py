@@ -15,7 +15,7 @@ from tr_optim import (
     Lomo,
     find_targets,
 )
-from tr_optim.engine.expected import state_bytes
+from tr_optim.engine.memory_estimate import state_bytes
 
 
 class Model(nn.Module):

@@ -8,9 +8,7 @@ from tr_optim.engine.bases import Bases
 from tr_optim.engine.settings import REFRESH_COSINE, Engine, Place
 from tr_optim.galore import GaLoreAdamW
 from tr_optim.projection.basis import Basis, orthonormalise
-from tr_optim.projection.lazy import LazyRefresh
-from tr_optim.projection.refresh import is_due
-from tr_optim.projection.rotation import Rotation
+from tr_optim.projection.refresh import LazyRefresh, Rotation, is_due
 
 GAP = 4
 

@@ -138,7 +138,7 @@ def test_large_tensors_are_computed_in_pieces_to_the_same_bits(monkeypatch):
         return Shapes.batch(step).bfloat16()
 
     whole = trained()
-    monkeypatch.setattr("tr_optim.engine.chunks.piece_size", lambda tensor: 7)
+    monkeypatch.setattr("tr_optim.engine.precision.piece_size", lambda tensor: 7)
     assert_same_bits(trained(), whole)
 
 

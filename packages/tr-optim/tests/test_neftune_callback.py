@@ -3,7 +3,7 @@ import types
 import torch
 from torch import nn
 
-from tr_optim.neftune_callback import NEFTuneCallback
+from tr_optim.neftune import NEFTuneCallback
 
 IDS = torch.tensor([[1, 2, 3]])
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tr_optim.projection.basis import Basis, find_basis, orthonormalise, projected_shape, seeded_normal, sides
-from tr_optim.projection.refresh import is_due
-from tr_optim.projection.rotation import Rotation
+from tr_optim.projection.refresh import Rotation, is_due
 from tr_optim.projection.row_shards import _singular_of_rows
 
 

@@ -19,10 +19,9 @@ from tr_optim import (
     GaLoreAdamW,
     GaLoreAdamW8bit,
     Lomo,
-    names_for_trainer,
-    names_of_apollo_and_fira,
+    registry,
 )
-from tr_optim.engine.expected import optimizer_bytes, state_bytes
+from tr_optim.engine.memory_estimate import optimizer_bytes, state_bytes
 
 README = Path(__file__).parents[1].joinpath("README.md").read_text("utf-8")
 GIB = 2**30
@@ -136,14 +135,14 @@ def options_taken(factory):
 def test_the_table_of_options_is_what_the_optimizers_of_the_trainer_take():
     galore, layerwise = options_told("galore_*"), options_told("galore_*_layerwise")
     bits, adafactor = options_told("galore_adamw_8bit*"), options_told("galore_adafactor*")
-    names = names_for_trainer
+    names = registry
     assert options_taken(names.galore_adamw) == galore
     assert options_taken(names.galore_adamw_layerwise) == galore | layerwise
     assert options_taken(names.galore_adamw_8bit) == galore | bits
     assert options_taken(names.galore_adamw_8bit_layerwise) == galore | layerwise | bits
     assert options_taken(names.galore_adafactor) == galore | adafactor
     assert options_taken(names.galore_adafactor_layerwise) == galore | layerwise | adafactor
-    apollo, names = options_told("apollo_*"), names_of_apollo_and_fira
+    apollo, names = options_told("apollo_*"), registry
     for factory in (names.apollo_adamw, names.apollo_adamw_layerwise, names.apollo_mini, names.apollo_mini_layerwise):
         assert options_taken(factory) == apollo
     fira = apollo - {"proj", "scale_type"} | {"method"}

@@ -8,7 +8,7 @@ from torch import nn
 
 from tr_optim.adafactor import Adafactor
 from tr_optim.adalomo import AdaLomo
-from tr_optim.engine.rounding import Rounding, put_back, round_stochastically
+from tr_optim.engine.precision import Rounding, round_stochastically, store_rounded
 from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
 from tr_optim.lomo import Lomo
 
@@ -54,7 +54,7 @@ def test_what_the_lower_precision_has_is_kept_and_so_is_what_is_not_finite(dtype
 
 def test_a_tensor_that_is_no_block_of_memory_is_put_back_too():
     target = torch.zeros(3, 5, dtype=torch.bfloat16).t()
-    put_back(target, torch.full((5, 3), 1 + 2**-9), generator())
+    store_rounded(target, torch.full((5, 3), 1 + 2**-9), generator())
     assert set(target.flatten().tolist()) == {1.0, 1 + 2**-7}
 
 
@@ -62,7 +62,7 @@ def test_without_a_seed_or_a_need_it_rounds_to_nearest():
     low, full = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
     assert Rounding(None).generator(low, 0, 1) is None
     assert Rounding(0).generator(full, 0, 1) is None
-    put_back(low, torch.tensor([1 + 2**-9, 1 + 2**-8 + 2**-9]), None)
+    store_rounded(low, torch.tensor([1 + 2**-9, 1 + 2**-8 + 2**-9]), None)
     assert low.tolist() == [1.0, 1 + 2**-7]
 
 
@@ -228,7 +228,7 @@ def test_rounding_on_a_gpu_is_exact_in_the_mean_and_reads_nothing_back(dtype):
     weights = torch.zeros(DRAWS, dtype=dtype, device="cuda")
     try:
         torch.cuda.set_sync_debug_mode("error")
-        put_back(weights, exact.clone(), Rounding(0).generator(weights, 0, 1))
+        store_rounded(weights, exact.clone(), Rounding(0).generator(weights, 0, 1))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert weights.float().mean().item() == pytest.approx(1 + 2**-12, abs=2**-12)

@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tr_optim import AdamW8bit, GaLoreAdamW
-from tr_optim.engine.norms import clip_coefficient, norm_of, total_norm
-from tr_optim.engine.repeated import is_reentrant, repeated_parameters
-from tr_optim.engine.sketches import _Mixing
-from tr_optim.projection.lazy import LazyRefresh
+from tr_optim.engine.backward_norms import clip_coefficient, norm_of, total_norm
+from tr_optim.engine.gradient_window import _Mixing
+from tr_optim.engine.hooks import is_reentrant, repeated_parameters
+from tr_optim.projection.refresh import LazyRefresh
 
 
 def matrix():

@@ -1,7 +1,8 @@
 """Narrow a field's type: `Annotated[int, AtLeast(1)]` is a whole number from 1.
 
-A constraint may rewrite a value before it is converted to the type (`before`) and check or rewrite it
-afterwards (`after`). None is not handed to `after`: whether None is allowed is the type's affair.
+A constraint may rewrite a value before it is converted to the type (`before`). It may check or rewrite it after that
+(`after`). None is not passed to `after`: the type decides whether None is allowed. At the end are the types that
+several fields share.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from tr_args.errors import NOTHING, RefusedError
 
@@ -184,3 +185,27 @@ class RepositoryName(Constraint):
         if "://" in value or "@" in value:
             raise RefusedError("needs owner/name, not an address; give a token as hub_token or HF_TOKEN")
         return value
+
+
+class BoolOrInt(Constraint):
+    """True, false, or a whole number from 1; 0 is false."""
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it is one of these."""
+        if value < 0:
+            raise RefusedError("needs true, false or a number from 1")
+        return value if value else False
+
+
+Count = Annotated[int, AtLeast(1)]
+OptionalCount = Annotated[int | None, AtLeast(1)]
+NonNegativeInt = Annotated[int, AtLeast(0)]
+NonNegative = Annotated[float, AtLeast(0)]
+Beta = Annotated[float, Between(0, 1, open_end=True)]
+Seed = Annotated[int, Between(0, 2**32 - 1)]
+OptionalSeed = Annotated[int | None, Between(0, 2**32 - 1)]
+Steps = Annotated[float, StepsOrRatio()]
+OptionalSteps = Annotated[float | None, StepsOrRatio()]
+Names = Annotated[list[str], CommaSeparated()]
+OptionalPath = Annotated[str | None, UserPath()]
+Options = dict[str, Any] | None

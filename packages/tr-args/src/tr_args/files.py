@@ -1,15 +1,23 @@
-"""Read mappings from YAML, TOML and JSON files, strictly."""
+"""Read mappings from YAML, TOML and JSON files, strictly, and gather values from several sources.
+
+The sources are files, the environment and command lines; later ones win. `ConfigFile` lets a field take the path of a
+file in place of a mapping.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tr_args.bounded_text import MOST_LEVELS, ContentError, check_depth, load_json, number, read_text
-from tr_args.errors import NOTHING, ArgumentsError, Problem, RefusedError, cut
+from tr_args.checked import Given, without_aliases
+from tr_args.constraints import Constraint
+from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, RefusedError, closest, cut
+from tr_args.flags import FlagTable
 
 # A key of more dotted parts than there may be levels: each would cost the parser a walk through all those before it.
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
@@ -32,7 +40,7 @@ def read_mapping(path: str | os.PathLike[str], kind: str | None = None) -> dict[
     try:
         reader, most_bytes = _reader(Path(path), kind)
         content = reader(read_text(path, most_bytes))
-        return {} if content is None else _checked(content)
+        return {} if content is None else _checked_mapping(content)
     except (RefusedError, ContentError) as refusal:
         raise ArgumentsError([Problem("", NOTHING, cut(str(refusal)), f"file {path}")]) from None
     except RecursionError:
@@ -48,7 +56,7 @@ def _reader(path: Path, kind: str | None) -> tuple[Callable[[str], Any], int]:
     return _READERS[ending]
 
 
-def _checked(content: Any) -> dict[str, Any]:
+def _checked_mapping(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         held = {list: "a list", str: "text", bool: "a truth value"}.get(type(content), "a number")
         raise RefusedError(f"holds {held}; needs a mapping of argument names to values")
@@ -91,3 +99,117 @@ _READERS: dict[str, tuple[Callable[[str], Any], int]] = {
     "yaml": (_read_yaml, 1 << 20),  # half a megabyte is read in a second
     "yml": (_read_yaml, 1 << 20),
 }
+
+
+class ConfigFile(Constraint):
+    """A mapping, JSON text of one, or the path of a JSON, YAML or TOML file that holds one.
+
+    None stands for the empty mapping.
+    """
+
+    def before(self, value: Any) -> Any:
+        """Return what the file holds, if `value` is a path."""
+        if value is None:
+            return {}
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if isinstance(value, str) and value and not value.lstrip().startswith("{"):
+            try:
+                return read_mapping(value)
+            except ArgumentsError as error:
+                raise RefusedError(f"needs a mapping or the path of a file; {error}") from None
+        return value
+
+
+MOST_WORDS_BYTES = 1 << 20  # of a file of arguments
+
+
+class Sources:
+    """Values by dataclass and field. What is added later wins.
+
+    Attributes:
+        given: for each dataclass, its fields' values.
+        problems: what was wrong with the sources.
+    """
+
+    def __init__(self, table: FlagTable) -> None:
+        self._table = table
+        self.given: dict[type, dict[str, Given]] = {cls: {} for cls in table.classes}
+        self.problems: list[Problem] = []
+
+    def add(self, values: Mapping[str, Any], origin: str, *, allow_extra: bool = False) -> None:
+        """Add values by name: those of fields, former names, aliases.
+
+        A name of one of the dataclasses (`TrainingArguments` or `training_arguments`) may hold a mapping of
+        its fields.
+
+        Args:
+            values: the values.
+            origin: where they come from.
+            allow_extra: leave out unknown names instead of noting a problem.
+        """
+        given: dict[str, Given] = {}
+        for name, value in values.items():
+            if self._table.named(name) is not None:
+                given[name] = Given(value, origin)
+            elif isinstance(value, Mapping) and name in {*self._sections(), *map(_snake, self._sections())}:
+                self.add(value, origin, allow_extra=allow_extra)
+            elif not allow_extra:
+                self.problems.append(Problem(name, NOTHING, self._unknown(name, value), origin))
+        self._add_layer(given)
+
+    def _add_layer(self, given: Mapping[str, Given]) -> None:
+        """Add values of known names that are equal in rank: two different ones for a field are a problem."""
+        layer: dict[type, dict[str, Given]] = {cls: {} for cls in self._table.classes}
+        for name, item in given.items():
+            option = self._table.named(name)
+            if option is None:
+                continue
+            # Names with `-` and aliases of a field's metadata mean the field; former names come below.
+            if option.name in layer[option.cls]:
+                message = f"has {option.name} twice, in two spellings; keep one"
+                self.problems.append(Problem(name, NOTHING, message, item.origin))
+            layer[option.cls][option.name] = item
+        for cls, known in layer.items():
+            self.given[cls].update(without_aliases(cls, known, self.problems))
+
+    def _unknown(self, name: str, value: Any) -> str:
+        if len(self.problems) >= MOST_GUESSED:
+            return f"unknown argument {name}"
+        if isinstance(value, Mapping):
+            return f"unknown section {name}; there can be {', '.join(map(_snake, self._sections()))}"
+        return self._table.unknown(name)
+
+    def _sections(self) -> list[str]:
+        return [cls.__name__ for cls in self._table.classes]
+
+    def add_environment(self, prefix: str) -> None:
+        """Add environment variables called `prefix` and a name in capitals; a near miss is a problem."""
+        names = {f"{prefix}{name.upper()}": name for name in self._table.options if name.isidentifier()}
+        given: dict[str, Given] = {}
+        for variable, value in os.environ.items():
+            if variable in names:
+                given[names[variable]] = Given(value, f"environment {variable}")
+            elif variable.startswith(prefix) and (meant := closest(variable, names, cutoff=0.85)):
+                message = f"unknown variable {variable}; did you mean {meant}?"
+                self.problems.append(Problem(variable, NOTHING, message, "environment"))
+        self._add_layer(given)
+
+
+def read_words(path: Path) -> list[str]:
+    """Return the words of a file of arguments, with a shell's quotes and comments.
+
+    Raises:
+        ArgumentsError: it cannot be read, or a quote is not closed.
+    """
+    try:
+        return shlex.split(read_text(path, MOST_WORDS_BYTES), comments=True)
+    except ContentError as error:
+        message = str(error)
+    except ValueError as error:
+        message = f"is not a list of arguments: {str(error)[:1].lower()}{str(error)[1:]}"
+    raise ArgumentsError([Problem("", NOTHING, message, f"file {path}")])
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -8,7 +8,7 @@ from typing import Any, Self
 from tr_args.conversion import convert_field
 from tr_args.errors import ArgumentsError, Problem, RefusedError
 from tr_args.schema import schema
-from tr_args.strategies import HubStrategy, IntervalStrategy, SaveStrategy
+from tr_args.types.choices import HubStrategy, IntervalStrategy, SaveStrategy
 
 
 class GroupedSetters:

@@ -1,16 +1,46 @@
-"""Lay out the flags of a parser, by topic."""
+"""Lay out the flags of a parser by topic, each with the help text of its field.
+
+The help text of a field is what its metadata says, or the text that stands under it in the class.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import inspect
+import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
 from tr_args.aliases import aliases
-from tr_args.field_help import field_help
 from tr_args.flags import FlagTable, Option
-from tr_args.schema import schema
+from tr_args.schema import FieldSpec, schema
+
+
+def field_help(spec: FieldSpec) -> str:
+    """Return the help text of a field on one line; empty if there is none."""
+    text = spec.metadata.get("help") or _texts_under_fields(spec.owner).get(spec.name, "")
+    return " ".join(text.split())
+
+
+@functools.cache
+def _texts_under_fields(cls: type) -> dict[str, str]:
+    """Return the string literals that stand under the fields of `cls`; none where there is no source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return {}
+    definition = ast.parse(source).body[0]
+    if not isinstance(definition, ast.ClassDef):
+        return {}
+    texts: dict[str, str] = {}
+    for statement, after in zip(definition.body, definition.body[1:], strict=False):
+        match statement, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = text
+    return texts
 
 
 def add_sections(formatter: argparse.HelpFormatter, table: FlagTable) -> None:

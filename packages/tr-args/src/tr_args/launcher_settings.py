@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tr_args.conversion import FALSE_WORDS, TRUE_WORDS
 from tr_args.errors import ArgumentsError, Problem
-from tr_args.fsdp import SHARDING
-from tr_args.parallelism import SIZES
+from tr_args.types.sharding import SHARDING, SIZES
 
 if TYPE_CHECKING:
     from tr_args.training_arguments import TrainingArguments

@@ -9,15 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tr_args.checked import Checked, build
-from tr_args.construction import Given, generated_init, settle
-from tr_args.errors import NOTHING, ArgumentsError, Problem, cut
-from tr_args.files import read_mapping
-from tr_args.flags import FlagTable
+from tr_args.checked import Checked, Given, build, generated_init, resolve
+from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, cut
+from tr_args.files import Sources, read_mapping, read_words
+from tr_args.flags import FlagTable, Scanner
 from tr_args.help_page import add_sections
-from tr_args.scanner import Scanner
-from tr_args.sources import Sources, read_words
-from tr_args.suggestion import MOST_GUESSED
 
 COMMAND_LINE = "command line"
 MOST_LEFT = 2_000  # flags that belong to no dataclass
@@ -276,7 +272,7 @@ def _construct(cls: type, given: dict[str, Given]) -> Any:
     if issubclass(cls, Checked) and generated_init(cls):
         return build(cls, given)
     problems: list[Problem] = []
-    settled = settle(cls, given, problems)
+    settled = resolve(cls, given, problems)
     if problems:
         raise ArgumentsError(problems)
     try:

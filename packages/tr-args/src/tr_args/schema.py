@@ -1,4 +1,4 @@
-"""Know the fields of a dataclass: type, default, constraints and the topic they belong to."""
+"""Read the fields of a dataclass: type, default, constraints and topic. `argument` declares a field with its flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, get_args, get_origin
 
@@ -116,3 +116,30 @@ def _optional_if_none(hint: Any, default: Any) -> Any:
         base, *extras = get_args(hint)
         return Annotated[typing.Optional[base], *extras]  # noqa: UP045 - see below
     return typing.Optional[hint]  # noqa: UP045 - not every annotation has a `|`
+
+
+def argument(
+    *,
+    aliases: str | list[str] | None = None,
+    help: str | None = None,
+    default: Any = dataclasses.MISSING,
+    default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
+    metadata: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return a dataclass field with a help text and further flag names.
+
+    Args:
+        aliases: further flags, such as `"--lr"` or `["--lr", "-l"]`.
+        help: text for `--help`; without it, the text under the field is used.
+        default: the field's default.
+        default_factory: makes the field's default.
+        metadata: further metadata of the field; `choices` limits its values.
+        **kwargs: passed on to `dataclasses.field`.
+    """
+    attached = dict(metadata or {})
+    if aliases is not None:
+        attached["aliases"] = aliases
+    if help is not None:
+        attached["help"] = help
+    return dataclasses.field(metadata=attached, default=default, default_factory=default_factory, **kwargs)

@@ -1,4 +1,4 @@
-"""Everything a training run can be told, in one dataclass."""
+"""Collect all arguments of a training run in one dataclass, and add those of models that generate."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tr_args.aliases import OldNames
 from tr_args.checked import Rule
-from tr_args.derivations import fill_in
-from tr_args.fields.data import DataFields
-from tr_args.fields.distributed import DistributedFields
-from tr_args.fields.evaluation import EvaluationFields
-from tr_args.fields.hardware import HardwareFields
-from tr_args.fields.hub import HubFields
-from tr_args.fields.logging import LoggingFields
-from tr_args.fields.optimizer import OptimizerFields
-from tr_args.fields.output import OutputFields
-from tr_args.fields.precision import PrecisionFields
-from tr_args.fields.regularization import RegularizationFields
-from tr_args.fields.saving import SavingFields
-from tr_args.fields.script import ScriptFields
+from tr_args.constraints import OptionalCount
+from tr_args.fields.evaluation import EvaluationFields, LoggingFields
+from tr_args.fields.hardware import DistributedFields, HardwareFields, PrecisionFields
+from tr_args.fields.saving import HubFields, SavingFields
+from tr_args.fields.training import DataFields, OptimizerFields, OutputFields, RegularizationFields, ScriptFields
 from tr_args.grouped_setters import GroupedSetters
-from tr_args.old_names import OldNames
-from tr_args.process_view import ProcessView
-from tr_args.rules import conflicts
+from tr_args.process import ProcessView
+from tr_args.rules import conflicts, fill_defaults
 from tr_args.serialization import Serializable
 
 
@@ -78,10 +70,36 @@ class TrainingArguments(
         return batch_size // self.world_size if self.accelerator_config.split_batches else batch_size
 
     def _complete(self) -> None:
-        fill_in(self)
+        fill_defaults(self)
 
     def _rules(self) -> Iterator[Rule]:
         return conflicts(self)
 
     def _derived(self) -> dict[str, Any]:
         return {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+
+
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
+class GenerationFields:
+    """What evaluation generates."""
+
+    _title = "Generation"
+
+    predict_with_generate: bool = False
+    """Generate in evaluation and prediction, for metrics on text."""
+
+    generation_max_length: OptionalCount = None
+    """Length to generate up to, in tokens. Unset is the model's generation setting."""
+
+    generation_num_beams: OptionalCount = None
+    """Beams to search with. Unset is the model's generation setting."""
+
+    generation_config: Any = None
+    """Generation settings: an object, a dict of settings, or the name or path of a model or file that has some."""
+
+
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(GenerationFields, TrainingArguments):
+    """Training arguments of models that generate in evaluation; see `TrainingArguments`."""
+
+    _retired = {**TrainingArguments._retired, "sortish_sampler": "set train_sampling_strategy='group_by_length'"}

@@ -7,20 +7,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tr_ckpt import after_commit, catalogue, names, parts, reads, unsynced
+from tr_ckpt import discovery, files, names, parts, post_commit, reads
 from tr_ckpt.background import Background
-from tr_ckpt.catalogue import Found
-from tr_ckpt.errors import CheckpointError, UnreadableError
+from tr_ckpt.discovery import Found
+from tr_ckpt.errors import CheckpointError, UnreadableError, explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
-from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
-from tr_ckpt.nodes import NodeRanks
-from tr_ckpt.ranks import Ranks
+from tr_ckpt.parts import HostBuffers
+from tr_ckpt.ranks import NodeRanks, Ranks
 from tr_ckpt.restoring import Restored, Restoring
 from tr_ckpt.retention import Known
 from tr_ckpt.saving import Saving
-from tr_ckpt.write_errors import explained
 
 
 class Stateful(Protocol):
@@ -130,7 +128,7 @@ class Checkpointer:
             hub=lambda: HubRepository.from_arguments(args),
         )
         if made._ranks.rank == 0 and getattr(args, "save_strategy", None) != "no":
-            unsynced.notice(made.directory)  # now, not at the first save
+            files.warn_if_unsynced(made.directory)  # now, not at the first save
         return made
 
     def save(
@@ -194,11 +192,11 @@ class Checkpointer:
     def _follow(
         self, saved: Found, sequence: int, on_commit: Callable[[Path], None] | None, protected: Sequence[int]
     ) -> None:
-        after_commit.warn_of_others(saved.path, self._sequence, sequence)
+        post_commit.warn_of_other_runs(saved.path, self._sequence, sequence)
         self._sequence = sequence
-        after_commit.tell(on_commit if self._ranks.number == 0 else None, saved.path)
+        post_commit.run_on_commit(on_commit if self._ranks.number == 0 else None, saved.path)
         limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-        after_commit.prune(saved, self.prefix, self._known, protected=protected, **limits)
+        post_commit.prune(saved, self.prefix, self._known, protected=protected, **limits)
 
     def check(self) -> None:
         """Raise what a write in the background failed with, if one did since the last call; waits for nothing.
@@ -244,7 +242,7 @@ class Checkpointer:
 
         def claim() -> None:
             if self._ranks.rank == 0:
-                with explained("the run's first checkpoint", self.directory):
+                with explain_save_errors("the run's first checkpoint", self.directory):
                     self._lock.claim()
 
         self._ranks.together("no checkpoint could be saved", claim)
@@ -317,9 +315,9 @@ class Checkpointer:
         """
         self._background.hold_up()
         complete = []
-        for found in catalogue.find(self.directory, self.prefix):
+        for found in discovery.find(self.directory, self.prefix):
             try:
-                catalogue.check_quickly(found)
+                discovery.check_quickly(found)
             except UnreadableError:
                 raise
             except CheckpointError:
@@ -338,7 +336,7 @@ class Checkpointer:
         self._background.hold_up()
         path = self.directory / names.checkpoint_name(self.prefix, step)
         if not reads.is_there(path):
-            for found in catalogue.find(self.directory, self.prefix):
+            for found in discovery.find(self.directory, self.prefix):
                 if found.step == step:
                     return found.path
         return path

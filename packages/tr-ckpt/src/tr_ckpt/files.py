@@ -1,20 +1,99 @@
-"""Touch the file system: every operation that changes it goes through the functions of this file.
+"""Change the file system: every operation that changes it goes through the functions of this file.
 
-`OPERATIONS` names them; each is looked up when it is called, so a test that replaces one sees every use of
-it.
+`OPERATIONS` names them. Each is looked up when it is called, so a test that replaces one sees every use of it.
+
+Some file systems that are mounted through FUSE, 9p or SMB take no fsync of a folder, or of anything. A save continues
+there, with a warning. Only the order in which a power cut finds things on the disk is lost. A process that is killed
+at any instant loses nothing there either.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import reads, unsynced
+from tr_ckpt import reads
 from tr_ckpt.tensor_damage import DIGITS, Section
+
+logger = logging.getLogger(__name__)
+
+# "Not supported", in the ways that file systems say it. EIO is none of them: then the disk is at fault.
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY})
+_OF_FOLDERS = _UNSUPPORTED | {errno.EBADF, errno.EISDIR}
+
+# File systems, by device, of which it has been said.
+_warned: set[tuple[int, bool]] = set()
+
+
+def is_sync_unsupported(error: OSError, path: Path, *, of_folder: bool = False) -> bool:
+    """Whether an error says no more than that this file system syncs nothing of the kind; if so, warn of it once.
+
+    Otherwise the error is given the path, for words that name it.
+
+    Args:
+        error: what syncing raised.
+        path: what was to be synced.
+        of_folder: whether it is a folder.
+    """
+    unsupported = error.errno in (_OF_FOLDERS if of_folder else _UNSUPPORTED)
+    # Where a folder can be listed, but not opened to be synced, it is not the right to read it that is missing.
+    if not unsupported and not (of_folder and error.errno in (errno.EACCES, errno.EPERM) and _can_be_listed(path)):
+        error.filename = error.filename or str(path)
+        return False
+    _warn_unsynced(error, path, of_folder=of_folder)
+    return True
+
+
+def warn_if_unsynced(directory: Path) -> None:
+    """Find out, before anything is written, whether the folder that is or will be at `directory` can be synced.
+
+    An error of another kind is left to whoever writes there.
+    """
+    existing = next((path for path in (directory, *directory.parents) if os.path.isdir(path)), None)
+    if existing is None or os.name == "nt":
+        return
+    try:
+        descriptor = os.open(existing, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        is_sync_unsupported(error, existing, of_folder=True)
+
+
+def _can_be_listed(path: Path) -> bool:
+    try:
+        os.listdir(path)
+    except OSError:
+        return False
+    return True
+
+
+def _warn_unsynced(error: OSError, path: Path, *, of_folder: bool) -> None:
+    try:
+        device = os.stat(path).st_dev
+    except OSError:  # what it is told apart by is of no weight
+        device = -1
+    if (device, of_folder) in _warned:
+        return
+    _warned.add((device, of_folder))
+    if of_folder:
+        what, harm = f"{path} cannot be synced", "may be missing"
+    else:
+        what, harm = f"files in {path.parent} cannot be synced", "may be damaged, which a restore notices"
+    logger.warning(
+        "%s on this file system (%s): after a power cut the newest checkpoints %s, so keep more than one; a process "
+        "that is killed loses nothing. Checkpoints on a local disk are safe from both",
+        what, os.strerror(error.errno or 0), harm,
+    )  # fmt: skip
+
 
 OPERATIONS = (
     "make_folder",
@@ -68,7 +147,7 @@ def sync(descriptor: int, path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not unsynced.tolerated(error, path):
+        if not is_sync_unsupported(error, path):
             raise
 
 
@@ -83,7 +162,7 @@ def sync_folder(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if not unsynced.tolerated(error, path, of_folder=True):
+        if not is_sync_unsupported(error, path, of_folder=True):
             raise
 
 
@@ -188,7 +267,7 @@ def make_folders(path: Path) -> None:
             raise
 
 
-def settle(path: Path) -> None:
+def fsync_parents(path: Path) -> None:
     """Return once the names of a folder and of those above it, on its file system, are on the disk, whoever made them.
 
     A file that is on the disk is lost all the same if the folder that it is in has no name there.

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tr_ckpt import files, path_names, plain_file, reads, strict_json, tensor_damage
+from tr_ckpt import files, reads, tensor_damage, untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.names import MANIFEST
@@ -132,7 +132,7 @@ def read(folder: Path) -> Manifest:
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} lacks what it must hold: {error!r}") from error
-    if problem := path_names.wrong_among(manifest.files) or path_names.wrong_among(manifest.parts):
+    if problem := untrusted.paths_problem(manifest.files) or untrusted.paths_problem(manifest.parts):
         raise DamagedCheckpointError(f"{MANIFEST} names {problem}")
     if unknown := {name for names in manifest.parts.values() for name in names} - set(manifest.files):
         raise DamagedCheckpointError(f"{MANIFEST} gives no size and digest of {min(unknown)!r}")
@@ -167,7 +167,7 @@ def _own_entry(digest: str) -> str:
 
 def _content(folder: Path) -> dict[str, Any]:
     try:
-        if problem := plain_file.wrong_kind(folder, MANIFEST):
+        if problem := untrusted.file_kind_problem(folder, MANIFEST):
             raise DamagedCheckpointError(f"{MANIFEST} {problem}")
         return _parsed(folder / MANIFEST)
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _parse(raw: bytes) -> dict[str, Any]:
     changed = f"{MANIFEST} was changed after it was written: its content does not match its digest"
     try:
-        content = strict_json.loads(raw.decode())
+        content = untrusted.parse_json(raw.decode())
     except (CheckpointError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} is no valid JSON: {error}") from error
     own = content.get("manifest_sha256") if isinstance(content, dict) else None

@@ -1,4 +1,8 @@
-"""Write and read one part of a checkpoint: `NAME.json`, and `NAME.safetensors` if its state holds tensors."""
+"""Capture, write and read one part of a checkpoint: `NAME.json`, and `NAME.safetensors` if it holds tensors.
+
+`capture` copies tensors into host memory that `HostBuffers` uses again from save to save, so that training can go on
+while they are written.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,79 @@ from typing import Any, Protocol
 
 import torch
 
-from tr_ckpt import files, path_names, plain_file, reads, strict_json, tensor_file, tree
+from tr_ckpt import codec, files, reads, tensor_file, untrusted
 from tr_ckpt.distributed_tensor import is_distributed
 from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.files import FileRecord
-from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.names import MANIFEST
+
+_Kind = tuple[torch.dtype, int, bool]
+
+
+class HostBuffers:
+    """Memory on the host for one copy of a state: taken at the first save, used again by those that follow.
+
+    New memory costs several times what copying into it does, as the system hands it out page by page. A buffer fits
+    a tensor of its dtype and size; those that a save did not use are given back, so that never more than one copy
+    is held. Only the thread that trains calls the methods; what they return may be read by any.
+
+    Attributes:
+        allocations: how many buffers were ever taken.
+        copied_bytes: how much was ever copied.
+    """
+
+    def __init__(self) -> None:
+        self.allocations = 0
+        self.copied_bytes = 0
+        self._free: dict[_Kind, list[torch.Tensor]] = {}
+        self._used: list[tuple[_Kind, torch.Tensor]] = []
+        self._devices: set[torch.device] = set()
+
+    @property
+    def held_bytes(self) -> int:
+        """How much memory is held, in use or not."""
+        buffers = [buffer for _, buffer in self._used] + [buffer for kept in self._free.values() for buffer in kept]
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def begin(self) -> None:
+        """Begin a copy of a state: all that was handed out for the one before may be written over from now on."""
+        while self._used:
+            kind, buffer = self._used.pop()
+            self._free.setdefault(kind, []).append(buffer)
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies on the host, dense and of the same dtypes and shapes; read them after `finish` only."""
+        copies = {}
+        # Whatever mode the caller is in, a buffer must be one that can be written to later, in any other.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in tensors.items():
+                pinned = tensor.device.type == "cuda"
+                copy = self._take((tensor.dtype, tensor.numel(), pinned)).view(tensor.shape)
+                # Into pinned memory it runs on beside the host, ordered with the kernels of the current stream.
+                copies[name] = copy.copy_(tensor.detach(), non_blocking=pinned)
+                self.copied_bytes += copy.nbytes
+                if pinned:
+                    self._devices.add(tensor.device)
+        return copies
+
+    def finish(self) -> None:
+        """Wait until all copies are made, and give back the buffers that none of them needed."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()  # sync: once a save and device, for all its copies
+        self._devices.clear()
+        self._free.clear()
+
+    def _take(self, kind: _Kind) -> torch.Tensor:
+        kept = self._free.get(kind)
+        if kept:
+            buffer = kept.pop()
+        else:
+            dtype, size, pinned = kind
+            buffer = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned)
+            self.allocations += 1
+        self._used.append((kind, buffer))
+        return buffer
+
 
 # Parts that differ between the ranks: each rank has its own files.
 PER_RANK = ("rng",)
@@ -38,7 +109,7 @@ def check_names(names: Iterable[str]) -> None:
             raise CheckpointError(
                 f"the name {name!r} cannot name a file; use letters, digits, '_', '-' and, not first, '.'"
             )
-        if problem := path_names.wrong(name) or path_names.wrong(f"{name}-shard-{MOST_RANKS}.safetensors"):
+        if problem := untrusted.path_problem(name) or untrusted.path_problem(f"{name}-shard-{MOST_RANKS}.safetensors"):
             raise CheckpointError(f"the part name {name!r} {problem}; give another")
         if any(re.fullmatch(rf"{per_rank}-\d+", name) for per_rank in PER_RANK) or re.search(r"-shard-\d+$", name):
             raise CheckpointError(f"the part name {name!r} is that of one rank's files; give another")
@@ -55,7 +126,7 @@ def check_free(taken: Iterable[str], part_names: Iterable[str]) -> None:
         CheckpointError: the message names the file and the part.
     """
     taken = list(taken)
-    if problem := path_names.wrong_among(taken):
+    if problem := untrusted.paths_problem(taken):
         raise CheckpointError(f"write_extra made {problem}; give it another name, for nobody could restore it")
     part_names = list(part_names)
     for file in taken:
@@ -144,15 +215,15 @@ def encode(name: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
     Raises:
         CheckpointError: the state holds something that cannot be saved.
     """
-    encoder = tree.Encoder(name)
+    encoder = codec.Encoder(name)
     try:
         encoded = encoder.encode(state)
         text = json.dumps(encoded, indent=2, sort_keys=encoder.plain, allow_nan=False)
     except RecursionError:
         raise CheckpointError(f"{name} is nested too deeply to be saved") from None
-    if len(text) > strict_json.MOST_BYTES:  # it is ASCII
+    if len(text) > untrusted.MOST_JSON_BYTES:  # it is ASCII
         raise CheckpointError(
-            f"what of {name} is no tensor takes {len(text):,} bytes of JSON, and at most {strict_json.MOST_BYTES:,} "
+            f"what of {name} is no tensor takes {len(text):,} bytes of JSON, and at most {untrusted.MOST_JSON_BYTES:,} "
             "are read back; give long lists of numbers as tensors"
         )
     return text.encode(), encoder.tensors
@@ -174,7 +245,7 @@ def read(folder: Path, name: str, rank: int) -> Any:
         return tensors[name]
 
     try:
-        return tree.decode(encoded, tensor)
+        return codec.decode(encoded, tensor)
     except (CheckpointError, RecursionError) as error:
         raise CheckpointError(f"{stem(name, rank)}.json: {error}") from error
 
@@ -186,9 +257,9 @@ def read_json(path: Path) -> Any:
         CheckpointError: it is no strict JSON.
         UnreadableError: it cannot be read.
     """
-    plain_file.require(path)
+    untrusted.require_regular_file(path)
     try:
-        return strict_json.read(path)
+        return untrusted.read_json(path)
     except UnreadableError:
         raise
     except (OSError, CheckpointError) as error:

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tr_ckpt import files, names, processes, reads, staging, tensor_damage
-from tr_ckpt.errors import SaveError, UnreadableError
+from tr_ckpt.errors import SaveError, UnreadableError, explain_save_errors
 from tr_ckpt.files import FileRecord
-from tr_ckpt.write_errors import explained
 
 # What one rank wrote: its files by part.
 Written = dict[str, dict[str, FileRecord]]
@@ -92,7 +91,7 @@ class RankRecords:
             error = caught
         # Also after a failure, so that nothing is removed that another rank is still writing to.
         try:
-            with explained(self.name, self.folder.parent):
+            with explain_save_errors(self.name, self.folder.parent):
                 others, failed = self._collect()
         except OSError as unread:
             raise (error or unread) from unread
@@ -130,7 +129,7 @@ class RankRecords:
             with contextlib.suppress(OSError):  # what went wrong first is what counts
                 self._leave({"error": f"{type(error).__name__}: {error}"})
             raise
-        with explained(self.name, self.folder.parent):
+        with explain_save_errors(self.name, self.folder.parent):
             self._leave({"parts": {part: _as_json(held) for part, held in written.items()}})
 
     def _leave(self, content: dict[str, Any]) -> None:

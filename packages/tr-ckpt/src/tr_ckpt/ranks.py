@@ -1,11 +1,20 @@
-"""Let all ranks know when one of them fails."""
+"""Let the ranks that save together exchange values, and fail together when one of them fails.
+
+`NodeRanks` is for machines that share no file system: each keeps whole checkpoints in a folder of its own. The
+processes of one machine save together, as those of a run on one machine do. All machines fail together, and resume
+from a step that all of them have.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from tr_ckpt import manifest
+from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, SaveError, UnreadableError
 
 T = TypeVar("T")
@@ -75,7 +84,7 @@ class Ranks:
             result = work()
         except Exception as caught:
             error = caught
-        answers = self._everywhere((result, None if error is None else _text(error)))
+        answers = self._everywhere((result, None if error is None else _error_text(error)))
         failed = [(rank, text) for rank, (_, (_, text)) in enumerate(answers) if text is not None]
         if failure is CheckpointError and self.total > 1 and all(text.startswith(_UNREADABLE) for _, text in failed):
             failed = [(rank, text.removeprefix(_UNREADABLE)) for rank, text in failed]
@@ -95,8 +104,156 @@ class Ranks:
         return [(0, answer) for answer in ([value] if self.gather_objects is None else self.gather_objects(value))]
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # of the user's own: without its text too, the other ranks are to hear of it
         return f"{type(error).__name__}, whose text cannot be shown"
+
+
+logger = logging.getLogger(__name__)
+
+
+_MODEL = ("model.safetensors", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True)
+class NodeRanks(Ranks):
+    """This process among those of its machine, which save together.
+
+    `rank` and `world_size` count those. Every exchange is one of all processes of the run, so that machines stay in
+    step: an error on one is an error on all.
+
+    Attributes:
+        first: number of the machine's first process among all.
+        all_processes: how many processes the run has.
+    """
+
+    first: int = 0
+    all_processes: int = 1
+
+    @classmethod
+    def find(cls, rank: int, local_rank: int, world_size: int, gather_objects: Callable[[Any], list[Any]]) -> Ranks:
+        """Return the ranks of this machine; all processes must call it.
+
+        Raises:
+            ValueError: the processes of a machine are not numbered one after the other.
+        """
+        places = gather_objects((rank - local_rank, local_rank))
+        mine = sorted(local for first, local in places if first == rank - local_rank)
+        if mine != list(range(len(mine))):
+            raise ValueError(
+                f"rank {rank} has local_rank {local_rank}, and its machine has the local ranks {mine}; the ranks of a "
+                "machine must follow one another, local ranks from 0, to save on each node"
+            )
+        if len(mine) == world_size:
+            return Ranks(rank, world_size, gather_objects)
+        return cls(local_rank, len(mine), gather_objects, rank - local_rank, world_size)
+
+    @property
+    def number(self) -> int:
+        """Number of this process among all of the run."""
+        return self.first + self.rank
+
+    @property
+    def total(self) -> int:
+        """How many processes the run has."""
+        return self.all_processes
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether other machines save too."""
+        return True
+
+    def across(self, value: T) -> list[T]:
+        """Return the value of the first rank of every machine; all ranks of all machines must call it."""
+        answers = dict(reversed(self._everywhere(value)))  # a machine's first comes last, and stays
+        return [answers[first] for first in sorted(answers)]
+
+    @property
+    def _group(self) -> int:
+        return self.first
+
+    def _everywhere(self, value: T) -> list[tuple[int, T]]:
+        assert self.gather_objects is not None  # there are several processes
+        return self.gather_objects((self.first, value))
+
+
+def found_on_all(ranks: Ranks, candidates: list[Found]) -> tuple[list[Found], list[str]]:
+    """Return the checkpoints that every machine has, in one order on all, and why the others of this one are skipped.
+
+    Args:
+        ranks: this process among the others; all must call it.
+        candidates: what this machine has.
+
+    Raises:
+        UnreadableError: a machine cannot read what one of its own is.
+    """
+    if not ranks.is_one_of_several:
+        return candidates, []
+    mine = {found.step: found for found in candidates}
+    machines = ranks.across(
+        ranks.together(
+            "nothing was restored",
+            lambda: [(found.step, _identity(found)) for found in candidates],
+            failure=CheckpointError,
+        )[0]
+    )
+    held = [dict(machine) for machine in machines]
+    kept = []
+    for step, _ in machines[0]:
+        seen = {machine[step] for machine in held if machine.get(step)}
+        if all(step in machine for machine in held) and len(seen) <= 1:
+            kept.append(mine[step])
+    skipped = []
+    for step, found in mine.items():
+        if found not in kept:
+            reason = "of another run there" if all(step in machine for machine in held) else "not on every machine"
+            skipped.append(f"{found.name}: it is {reason}")
+            if ranks.rank == 0:
+                logger.warning("skipped %s", skipped[-1])
+    return kept, skipped
+
+
+def check_same_kind(ranks: Ranks, source: Path, seen: tuple[bool, bool, bool]) -> None:
+    """Raise unless a folder that was named is the same kind of thing on every machine; all ranks must call it.
+
+    Args:
+        ranks: this process among the others.
+        source: the folder.
+        seen: whether it is a folder, a checkpoint, and has checkpoints in it, on this machine.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    kinds = {True: "a checkpoint", False: "a folder of checkpoints"}
+    found = ranks.across("nothing to restore" if not any(seen[1:]) else kinds[seen[1]])
+    if len(set(found)) > 1:
+        listed = ", ".join(f"{kind} on machine {number}" for number, kind in enumerate(found))
+        raise CheckpointError(f"{source} is not the same on every machine: {listed}")
+
+
+def check_same_checkpoint(ranks: Ranks, found: Found) -> None:
+    """Raise unless a checkpoint that was named is the same on every machine; all ranks must call it.
+
+    Raises:
+        CheckpointError: machines were given checkpoints of different runs or steps.
+        UnreadableError: one cannot be read.
+    """
+    if not ranks.is_one_of_several:
+        return
+    seen = ranks.together(f"{found.name} was not restored", lambda: _identity(found), failure=CheckpointError)[0]
+    if len(set(ranks.across(seen)) - {None}) > 1:
+        raise CheckpointError(f"{found.name} is not the same on every machine; name the checkpoint of one step and run")
+
+
+def _identity(found: Found) -> str | None:
+    """Return what is the same in all machines' copies of a checkpoint; None for one that is damaged."""
+    try:
+        described = manifest.read(found.path)
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return None
+    digests = [described.files[name].sha256 for name in _MODEL if name in described.files]
+    return f"{described.step} {' '.join(digests)}"

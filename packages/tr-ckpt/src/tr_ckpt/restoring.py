@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import catalogue, nodes, parts, reads
-from tr_ckpt.catalogue import Age, Found
+from tr_ckpt import discovery, part_files, parts, reads
+from tr_ckpt import ranks as nodes
+from tr_ckpt.discovery import Age, Found
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
-from tr_ckpt.foreign import taking_over
-from tr_ckpt.foreign.fitting import fit
+from tr_ckpt.hf_import import conversion
+from tr_ckpt.hf_import.fitting import fit
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
 from tr_ckpt.ranks import Ranks
-from tr_ckpt.sharded import restoring_shards
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +125,9 @@ class Restoring:
     def _candidates(self, directory: Path) -> list[Found]:
         # Rank 0 decides what there is: others may see a shared folder a moment later.
         [candidates, *_] = self._ranks.together(
-            "nothing was restored", lambda: catalogue.by_age(directory, self._prefix), failure=CheckpointError
+            "nothing was restored", lambda: discovery.by_age(directory, self._prefix), failure=CheckpointError
         )
-        kept, skipped = nodes.on_all(self._ranks, candidates)
+        kept, skipped = nodes.found_on_all(self._ranks, candidates)
         self._skipped += skipped
         return kept
 
@@ -143,14 +143,14 @@ class Restoring:
             lambda: (
                 reads.is_folder(source),
                 _is_checkpoint(source, self._prefix),
-                len(catalogue.find(source, self._prefix)),
+                len(discovery.find(source, self._prefix)),
             ),
             failure=CheckpointError,
         )
-        nodes.check_alike(self._ranks, source, (is_folder, is_checkpoint, bool(inside)))
+        nodes.check_same_kind(self._ranks, source, (is_folder, is_checkpoint, bool(inside)))
         if is_checkpoint:
             named = Found(None, source.name, source)
-            nodes.check_same(self._ranks, named)
+            nodes.check_same_checkpoint(self._ranks, named)
             try:
                 return self._load(named)
             except DamagedCheckpointError as error:
@@ -163,7 +163,7 @@ class Restoring:
         if not is_folder:
             raise CheckpointError(f"no checkpoint at {source}: there is no such folder")
         if not inside:
-            restoring_shards.refuse_pickled(source)
+            part_files.refuse_pickled(source)
             raise CheckpointError(
                 f"no checkpoint at {source}: it holds neither a {MANIFEST} nor folders named "
                 f"{self._prefix}-<step>; give a checkpoint or the folder that the checkpoints are in"
@@ -211,7 +211,7 @@ class Restoring:
 
     def _read(self, found: Found, states: dict[str, Any]) -> Answer:
         try:
-            if not catalogue.is_foreign(found.path):
+            if not discovery.is_foreign(found.path):
                 return self._read_own(found, states), None
             with contextlib.suppress(DamagedCheckpointError):  # which counts if it is there the second time too
                 return self._take_over(found, states), None
@@ -227,14 +227,14 @@ class Restoring:
 
     def _take_over(self, found: Found, states: dict[str, Any]) -> int:
         rank = self._ranks.number
-        return taking_over.read_into(states, found.path, found.step, self._targets, rank, self._optional)
+        return conversion.read_into(states, found.path, found.step, self._targets, rank, self._optional)
 
     def _read_own(self, found: Found, states: dict[str, Any]) -> int:
         described = self._check(found)
         for part, target in self._targets.items():
             if self._is_saved(part, described):
-                state = restoring_shards.read_part(found.path, part, self._ranks.number, described, target)
-                states[part] = fit(part, state, target) if taking_over.NOTE in described.files else state
+                state = part_files.read_part(found.path, part, self._ranks.number, described, target)
+                states[part] = fit(part, state, target) if conversion.NOTE in described.files else state
         self._read_last = found, (described.sequence, described.step)
         return described.step
 
@@ -245,24 +245,24 @@ class Restoring:
             return
         # What was loaded is loaded: not to know of another program's takes nothing from it.
         with contextlib.suppress(UnreadableError), reads.at_once():
-            if catalogue.is_foreign(chosen.path):
+            if discovery.is_foreign(chosen.path):
                 return
             for found in later:
-                if catalogue.is_foreign(found.path):
+                if discovery.is_foreign(found.path):
                     reason = "is of another program and counts as older than"
                     said = f"{found.name} {reason} {chosen.name}; name its folder to go on from it"
                     self._skipped.append(said)
                     logger.warning("%s", said)
 
     def _check(self, found: Found) -> Manifest:
-        described = catalogue.check_quickly(found)
+        described = discovery.check_quickly(found)
         self._require_parts(described)
         ranks = self._ranks
-        wanted = restoring_shards.files_to_verify(described, self._targets, ranks.rank, ranks.world_size)
+        wanted = part_files.files_to_verify(described, self._targets, ranks.rank, ranks.world_size)
         size_bytes = sum(described.files[name].bytes for name in wanted if name in described.files)
         if ranks.rank == 0 and size_bytes >= LONG_READ_BYTES:
             logger.info("reading and verifying %s, %.1f GB", found.path, size_bytes / 1e9)
-        catalogue.raise_if_any(catalogue.damages(found.path, described, wanted))
+        discovery.raise_if_damaged(discovery.damages(found.path, described, wanted))
         return described
 
     def _hand_out(self, name: str, states: dict[str, Any]) -> None:
@@ -305,7 +305,7 @@ class Restoring:
 
 def _is_checkpoint(source: Path, prefix: str) -> bool:
     """Whether a folder is a checkpoint itself; a folder that checkpoints are in may hold a trainer's state too."""
-    is_foreign = catalogue.is_foreign(source) and not catalogue.find(source, prefix)
+    is_foreign = discovery.is_foreign(source) and not discovery.find(source, prefix)
     return is_foreign or reads.is_there(source / MANIFEST)
 
 

@@ -13,8 +13,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import catalogue, files, in_place, names, staging
-from tr_ckpt.catalogue import Age, Found
+from tr_ckpt import discovery, files, names, staging
+from tr_ckpt import staging as in_place
+from tr_ckpt.discovery import Age, Found
 from tr_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,9 @@ def complete(directory: Path, prefix: str) -> list[tuple[Age, Found]]:
         UnreadableError: the folder cannot be listed.
     """
     listed = []
-    for found in catalogue.find(directory, prefix):
+    for found in discovery.find(directory, prefix):
         try:
-            described = catalogue.check_quickly(found)
+            described = discovery.check_quickly(found)
         except CheckpointError:
             continue
         listed.append(((described.sequence, described.step), found))
@@ -115,6 +116,6 @@ def remove(found: Found) -> None:
         names.release(dropped)
         if error.errno != errno.EXDEV:
             raise
-        in_place.remove(found.path)
+        in_place.remove_in_place(found.path)
         return
     staging.discard(dropped)

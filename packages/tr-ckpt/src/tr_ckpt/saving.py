@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import catalogue, manifest, names, parts, processes, reads
+from tr_ckpt import discovery, manifest, names, parts, processes, reads
 from tr_ckpt.distributed_tensor import may_exist
+from tr_ckpt.errors import explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
-from tr_ckpt.host_buffers import HostBuffers
-from tr_ckpt.parts import CapturedPart
+from tr_ckpt.parts import CapturedPart, HostBuffers
 from tr_ckpt.rank_records import RankRecords, Written
 from tr_ckpt.ranks import Ranks
 from tr_ckpt.retention import Known
-from tr_ckpt.sharded.taken import TakenStates
+from tr_ckpt.sharded.capturing import TakenStates
 from tr_ckpt.staging import Staging
-from tr_ckpt.write_errors import explained
 
 # Parts by name, each as it was at the save.
 Captured = Iterable[tuple[str, CapturedPart]]
@@ -129,7 +128,7 @@ class Saving:
             parts.check_names(given)
             if self._staging is None:
                 return None
-            with explained(self.name, self._directory):
+            with explain_save_errors(self.name, self._directory):
                 self._lock.claim()
                 self._added = self._staging.begin(write_extra)
                 parts.check_free(self._added, given)
@@ -146,7 +145,7 @@ class Saving:
             self._taken.take(given, self._what)
 
     def _captured(self, given: Mapping[str, Any], buffers: HostBuffers | None) -> Iterator[tuple[str, CapturedPart]]:
-        with explained(self.name, self._directory):
+        with explain_save_errors(self.name, self._directory):
             is_seen = reads.is_folder(self._folder)
         if not is_seen:
             raise OSError(
@@ -171,10 +170,10 @@ class Saving:
         remaining = iter(captured)
         try:
             if self._staging is not None:
-                with explained(self.name, self._directory):
+                with explain_save_errors(self.name, self._directory):
                     written[""] = self._staging.seal(self._added)
             for name, part in remaining:
-                with explained(self.name, self._directory):
+                with explain_save_errors(self.name, self._directory):
                     written[name] = part.write(self._folder)
         except Exception:
             with contextlib.suppress(Exception):  # what failed first is what counts
@@ -186,8 +185,8 @@ class Saving:
     def _commit(self, written: list[Written]) -> None:
         if self._staging is None:
             return
-        with explained(self.name, self._directory):
-            sequence = catalogue.next_sequence(self._directory, self._prefix, self._known.seen)
+        with explain_save_errors(self.name, self._directory):
+            sequence = discovery.next_sequence(self._directory, self._prefix, self._known.seen)
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
             manifest.write(self._folder, described)
             self._lock.check()

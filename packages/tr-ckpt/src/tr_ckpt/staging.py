@@ -1,24 +1,105 @@
-"""Make a folder appear whole or not at all.
+"""Make a checkpoint's folder appear whole or not at all.
 
-A new checkpoint grows in a temporary folder beside its final place. `commit` makes it durable and renames it.
-An older checkpoint of the same step steps aside first: between the two renames it is the one that counts
-(`catalogue.py` finds it under its temporary name, `clear_abandoned` puts it back). Where it cannot be renamed, the new
-one waits under such a name until the older has been removed in its place.
+A new checkpoint grows in a temporary folder beside its final place. `Staging.commit` makes it durable and renames it.
+An older checkpoint of the same step steps aside first. Between the two renames the older one counts: `discovery.py`
+finds it under its temporary name, and `clear_abandoned` puts it back.
+
+overlayfs, which containers run on, refuses (EXDEV) to rename a folder of a lower layer, such as a checkpoint that is
+part of the image. Its files can be renamed and removed. There the new checkpoint waits under a temporary name until
+the older one is removed in place. `remove_in_place` first moves the older one's manifest, in one instant, to a folder
+beside it. From then on nothing there looks like a checkpoint. Whoever finds that folder completes the removal with
+`complete_removal`.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tr_ckpt import catalogue, files, in_place, manifest, names, reads
-from tr_ckpt.errors import CheckpointError, UnreadableError
+from tr_ckpt import discovery, files, manifest, names, reads
+from tr_ckpt.errors import CheckpointError, UnreadableError, printable
 from tr_ckpt.files import FileRecord
-from tr_ckpt.printable import printable
 
 logger = logging.getLogger(__name__)
+
+# Without it, and with no manifest, a rest would look like the checkpoint of another program.
+_TRAINER_STATE = "trainer_state.json"
+
+
+def remove_in_place(checkpoint: Path) -> None:
+    """Remove a checkpoint where it is; at no instant does a part of it look like a whole one.
+
+    Raises:
+        OSError: its manifest could not be moved, and it is as it was; or the rest could not be removed, and is no
+            checkpoint any more: the next save tries again.
+    """
+    beside = names.temporary(checkpoint.parent, "emptied", checkpoint.name)
+    try:
+        files.make_folder(beside)
+        files.sync_folder(checkpoint.parent)
+        try:
+            files.rename(checkpoint / names.MANIFEST, beside / names.MANIFEST)
+        except OSError:
+            files.remove_folder(beside)
+            raise
+        files.sync_folder(beside)
+        files.sync_folder(checkpoint)
+        _remove_rest(checkpoint)
+        files.remove_tree(beside)
+    finally:
+        names.release(beside)
+
+
+def complete_removal(beside: Path, name: str) -> None:
+    """Complete the removal of the checkpoint `name` that a process which is gone had begun.
+
+    Args:
+        beside: the folder that its manifest was moved to.
+        name: of the checkpoint's folder.
+
+    Raises:
+        OSError: it could not be removed; the next save tries again.
+        UnreadableError: it cannot be found out what is there; the next save tries again.
+    """
+    rest = beside.parent / name
+    is_emptied = reads.is_folder(rest) and not reads.is_there(rest / names.MANIFEST, follow=False)
+    if is_emptied and reads.is_there(beside / names.MANIFEST, follow=False):
+        if _is_rest(rest, beside):
+            logger.info("removing what is left of %s: a run ended while it was removing it", name)
+            _remove_rest(rest)
+        else:
+            logger.warning("%s stays: it is what is left of a removed checkpoint, and holds other files too", rest)
+    files.remove_tree(beside)
+
+
+def _remove_rest(folder: Path) -> None:
+    if reads.is_there(folder / _TRAINER_STATE, follow=False):
+        files.remove_file(folder / _TRAINER_STATE)
+        files.sync_folder(folder)
+    files.remove_tree(folder)
+    files.sync_folder(folder.parent)
+
+
+def _is_rest(folder: Path, beside: Path) -> bool:
+    try:
+        known = manifest.read(beside).files
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return False
+    return all(path.relative_to(folder).as_posix() in known for path in _files_below(folder))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for name in reads.names_in(folder):
+        path = folder / name
+        if stat.S_ISDIR(reads.status(path, follow=False).st_mode):
+            yield from _files_below(path)
+        else:
+            yield path
 
 
 class Staging:
@@ -43,7 +124,7 @@ class Staging:
         files.make_folders(self.directory)
         there = reads.names_in(self.directory)
         if not any(reads.is_there(self.directory / name / names.MANIFEST) for name in there):
-            files.settle(self.directory)  # else the first save here has done it
+            files.fsync_parents(self.directory)  # else the first save here has done it
         clear_abandoned(self.directory)
         files.make_folder(self.folder)
         if write_extra is None:
@@ -104,9 +185,9 @@ class Staging:
         try:
             files.rename(self.folder, waiting)
             files.sync_folder(self.directory)
-            catalogue.verify(waiting, manifest.read(waiting))
+            discovery.verify(waiting, manifest.read(waiting))
             # From one instant in here the new one counts.
-            in_place.remove(self.final)
+            remove_in_place(self.final)
             files.rename(waiting, self.final)
             files.sync_folder(self.directory)
         except OSError:
@@ -169,7 +250,7 @@ def clear_abandoned(directory: Path) -> None:
         if not left.is_abandoned():
             continue
         if left.kind == "emptied":  # sorted before those that wait for its place
-            _complete(left)
+            _finish_removal(left)
             continue
         final = directory / left.target
         if left.kind == "replaced" and not reads.is_there(final / names.MANIFEST):
@@ -210,7 +291,7 @@ def _is_sound(replacing: Path) -> bool:
     """Whether a checkpoint reads back as it was written, so that the one that it replaced may go."""
     try:
         with reads.at_once():
-            catalogue.verify(replacing, manifest.read(replacing))
+            discovery.verify(replacing, manifest.read(replacing))
     except CheckpointError as error:
         logger.warning("the replaced %s stays, as the one in its place is not sound: %s", replacing.name, error)
         return False
@@ -229,8 +310,8 @@ def _put_back(left: names.Temporary, final: Path) -> None:
     logger.warning("put %s back: the run that was replacing it ended before it had", printable(left.target))
 
 
-def _complete(left: names.Temporary) -> None:
+def _finish_removal(left: names.Temporary) -> None:
     try:
-        in_place.complete(left.path, left.target)
+        complete_removal(left.path, left.target)
     except (OSError, UnreadableError) as error:
         logger.warning("what is left of %s could not be removed (%s); the next save tries again", left.target, error)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from tr_ckpt import files, plain_file, reads
+from tr_ckpt import files, reads, untrusted
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.tensor_damage import HEADER
@@ -100,7 +100,7 @@ def check(path: Path) -> None:
         UnreadableError: it cannot be read.
         CheckpointError: it is no valid safetensors file.
     """
-    plain_file.require(path)
+    untrusted.require_regular_file(path)
     try:
         with reads.tensors(path) as file:
             file.keys()
@@ -115,7 +115,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: it is no valid safetensors file.
         UnreadableError: it cannot be read.
     """
-    plain_file.require(path)
+    untrusted.require_regular_file(path)
     try:
         with reads.tensors(path) as file:
             # The library maps the file; a copy outlives a file that is removed or cut while the run goes on.

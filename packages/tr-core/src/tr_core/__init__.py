@@ -11,15 +11,15 @@ from tr_core.collators import (
     DataCollatorWithPadding,
     default_data_collator,
 )
-from tr_core.optimization.schedules import get_scheduler
+from tr_core.optim.schedules import get_scheduler
 from tr_core.plugins import PluginError
 from tr_core.protocols import Checkpointer, Strategy
-from tr_core.randomness import enable_full_determinism, set_seed
+from tr_core.random_state import enable_full_determinism, set_seed
 from tr_core.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
-from tr_core.seq2seq_trainer import Seq2SeqTrainer
 from tr_core.single_device import SingleDevice
 from tr_core.state import TrainerControl, TrainerState
-from tr_core.trainer import Trainer
+from tr_core.trainer.seq2seq import Seq2SeqTrainer
+from tr_core.trainer.trainer import Trainer
 
 __all__ = [
     "Checkpointer",

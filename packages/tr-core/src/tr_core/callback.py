@@ -1,4 +1,4 @@
-"""Define the events of a run and send each to the callbacks that want it."""
+"""Define the events of a run, and send each event to the callbacks that define it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tr_core.protocols import Stateful
-from tr_core.resuming.exported_state import ExportedState, exports_state
-from tr_core.state import TrainerControl, TrainerState
-from tr_core.watched_list import WatchedList
+from tr_core.state import ExportedState, TrainerControl, TrainerState, exports_state
 
 EVENTS = (
     "on_init_end",
@@ -46,7 +44,7 @@ _CLEARED = {
 }
 
 # Events at which it is looked at once more which events every callback defines: methods may be set on it at any time.
-_LOOKED_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
+_REINDEX_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
 
 
 class TrainerCallback:
@@ -187,7 +185,7 @@ class CallbackList:
         Where none is of the class, the first of these packages that has the class's name is meant: scripts remove
         `PrinterCallback` as they have imported it from the library that they come from.
         """
-        for matches in (_is_meant, _has_the_name):
+        for matches in (_matches, _has_same_name):
             for number, candidate in enumerate(self.callbacks):
                 if matches(candidate, callback):
                     del self.callbacks[number]
@@ -221,7 +219,7 @@ class CallbackList:
         if not self._depth:
             for flag in _CLEARED.get(event, ()):
                 setattr(control, flag, False)
-        if event in _LOOKED_AT:
+        if event in _REINDEX_AT:
             self._index()
         listeners = self._listeners[event]
         if not listeners:
@@ -319,11 +317,11 @@ def _names(method: Any, parameter: str) -> bool:
     return parameter in inspect.signature(method).parameters
 
 
-def _is_meant(candidate: Any, callback: Any) -> bool:
+def _matches(candidate: Any, callback: Any) -> bool:
     return candidate is callback or (isinstance(callback, type) and type(candidate) is callback)
 
 
-def _has_the_name(candidate: Any, callback: Any) -> bool:
+def _has_same_name(candidate: Any, callback: Any) -> bool:
     own = type(candidate)
     return isinstance(callback, type) and own.__name__ == callback.__name__ and own.__module__.startswith("tr_")
 
@@ -349,3 +347,52 @@ def _apply(answer: Any, control: TrainerControl, method: Any) -> None:
         raise TypeError(
             f"{source} returned {answer!r}; an event returns None, the control object, or a dict of its flags"
         )
+
+
+_MUTATING = (
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "reverse",
+    "sort",
+    "__delitem__",
+    "__iadd__",
+    "__imul__",
+    "__setitem__",
+)
+
+
+class WatchedList(list[Any]):
+    """A list that calls a function after every change.
+
+    Args:
+        items: what it holds at first.
+        on_change: called without arguments.
+    """
+
+    def __init__(self, items: Iterable[Any], on_change: Callable[[], None]) -> None:
+        super().__init__(items)
+        self._on_change = on_change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as items and function: a copy made item by item would call what it does not have yet."""
+        return WatchedList, (list(self), self._on_change)
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    usual = getattr(list, name)
+
+    @wraps(usual)
+    def change(self: WatchedList, *args: Any, **kwargs: Any) -> Any:
+        answer = usual(self, *args, **kwargs)
+        self._on_change()
+        return answer
+
+    return change
+
+
+for _name in _MUTATING:
+    setattr(WatchedList, _name, _watched(_name))

@@ -13,16 +13,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from tr_core.changes import apply_changes, check_length
-from tr_core.data.order import MicroBatch
-from tr_core.evaluation.best import note_best, watched_metric
-from tr_core.run import JUDGED_TOGETHER, Run
-from tr_core.window import log_window, store_tokens
+from tr_core.data.sampler import MicroBatch
+from tr_core.evaluation.best_metric import record_best, watched_metric
+from tr_core.log_window import log_window, store_tokens
+from tr_core.run import CHECK_EVERY, Run
 
 if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-    from tr_core.trainer import Trainer
+    from tr_core.trainer.trainer import Trainer
 
 
 def run_epochs(trainer: Trainer, run: Run) -> None:
@@ -114,7 +114,7 @@ def log_evaluate_save(trainer: Trainer, run: Run) -> None:
     What is asked for after its turn, as a log in `on_save`, is due at the end of the next step.
     """
     control = trainer.control
-    if len(run.unjudged) >= JUDGED_TOGETHER:
+    if len(run.unjudged) >= CHECK_EVERY:
         run.count_nonfinite()
     has_news = trainer.state.global_step > run.last_logged_step
     if control.should_log and has_news:
@@ -136,7 +136,7 @@ def evaluate(trainer: Trainer, run: Run) -> None:
     with run.evaluating():
         metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
     trainer.report_trial(metrics)
-    is_best = note_best(trainer, metrics)
+    is_best = record_best(trainer, metrics)
     if run.schedule_follows_metric:
         cast("ReduceLROnPlateau", run.schedule).step(watched_metric(trainer, metrics))
     if is_best and (trainer.args.save_strategy == "best" or trainer.args.load_best_model_at_end):

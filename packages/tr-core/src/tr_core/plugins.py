@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from tr_args.suggestion import did_you_mean
+from tr_args.errors import did_you_mean
 
 # Which packages of ours bring names of a group, for the error about a missing one.
 _PACKAGES = {

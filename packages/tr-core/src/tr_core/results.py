@@ -1,7 +1,11 @@
-"""Define what training, evaluation and prediction return, and what `compute_metrics` is given."""
+"""Define what training, evaluation and prediction return, and what `compute_metrics` receives.
+
+Run time and throughput are computed here too.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -74,3 +78,32 @@ class EvalPrediction:
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+def speed_metrics(
+    split: str,
+    start_s: float,
+    num_samples: float | None = None,
+    num_steps: int | None = None,
+    num_tokens: int | None = None,
+) -> dict[str, float]:
+    """Return `<split>_runtime` in seconds and, where counts are given, samples, steps and tokens per second.
+
+    Args:
+        split: prefix of the keys.
+        start_s: `time.perf_counter()` at the start.
+        num_samples: samples used since.
+        num_steps: steps made since.
+        num_tokens: tokens used since.
+    """
+    runtime = time.perf_counter() - start_s
+    metrics = {f"{split}_runtime": round(runtime, 4)}
+    if runtime == 0:
+        return metrics
+    if num_samples is not None:
+        metrics[f"{split}_samples_per_second"] = round(num_samples / runtime, 3)
+    if num_steps is not None:
+        metrics[f"{split}_steps_per_second"] = round(num_steps / runtime, 3)
+    if num_tokens is not None:
+        metrics[f"{split}_tokens_per_second"] = round(num_tokens / runtime, 3)
+    return metrics

@@ -1,4 +1,4 @@
-"""Hold what belongs to one call of `train`: plan, data, place in them, and the window since the last log."""
+"""Hold the state of one call of `train`: plan, data and position, optimizer, and everything since the last log."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tr_core.conditions.accelerator_settings import syncs_each_batch
 from tr_core.data.batches import Batches
-from tr_core.data.order import MicroBatch
-from tr_core.metric_window import MetricWindow
-from tr_core.optimization.nonfinite import UpdateGuard, build_guard, is_nonfinite
+from tr_core.data.position import derive_position
+from tr_core.data.sampler import MicroBatch
+from tr_core.log_window import (
+    RankWindow,
+    TokenCounter,
+    build_token_counter,
+    read_rank_window,
+    share_window,
+    store_counts,
+)
+from tr_core.metric_means import MetricWindow
+from tr_core.model import TrainingMode
+from tr_core.optim.nonfinite import UpdateGuard, build_guard, is_nonfinite
+from tr_core.plan import TrainingPlan, syncs_each_batch
 from tr_core.protocols import Strategy
-from tr_core.resuming.foreign_place import derive_place
 from tr_core.state import TrainerState
-from tr_core.steps import Plan
-from tr_core.tokens import TokenCounter, build_token_counter
-from tr_core.training_mode import TrainingMode
-from tr_core.window import RankWindow, read_rank_window, share_window, store_counts
 
 if TYPE_CHECKING:
-    from tr_core.callbacks.interruption import Interruption
-    from tr_core.resuming.settings import Settings
-    from tr_core.trainer import Trainer
+    from tr_core.checkpoint.settings import Settings
+    from tr_core.preemption.preemption import Preemption
+    from tr_core.trainer.trainer import Trainer
 
 # Steps whose loss and norm are looked at together: one by one that costs a step four operations on scalars.
-JUDGED_TOGETHER = 64
+CHECK_EVERY = 64
 
 
 @dataclass
@@ -102,7 +107,7 @@ class Run:
         has_saved: whether this call began to save a checkpoint.
     """
 
-    plan: Plan
+    plan: TrainingPlan
     data: Batches
     strategy: Strategy
     optimizer: torch.optim.Optimizer
@@ -140,7 +145,7 @@ class Run:
     num_skipped: torch.Tensor = field(init=False)
     zero: torch.Tensor = field(init=False)
     loss_before_step: torch.Tensor = field(init=False)
-    interruption: Interruption | None = None
+    interruption: Preemption | None = None
     owed: list[str] = field(default_factory=list)
     is_at_epoch_end: bool = False
     ends_epoch_early: bool = False
@@ -309,7 +314,7 @@ class Run:
 
     def _begin_after(self, saved: dict[str, Any]) -> None:
         """Go on from where a run of another program was, with a new log window."""
-        passes, samples = derive_place(saved, self.data, self.plan.per_step)
+        passes, samples = derive_position(saved, self.data, self.plan.per_step)
         self.is_at_epoch_end = True  # its run ended there, as far as its files tell
         self.position = DataPosition(passes, 0 if self.begins_pass_anew else samples)
         self.last_logged_step = saved["global_step"]

@@ -1,4 +1,8 @@
-"""Begin a run, resumed or fresh, and end it, whichever way it ends."""
+"""Begin a run, fresh or resumed, and finish it, whether it ends well or with an exception.
+
+A resumed run first does what was due at the step of its checkpoint: an evaluation or a save that an interruption
+skipped, and the end of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +14,32 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tr_core.adapters import restore_parts
-from tr_core.callbacks.interruption import interruptible
+from tr_core.batch_size_search import run_epochs_within_memory
+from tr_core.callbacks.evaluation_weights import adopt_evaluation_weights, switch_optimizer, weight_parts
 from tr_core.changes import watching_modules
-from tr_core.checks import check_quantized, check_setup
-from tr_core.conditions.batch_size_search import run_epochs_within_memory
-from tr_core.conditions.memory_metrics import ReadMemory
-from tr_core.conditions.output_folder import check_that_it_can_be_written_to, claim, releasing
-from tr_core.conditions.surroundings import while_training
-from tr_core.data.first_batches import training_batches
-from tr_core.evaluation.evaluation_weights import keep_evaluation_weights, switch_optimizer, weight_parts
-from tr_core.loop import run_epochs
-from tr_core.making_up import is_complete, make_up
-from tr_core.optimization.in_backward import consuming_gradients
+from tr_core.checkpoint.adapters import restore_parts
+from tr_core.checkpoint.restoring import Resume, resume_run
+from tr_core.checkpoint.saving import model_parts
+from tr_core.checkpoint.settings import Settings
+from tr_core.data.limits import training_batches
+from tr_core.log_window import close_window
+from tr_core.loop import end_epoch, log_evaluate_save, run_epochs
+from tr_core.model import TrainingMode
+from tr_core.optim.fused_backward import fused_backward
+from tr_core.plan import make_plan, resolve_steps
+from tr_core.preemption.preemption import preemptible
 from tr_core.protocols import Checkpointer
-from tr_core.randomness import set_seed
-from tr_core.results import TrainOutput
-from tr_core.resuming.restoring import Resume, resume_run
-from tr_core.resuming.settings import Settings
+from tr_core.random_state import set_seed
+from tr_core.results import TrainOutput, speed_metrics
 from tr_core.run import Run
-from tr_core.saving import model_parts
-from tr_core.speed import speed_metrics
+from tr_core.runtime.memory import ReadMemory
+from tr_core.runtime.run_context import training_context
 from tr_core.state import TrainerState
-from tr_core.steps import make_plan, resolve_steps
-from tr_core.training_mode import TrainingMode
-from tr_core.window import close_window
+from tr_core.validation import check_output_dir, check_quantized, check_setup, lock_output_dir, unlocking_output_dir
 from tr_log.streams import usable_streams
 
 if TYPE_CHECKING:
-    from tr_core.trainer import Trainer
+    from tr_core.trainer.trainer import Trainer
 
 
 def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
@@ -48,12 +49,17 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     set_seed(seed, deterministic=trainer.args.full_determinism, device=trainer.strategy.device)
     trainer.renew_model()
     check_quantized(trainer.model)
-    with usable_streams(), while_training(trainer), releasing(trainer), trainer.memory.stage("train") as read_memory:
+    with (
+        usable_streams(),
+        training_context(trainer),
+        unlocking_output_dir(trainer),
+        trainer.memory.stage("train") as read_memory,
+    ):
         run = _begin(trainer, resume, ignore_keys)
-        if is_complete(trainer, run):
-            return _leave_finished(trainer, run)
-        _announce(trainer, run)
-        around = (consuming_gradients(trainer, run), interruptible(trainer, run), watching_modules(trainer))
+        if is_run_complete(trainer, run):
+            return _return_finished(trainer, run)
+        _log_run_start(trainer, run)
+        around = (fused_backward(trainer, run), preemptible(trainer, run), watching_modules(trainer))
         with around[0], around[1], around[2], _in_training(trainer, run):
             trainer.random_state.reapply()
             switch_optimizer(trainer, "train")
@@ -61,7 +67,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
                 trainer.evaluate(ignore_keys=ignore_keys)
                 run.agree_on_flags()
             run.mode.begin()
-            make_up(trainer, run)
+            run_pending(trainer, run)
             (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(trainer, run)
             return _finish(trainer, run, read_memory)
 
@@ -90,14 +96,14 @@ def _in_training(trainer: Trainer, run: Run) -> Iterator[None]:
             )
 
 
-def _leave_finished(trainer: Trainer, run: Run) -> TrainOutput:
+def _return_finished(trainer: Trainer, run: Run) -> TrainOutput:
     trainer.logger.info(
         "nothing to do: the checkpoint is at step %d of %d, and the run is complete; a larger num_train_epochs or "
         "max_steps goes on with it",
         run.first_step,
         run.plan.max_steps,
     )
-    _settle_weights(trainer)
+    _load_final_weights(trainer)
     return TrainOutput(trainer.state.global_step, _last_train_loss(trainer), {})
 
 
@@ -106,8 +112,8 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     args, strategy = trainer.args, trainer.strategy
     trainer.prepare()
     check_setup(trainer)
-    check_that_it_can_be_written_to(trainer)
-    claim(trainer)
+    check_output_dir(trainer)
+    lock_output_dir(trainer)
     loader = trainer.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
     plan = make_plan(args, data)
@@ -165,7 +171,7 @@ def _fresh_state(trainer: Trainer, max_steps: int, num_epochs: int) -> TrainerSt
     )
 
 
-def _announce(trainer: Trainer, run: Run) -> None:
+def _log_run_start(trainer: Trainer, run: Run) -> None:
     args, logger = trainer.args, trainer.logger
     samples = "unknown" if run.data.num_samples is None else f"{run.data.num_samples:,}"
     logger.info(
@@ -196,18 +202,18 @@ def _finish(trainer: Trainer, run: Run, read_memory: ReadMemory) -> TrainOutput:
     metrics |= read_memory()
     trainer.log_result(metrics)
     switch_optimizer(trainer, "eval")
-    _settle_weights(trainer)
+    _load_final_weights(trainer)
     if trainer.args.push_to_hub:
         trainer.save_model()  # what is pushed when training ends is this model, not an older file
         trainer.create_model_card()
     return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
 
-def _settle_weights(trainer: Trainer) -> None:
+def _load_final_weights(trainer: Trainer) -> None:
     """Leave the model with the weights that the arguments ask for at the end: of the last or the best step."""
     if trainer.args.load_best_model_at_end:
         _load_best(trainer)
-    keep_evaluation_weights(trainer)
+    adopt_evaluation_weights(trainer)
 
 
 def _load_best(trainer: Trainer) -> None:
@@ -221,7 +227,7 @@ def _load_best(trainer: Trainer) -> None:
             state.global_step,
         )
         return
-    folder, is_there, problem = trainer.strategy.gather_objects(_place_of_best(state, checkpointer))[0]
+    folder, is_there, problem = trainer.strategy.gather_objects(_find_best_checkpoint(state, checkpointer))[0]
     if problem:
         raise ValueError(f"load_best_model_at_end=True, but the best weights were not loaded: {problem}")
     trainer.lacks_best_weights = not is_there  # as rank 0 sees it
@@ -238,7 +244,7 @@ def _load_best(trainer: Trainer) -> None:
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
 
 
-def _place_of_best(state: TrainerState, checkpointer: Checkpointer) -> tuple[str, bool, str]:
+def _find_best_checkpoint(state: TrainerState, checkpointer: Checkpointer) -> tuple[str, bool, str]:
     """Return where the checkpoint of the best step is, whether it is there, and why that cannot be found out."""
     best = cast("int", state.best_global_step)
     try:
@@ -255,3 +261,51 @@ def _place_of_best(state: TrainerState, checkpointer: Checkpointer) -> tuple[str
 def _last_train_loss(trainer: Trainer) -> float:
     entries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
     return entries[-1] if entries else math.nan
+
+
+def is_run_complete(trainer: Trainer, run: Run) -> bool:
+    """Whether a restored run has made all its steps, and the evaluation and the log that are due after the last one.
+
+    A checkpoint of a step is saved before the epoch ends with it, so that a run which dies in the evaluation at the end
+    of its last epoch has made its last step, and that evaluation is still to come.
+    """
+    if run.first_step < run.plan.max_steps:
+        return False
+    is_due = _evaluates_at_epoch_end(trainer) or _logs_at_epoch_end(trainer, run)
+    return not run.owed and not (_is_within_epoch(run) and is_due)
+
+
+def run_pending(trainer: Trainer, run: Run) -> None:
+    """Do what is still to come at the step of the checkpoint, so that the run goes on as one that never stopped.
+
+    That is an evaluation which an interruption left out, with the save after it, and the end of an epoch that ends
+    before its last sample: with the last step of the run, because an evaluation that is made up says so, or because
+    a callback had asked for it. The end of any other epoch comes when the loop finds no sample left.
+    """
+    control, state, args = trainer.control, trainer.state, trainer.args
+    # Left by an earlier call of `train` that an exception ended.
+    control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
+    is_at_the_end = state.global_step >= state.max_steps
+    is_asked_to_stop = control.should_training_stop  # in `on_train_begin`
+    if run.owed:
+        control.should_evaluate = args.eval_strategy != "no"
+        control.should_save = "save" in run.owed and args.save_strategy != "no"
+        control.should_training_stop, run.owed = is_at_the_end, []
+        log_evaluate_save(trainer, run)
+        is_asked_to_stop = control.should_training_stop
+    control.should_training_stop |= is_at_the_end
+    if _is_within_epoch(run) and (is_at_the_end or is_asked_to_stop or run.ends_epoch_early):
+        end_epoch(trainer, run, moves_on=run.is_pass_complete() or not control.should_training_stop)
+
+
+def _is_within_epoch(run: Run) -> bool:
+    return run.position.samples > 0 and not run.is_at_epoch_end
+
+
+def _evaluates_at_epoch_end(trainer: Trainer) -> bool:
+    args = trainer.args
+    return args.eval_strategy == "epoch" and args.eval_delay <= trainer.state.epoch
+
+
+def _logs_at_epoch_end(trainer: Trainer, run: Run) -> bool:
+    return trainer.args.logging_strategy == "epoch" and run.last_logged_step < trainer.state.global_step

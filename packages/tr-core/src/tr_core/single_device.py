@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.optimization.skipping import step_unless
-from tr_core.placing import place
+from tr_core.model import place_on_device
+from tr_core.optim.nonfinite import step_unless
 from tr_core.protocols import Stateful
 from tr_log import get_logger, warning_once
 
@@ -29,7 +29,7 @@ def choose_device(use_cpu: bool = False) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def tell_of_idle_devices(device: torch.device) -> None:
+def warn_of_idle_devices(device: torch.device) -> None:
     """Say once that one process uses one device, where there are more of its kind."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 1
     if count > 1:
@@ -98,13 +98,13 @@ class SingleDevice:
         """Build from training arguments: `use_cpu`, `bf16`, `fp16`, and the property `place_model_on_device`."""
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         device = choose_device(args.use_cpu)
-        tell_of_idle_devices(device)
+        warn_of_idle_devices(device)
         return cls(device, precision=precision, moves_model=getattr(args, "place_model_on_device", True) is not False)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device, unless whoever loaded it has put it where it is to be."""
         if self._moves_model:
-            model = place(model, self.device)
+            model = place_on_device(model, self.device)
         self._parameters = list(model.parameters())  # once: walking the modules every step costs more than the norm
         return model
 

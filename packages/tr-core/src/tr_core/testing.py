@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.optimization.optimizers import has_fused
+from tr_core.optim.optimizers import has_fused
 from tr_core.protocols import Checkpointer, EvaluationWeights, InBackward, Restored, Stateful, Strategy
 from tr_core.state import TrainerControl, TrainerState
 

@@ -10,9 +10,9 @@ from weakref import ref
 import torch
 from torch import nn
 
+from tr_dist.base import Ranks, common_options
 from tr_dist.device import rank_device
 from tr_dist.environment import read_environment
-from tr_dist.ranks import Ranks, options_of
 from tr_dist.replica import Replica, check_replicas_equal, check_trainable, moved
 
 
@@ -88,7 +88,7 @@ class DDP(Ranks):
             bucket_cap_mb=args.ddp_bucket_cap_mb,
             broadcast_buffers=args.ddp_broadcast_buffers is not False,
             static_graph=bool(args.ddp_static_graph),
-            **options_of(args),
+            **common_options(args),
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:

@@ -41,7 +41,7 @@ def rank_device(environment: LaunchEnvironment, *, use_cpu: bool = False) -> tor
             "use_cpu=True (trainer doctor shows which GPU is which device)"
         )
     if environment.launcher == "none" and environment.world_size == 1 < visible:
-        _tell_of_idle_devices(visible)
+        _log_idle_devices(visible)
     return torch.device("cuda", local_rank)
 
 
@@ -53,7 +53,7 @@ def lone_device(*, use_cpu: bool = False) -> torch.device:
 
 
 @cache  # once a process
-def _tell_of_idle_devices(visible: int) -> None:
+def _log_idle_devices(visible: int) -> None:
     _logger.warning(
         "%d CUDA devices are visible (%s), and this process uses one, cuda:0; to use all, start a process for each: "
         "trainer launch --nproc %d SCRIPT, or torchrun --nproc-per-node %d SCRIPT",

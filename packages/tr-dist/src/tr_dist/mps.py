@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_dist.base import OnDevice, precision_of
 from tr_dist.environment import read_environment
-from tr_dist.on_device import OnDevice, precision_of
 from tr_dist.replica import check_trainable
 
 _DEVICE = torch.device("mps")

@@ -1,15 +1,20 @@
 """Node-aware logging, progress display and metric sinks for training jobs, without torch."""
 
-from tr_log.capture import capture_warnings
 from tr_log.csv_file import CsvFile
-from tr_log.levels import process_log_level
-from tr_log.loggers import configure, get_logger, get_verbosity, set_verbosity
+from tr_log.loggers import (
+    capture_warnings,
+    configure,
+    get_logger,
+    get_verbosity,
+    info_once,
+    process_log_level,
+    set_verbosity,
+    warning_once,
+)
 from tr_log.metrics_file import MetricsFile
 from tr_log.mlflow_tracker import MLflowTracker
-from tr_log.once import info_once, warning_once
-from tr_log.printer_callback import PrinterCallback
 from tr_log.progress import progress, progress_bar
-from tr_log.progress_callback import ProgressCallback
+from tr_log.progress_callback import PrinterCallback, ProgressCallback
 from tr_log.run_report import RunReport
 from tr_log.tensorboard_tracker import TensorBoardTracker
 from tr_log.tracker import Tracker

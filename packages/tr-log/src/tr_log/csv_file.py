@@ -7,9 +7,9 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tr_log.formatting import to_scalar
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
-from tr_log.plain import plain
 from tr_log.run_file import Entry, RunFile, entries_until
 
 logger = get_logger(__name__)
@@ -116,7 +116,7 @@ def _table(rows: Iterable[Entry], columns: list[str]) -> list[str]:
 def _line(row: Entry, columns: list[str]) -> str:
     out = io.StringIO()
     # One row is one line: a line break inside a value would make two of it when a crash is mended.
-    cells = (_one_line(plain(row[name])) if name in row else "" for name in columns)
+    cells = (_one_line(to_scalar(row[name])) if name in row else "" for name in columns)
     csv.writer(out, lineterminator="").writerow(cells)
     return out.getvalue()
 

@@ -1,16 +1,174 @@
-"""Set up the loggers of this project's packages, and hand out loggers that go along with them."""
+"""Configure the loggers of these packages: level, rank prefix, console output, and messages that log once.
+
+One handler per process writes the records, with the rank in front of each line. It is silent where the application
+has set up logging itself. The level follows from what the arguments ask for and from the rank of the process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
+from functools import cache, lru_cache
 from typing import TextIO
 
-from tr_log.levels import is_passive, parse_level
-from tr_log.rank_handler import rank_handler
+from tr_log.streams import write_text
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+def parse_level(level: int | str, *, source: str = "level") -> int:
+    """Return a logging level as its number.
+
+    Args:
+        level: a number from 0 up, or one of `debug, info, warning, error, critical` in any case.
+        source: what the value belongs to, for the message of the error.
+
+    Raises:
+        ValueError: `level` is neither.
+    """
+    text = str(level).strip().lower()
+    if text in LEVELS:
+        return LEVELS[text]
+    if text.isdecimal():
+        return int(text)
+    raise ValueError(
+        f"{source}={level!r} is not a logging level; it must be one of {', '.join(LEVELS)} "
+        f"or a number from 0 up{_suggestion(text)}"
+    )
+
+
+def process_log_level(
+    log_level: int | str,
+    log_level_replica: int | str,
+    log_on_each_node: bool,
+    *,
+    rank: int,
+    local_rank: int,
+) -> int:
+    """Return the logging level of one process of a job.
+
+    The main process of the job logs at `log_level`, a replica at `log_level_replica`. With `log_on_each_node`
+    the first process of every node counts as a main process, otherwise only that of the first node does.
+
+    Args:
+        log_level: a level as `parse_level` takes it, or `passive`: INFO.
+        log_level_replica: a level, or `passive`: WARNING.
+        log_on_each_node: whether every node has a main process.
+        rank: number of this process in the job, from 0.
+        local_rank: number of this process on its node, from 0.
+
+    Raises:
+        ValueError: a level is none.
+    """
+    main = _level_or(log_level, logging.INFO, "log_level")
+    replica = _level_or(log_level_replica, logging.WARNING, "log_level_replica")
+    is_main = local_rank == 0 if log_on_each_node else rank == 0
+    return main if is_main else replica
+
+
+def is_passive(level: int | str | None) -> bool:
+    """Tell whether `level` leaves the choice to the defaults."""
+    return level is None or str(level).strip().lower() == "passive"
+
+
+def _level_or(level: int | str, default: int, source: str) -> int:
+    return default if is_passive(level) else parse_level(level, source=source)
+
+
+def _suggestion(text: str) -> str:
+    from difflib import get_close_matches  # 5 ms to import, and needed for an error only
+
+    close = get_close_matches(text, [*LEVELS, "passive"], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# Set on a record that was written: it may come to this handler from several loggers.
+_SHOWN = "_tr_log_shown"
+
+
+class RankHandler(logging.Handler):
+    """Writes records to a stream, each line behind `[rank 1/4]` where there are several processes.
+
+    The records also travel on to the root logger as always. Once the application has put a handler there
+    (with `logging.basicConfig`, say), that one shows them, in its own format, and this one is silent; it is
+    asked anew for each record, so the order of the two set-ups does not matter. Only a `stream` given on
+    purpose is written to in any case, unless a handler of the root logger writes to that same stream.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world_size: number of processes.
+        stream: where to write; None is whatever `sys.stderr` is at that moment.
+        followers: names of loggers outside this project that share its handler and its level.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = _env_int("RANK", 0)
+        self.world_size = _env_int("WORLD_SIZE", 1)
+        self.stream: TextIO | None = None
+        self.followers: set[str] = set()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as text; with several processes every line of it carries the rank."""
+        text = super().format(record).rstrip("\n")
+        if self.world_size <= 1:
+            return text
+        prefix = f"[rank {self.rank}/{self.world_size}] "
+        # A traceback of one rank is told from another's only if each of its lines is marked.
+        return "\n".join(prefix + line for line in text.split("\n"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, unless it is shown elsewhere or was written already."""
+        if getattr(record, _SHOWN, False) or self._is_shown_by_the_application(record):
+            return
+        setattr(record, _SHOWN, True)
+        try:
+            text = self.format(record)
+        except Exception:  # the message and its arguments do not go together
+            with contextlib.suppress(ValueError):  # stderr is closed
+                self.handleError(record)
+            return
+        write_text(self.stream if self.stream is not None else sys.stderr, text + "\n")
+
+    def _is_shown_by_the_application(self, record: logging.LogRecord) -> bool:
+        handlers = [h for h in logging.getLogger().handlers if not isinstance(h, logging.NullHandler)]
+        if self.stream is not None:
+            handlers = [h for h in handlers if getattr(h, "stream", None) is self.stream]
+        return bool(handlers) and _reaches_root(record.name)
+
+
+@cache
+def rank_handler() -> RankHandler:
+    """Return the one handler of this process."""
+    return RankHandler()
+
+
+def _env_int(variable: str, default: int) -> int:
+    # Launchers set these two, but the names are anybody's: what is no number is not meant for us.
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
+
+
+def _reaches_root(name: str) -> bool:
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None and logger.parent is not None:
+        if not logger.propagate:
+            return False
+        logger = logger.parent
+    return True
+
 
 ROOTS = ("tr_args", "tr_core", "tr_ckpt", "tr_optim", "tr_dist", "tr_log", "tr_all")
-VARIABLE = "TR_VERBOSITY"
+VERBOSITY_VARIABLE = "TR_VERBOSITY"
 
 
 def configure(
@@ -43,7 +201,7 @@ def configure(
         handler.world_size = world_size
     if stream is not None:
         handler.stream = stream
-    set_verbosity(_passive_level() if is_passive(level) or level is None else level)
+    set_verbosity(_default_level() if is_passive(level) or level is None else level)
 
 
 def set_verbosity(level: int | str) -> None:
@@ -84,13 +242,54 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
-def _passive_level() -> int:
+def _default_level() -> int:
     current = logging.getLogger("tr_log").level
     if current != logging.NOTSET:
         return current
-    asked = os.environ.get(VARIABLE)
+    asked = os.environ.get(VERBOSITY_VARIABLE)
     if asked:
-        return parse_level(asked, source=f"environment variable {VARIABLE}")
+        return parse_level(asked, source=f"environment variable {VERBOSITY_VARIABLE}")
     local_rank = os.environ.get("LOCAL_RANK", "")
     place = int(local_rank) if local_rank.isdecimal() else rank_handler().rank
     return logging.INFO if place == 0 else logging.WARNING
+
+
+def warning_once(logger: logging.Logger, message: str, *args: object) -> None:
+    """Log a warning unless this logger gave the same text at this level before.
+
+    Args:
+        logger: where to log.
+        message: text with `%`-placeholders for `args`, as `Logger.warning` takes it.
+        args: values for the placeholders; other values make another text.
+    """
+    if logger.isEnabledFor(logging.WARNING):
+        _log_once(logger, logging.WARNING, message % args if args else message)
+
+
+def info_once(logger: logging.Logger, message: str, *args: object) -> None:
+    """Log at INFO unless this logger gave the same text at this level before.
+
+    The arguments are those of `warning_once`.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        _log_once(logger, logging.INFO, message % args if args else message)
+
+
+@lru_cache(maxsize=10_000)  # bounded: a text with a counter in it must not grow without end
+def _log_once(logger: logging.Logger, level: int, text: str) -> None:
+    # "%s" since the text is finished: a percent sign in it is none of a placeholder's.
+    logger.log(level, "%s", text, stacklevel=3)
+
+
+def capture_warnings(capture: bool) -> None:
+    """Send Python's warnings through the logger `py.warnings`, with the rank prefix, or stop doing so.
+
+    Args:
+        capture: True to log them at level WARNING, False to have them printed as Python does.
+    """
+    logging.captureWarnings(capture)
+    logger = logging.getLogger("py.warnings")
+    if capture:
+        logger.addHandler(rank_handler())
+    else:
+        logger.removeHandler(rank_handler())

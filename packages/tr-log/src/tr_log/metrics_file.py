@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from tr_log.formatting import to_json
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
 from tr_log.run_file import Entry, RunFile, entries_until
-from tr_log.strict_json import encode
 
 logger = get_logger(__name__)
 
@@ -44,7 +44,7 @@ class MetricsFile(RunFile):
     def append(self, file: LineFile, entry: dict[str, Any]) -> None:
         """Add one line."""
         when = {"time_s": round(time.time(), 3)} if self.with_time else {}
-        file.append(encode({"step": entry["step"]} | when | entry))
+        file.append(to_json({"step": entry["step"]} | when | entry))
 
     def wind_back(self, file: LineFile, step: int, history: Sequence[Entry]) -> tuple[int, int]:
         """Leave the lines that were there when the checkpoint of `step` was written."""
@@ -53,7 +53,7 @@ class MetricsFile(RunFile):
         unreadable = decoded.count(None)
         if unreadable:
             logger.warning("%s: %d of %d lines are not readable and are dropped", file.path, unreadable, len(lines))
-        kept = [encode(entry) for entry in entries_until([e for e in decoded if e is not None], step, history)]
+        kept = [to_json(entry) for entry in entries_until([e for e in decoded if e is not None], step, history)]
         if kept != lines:
             file.replace(kept)
         return len(kept), len(lines)

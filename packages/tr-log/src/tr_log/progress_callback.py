@@ -1,4 +1,8 @@
-"""Show how training, evaluation and prediction go: bars on a terminal, one plain line a log elsewhere."""
+"""Show training, evaluation and prediction on the console.
+
+`ProgressCallback` draws bars on a terminal and writes one plain line for each log elsewhere. `PrinterCallback`
+prints each log entry as a dict and shows no progress.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,31 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from tr_log import wording
-from tr_log.bars import Bar, open_bar
-from tr_log.pace import Pace
-from tr_log.progress import length
-from tr_log.screen import Screen
-from tr_log.terminal import is_terminal, write_line
-from tr_log.terminal_bar import TerminalBar
+from tr_log import formatting
+from tr_log.formatting import to_scalar
+from tr_log.progress import Bar, RateMeter, TerminalBar, length, open_bar
+from tr_log.terminal import Screen, is_terminal, write_line
+
+NOT_PRINTED = ("total_flos",)
+
+
+class PrinterCallback:
+    """A trainer callback without a progress display: the main process prints each log entry as a dict.
+
+    Args:
+        stream: where to print; None is whatever `sys.stdout` is at that moment.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Print `logs` on one line; the mapping is left as it is."""
+        if logs and state.is_world_process_zero:
+            shown = {name: to_scalar(logs[name]) for name in logs if name not in NOT_PRINTED}
+            stream = self._stream if self._stream is not None else sys.stdout
+            write_line(stream, " ".join(str(shown).splitlines()))
+
 
 ON_THE_BAR = ("loss", "learning_rate")
 
@@ -31,7 +53,7 @@ class ProgressCallback:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._given_stream = stream
-        self._pace: Pace | None = None
+        self._pace: RateMeter | None = None
         self._training: TerminalBar | None = None
         self._passing: Bar | None = None  # an evaluation's or prediction's
         self._summary: Mapping[str, Any] = {}
@@ -43,7 +65,7 @@ class ProgressCallback:
         if not _is_shown(args, state):
             return
         stream = self._stream()
-        self._pace = Pace(state.global_step, state.max_steps)
+        self._pace = RateMeter(state.global_step, state.max_steps)
         self._summary = {}
         self._write(_beginning(state))
         if stream is not None and is_terminal(stream):
@@ -91,7 +113,7 @@ class ProgressCallback:
         """Take the prediction's bar away and write its metrics."""
         self._close_passing()
         if metrics and _is_shown(args, state):
-            self._write("  ".join(["prediction", *wording.evaluation(metrics)]))
+            self._write("  ".join(["prediction", *formatting.evaluation(metrics)]))
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, error: BaseException | None = None, **kwargs: Any
@@ -104,21 +126,21 @@ class ProgressCallback:
 
     def _write_training(self, state: Any, logs: Mapping[str, Any]) -> None:
         total = self._pace.total if self._pace is not None else None
-        pieces = [f"step {wording.position(state.global_step, total)}", *wording.entry(logs)]
+        pieces = [f"step {formatting.position(state.global_step, total)}", *formatting.entry(logs)]
         if self._training is not None:
-            self._training.note = wording.entry({k: logs[k] for k in ON_THE_BAR if k in logs})
+            self._training.note = formatting.entry({k: logs[k] for k in ON_THE_BAR if k in logs})
         elif self._pace is not None:
             rate, eta_s = self._pace.rate(state.global_step), self._pace.eta_s(state.global_step)
-            pieces += [wording.speed(rate)] if rate else []
-            pieces += [f"eta {wording.duration(eta_s)}"] if eta_s is not None else []
+            pieces += [formatting.speed(rate)] if rate else []
+            pieces += [f"eta {formatting.duration(eta_s)}"] if eta_s is not None else []
         self._write("  ".join(pieces))
 
     def _write_evaluation(self, state: Any, logs: Mapping[str, Any]) -> None:
         if self._pace is not None:
             self._pace.exclude(_runtime_s(logs) or 0.0)
         total = self._pace.total if self._pace is not None else None
-        where = [f"step {wording.position(state.global_step, total)}"] if state.global_step else []
-        self._write("  ".join([*where, "evaluation", *wording.evaluation(logs)]))
+        where = [f"step {formatting.position(state.global_step, total)}"] if state.global_step else []
+        self._write("  ".join([*where, "evaluation", *formatting.evaluation(logs)]))
         self._shown = frozenset(logs)
 
     def _stream(self) -> TextIO | None:
@@ -163,20 +185,20 @@ def _beginning(state: Any) -> str:
 
 
 def _count(number: float, unit: str) -> str:
-    return f"{wording.value(number)} {unit}" + ("" if number == 1 else "s")
+    return f"{formatting.value(number)} {unit}" + ("" if number == 1 else "s")
 
 
-def _ending(state: Any, pace: Pace, summary: Mapping[str, Any], error: BaseException | None) -> str:
-    step, took = state.global_step, wording.duration(pace.elapsed_s)
+def _ending(state: Any, pace: RateMeter, summary: Mapping[str, Any], error: BaseException | None) -> str:
+    step, took = state.global_step, formatting.duration(pace.elapsed_s)
     if error is None and (pace.total is None or step >= pace.total):
         pieces = [f"training finished  {_count(step, 'step')} in {took}"]
     else:
         cause = f" by {type(error).__name__}" if error is not None else ""
-        pieces = [f"training stopped{cause} at step {wording.position(step, pace.total)} after {took}"]
+        pieces = [f"training stopped{cause} at step {formatting.position(step, pace.total)} after {took}"]
     rate = pace.mean_rate(step)
-    pieces += [wording.speed(rate)] if rate else []
+    pieces += [formatting.speed(rate)] if rate else []
     if "train_samples_per_second" in summary:
-        pieces.append(f"{wording.value(summary['train_samples_per_second'])} samples/s")
+        pieces.append(f"{formatting.value(summary['train_samples_per_second'])} samples/s")
     if "train_loss" in summary:
-        pieces.append(f"train_loss {wording.value(summary['train_loss'])}")
+        pieces.append(f"train_loss {formatting.value(summary['train_loss'])}")
     return "  ".join(pieces)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_log import wording
+from tr_log import formatting
 from tr_log.loggers import get_logger
 
 logger = get_logger(__name__)
@@ -46,14 +46,14 @@ class RunReport:
 
 def _steps(state: Any, first: int, seconds: float) -> str:
     total = None if state.global_step == state.max_steps else state.max_steps
-    text = f"{wording.position(state.global_step, total)} in {wording.duration(seconds)}"
+    text = f"{formatting.position(state.global_step, total)} in {formatting.duration(seconds)}"
     done = state.global_step - first
     pieces = [f"from step {first}"] if first else []
     if done > 0 and seconds > 0:
-        pieces.append(wording.speed(done / seconds, "step"))
+        pieces.append(formatting.speed(done / seconds, "step"))
     summary = _newest(state.log_history, "train_samples_per_second")
     if summary is not None:
-        pieces.append(f"{wording.value(summary['train_samples_per_second'])} samples/s")
+        pieces.append(f"{formatting.value(summary['train_samples_per_second'])} samples/s")
     return text + (f" ({', '.join(pieces)})" if pieces else "")
 
 
@@ -62,19 +62,19 @@ def _newest_of_each_kind(state: Any) -> Iterator[tuple[str, str]]:
         newest = _newest(state.log_history, name)
         if newest is not None:
             shown = {n: newest[n] for n in newest if n == name or _is_metric(n)}
-            yield row, f"{'  '.join(wording.entry(shown))}  (step {newest['step']})"
+            yield row, f"{'  '.join(formatting.entry(shown))}  (step {newest['step']})"
 
 
 def _best(args: Any, state: Any) -> Iterator[str]:
     if state.best_metric is not None:
         name = getattr(args, "metric_for_best_model", None) or LOWER_IS_BETTER
         where = f"  (step {state.best_global_step})" if state.best_global_step else ""
-        yield f"eval_{name.removeprefix('eval_')} {wording.value(state.best_metric)}{where}"
+        yield f"eval_{name.removeprefix('eval_')} {formatting.value(state.best_metric)}{where}"
         return
     losses = [e for e in state.log_history if isinstance(e.get(LOWER_IS_BETTER), float)]
     if len(losses) > 1:
         best = min(losses, key=lambda entry: entry[LOWER_IS_BETTER])
-        yield f"{LOWER_IS_BETTER} {wording.value(best[LOWER_IS_BETTER])}  (step {best['step']})"
+        yield f"{LOWER_IS_BETTER} {formatting.value(best[LOWER_IS_BETTER])}  (step {best['step']})"
 
 
 def _places(args: Any) -> Iterator[tuple[str, str]]:
@@ -94,4 +94,4 @@ def _newest(history: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any
 
 
 def _is_metric(name: str) -> bool:
-    return name.startswith("eval_") and not name.endswith(wording.TIMINGS)
+    return name.startswith("eval_") and not name.endswith(formatting.TIMINGS)

@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
-from tr_log.loggers import get_logger
-from tr_log.once import warning_once
-from tr_log.plain import plain
+from tr_log.formatting import to_scalar
+from tr_log.loggers import get_logger, warning_once
 
 logger = get_logger(__name__)
 
@@ -102,7 +101,7 @@ class Tracker(ABC):
     def _numbers(self, logs: Mapping[str, Any]) -> dict[str, float]:
         numbers = {}
         for key in logs:
-            item = plain(logs[key])
+            item = to_scalar(logs[key])
             if isinstance(item, int | float):
                 numbers[tracker_name(key)] = float(item)
             else:

@@ -4,7 +4,7 @@ from tr_optim.adafactor import Adafactor
 from tr_optim.adalomo import AdaLomo
 from tr_optim.adamw_8bit import AdamW8bit
 from tr_optim.apollo import APOLLOAdamW
-from tr_optim.engine.loss_scaling import LossScaler
+from tr_optim.engine.fused import LossScaler
 from tr_optim.fira import FiraAdamW
 from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
 from tr_optim.galore_8bit import GaLoreAdamW8bit

@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.engine.added_groups import whole_or_not
-from tr_optim.engine.expected import optimizer_bytes
-from tr_optim.engine.loading import check_shapes, checked
-from tr_optim.engine.rounding import Rounding, check_has_low_precision, put_back
+from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict
+from tr_optim.engine.memory_estimate import optimizer_bytes
+from tr_optim.engine.precision import Rounding, check_has_low_precision, store_rounded
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
-from tr_optim.moments.adafactor import AdafactorRule, check_ranges, check_step_size, start
-from tr_optim.moments.adafactor_blocks import is_divided, state_shapes
+from tr_optim.moments.adafactor import (
+    AdafactorRule,
+    check_ranges,
+    check_step_size,
+    is_divided,
+    start_moments,
+    state_shapes,
+)
 from tr_optim.options import flag, number, number_pair, optional_number, read_options
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -36,7 +41,7 @@ class Adafactor(Optimizer):
     parameter with less than two dimensions keeps its full second moment. The update is then scaled down to a root mean
     square of `clip_threshold`. Half-precision parameters are updated in float32, where their state is too; the weights
     themselves are rounded back, without a float32 copy: to nearest, or stochastically (see
-    `tr_optim.engine.rounding.Rounding`).
+    `tr_optim.engine.precision.Rounding`).
 
     No value is read back from the device in a step. The state holds tensors only: `step` (completed steps, a float64 on
     the CPU), `exp_avg_sq_row` and `exp_avg_sq_col` or `exp_avg_sq`, and `exp_avg` with `beta1`. Of parameters that
@@ -121,7 +126,7 @@ class Adafactor(Optimizer):
             options["seed"] = args.seed
         return cls(params, args.learning_rate, **options, relative_step=False)
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that ranks divide in another way than by rows."""
         super().add_param_group(param_group)
@@ -161,7 +166,7 @@ class Adafactor(Optimizer):
         Raises:
             ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
         """
-        complete, states = checked(state_dict, self.param_groups, _check_saved)
+        complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)
         placed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         for saved, (group, parameter) in zip(states, placed, strict=True):
@@ -199,7 +204,7 @@ def _update(
     if not state:
         # On the CPU, where arithmetic with it costs the device nothing; in float64 every step can be counted.
         state["step"] = torch.zeros((), dtype=torch.float64)
-        start(state, gradient, group["beta1"] is not None)
+        start_moments(state, gradient, group["beta1"] is not None)
     state["step"] += 1
 
     rule = AdafactorRule()
@@ -211,7 +216,7 @@ def _update(
         weights.sub_(weights * (group["weight_decay"] * rate))
     weights.sub_(update)
     if weights is not own:
-        put_back(own, weights, rounding.generator(parameter, number_of, state["step"]))
+        store_rounded(own, weights, rounding.generator(parameter, number_of, state["step"]))
 
 
 def _computing_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tr_optim.engine.arguments import fused_options
-from tr_optim.engine.chunks import computing_dtype
+from tr_optim.engine.checks import check_shapes, checked_state_dict
 from tr_optim.engine.fused import FusedOptimizer
-from tr_optim.engine.loading import check_shapes, checked
+from tr_optim.engine.fused_checks import fused_options
+from tr_optim.engine.precision import computing_dtype
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout
-from tr_optim.moments.adafactor_blocks import BlockedUpdate, is_divided, start, state_shapes
+from tr_optim.moments.adafactor import BlockedUpdate, is_divided, start, state_shapes
 from tr_optim.options import number, number_pair
 
 _OPTIONS = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
@@ -118,7 +118,7 @@ class AdaLomo(FusedOptimizer):
         Raises:
             ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
         """
-        complete, states = checked(state_dict, self.param_groups, _check_saved)
+        complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)
         placed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         for saved, (group, parameter) in zip(states, placed, strict=True):

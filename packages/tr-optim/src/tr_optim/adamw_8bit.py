@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.engine.added_groups import whole_or_not
-from tr_optim.engine.applying import Applying
 from tr_optim.engine.bases import Bases
-from tr_optim.engine.chunks import computing_dtype
-from tr_optim.engine.expected import optimizer_bytes
-from tr_optim.engine.loading import check_shapes, checked
-from tr_optim.engine.refusals import check_gradient
-from tr_optim.engine.returning import BackProjection
-from tr_optim.engine.rounding import Rounding
+from tr_optim.engine.checks import all_or_nothing, check_gradient, check_shapes, checked_state_dict
+from tr_optim.engine.memory_estimate import optimizer_bytes
+from tr_optim.engine.precision import Rounding, computing_dtype
 from tr_optim.engine.settings import Engine, Place
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
-from tr_optim.moments.adam import check_adam
-from tr_optim.moments.adam_8bit import Adam8bitRule, check_least_size, is_quantized, is_to_be_quantized, take_over
+from tr_optim.engine.updates import BackProjection, UpdateApplier
+from tr_optim.moments.adam import (
+    Adam8bitRule,
+    check_adam,
+    check_least_size,
+    convert_loaded_state,
+    is_quantized,
+    is_to_be_quantized,
+)
 from tr_optim.options import read_options, whole_number
 from tr_optim.projection.row_shards import is_divided
 
@@ -95,7 +97,7 @@ class AdamW8bit(Optimizer):
         betas = (args.adam_beta1, args.adam_beta2)
         return cls(params, args.learning_rate, betas, args.adam_epsilon, **options)
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be updated."""
         super().add_param_group(param_group)
@@ -116,7 +118,7 @@ class AdamW8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        apply = Applying(Adam8bitRule(), Bases(Engine()), BackProjection(), Rounding(None), rotates=False)
+        apply = UpdateApplier(Adam8bitRule(), Bases(Engine()), BackProjection(), Rounding(None), rotates=False)
         for index, (group, parameter) in enumerate(self._grouped()):
             if parameter.grad is None:
                 continue
@@ -142,7 +144,7 @@ class AdamW8bit(Optimizer):
         Raises:
             ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
         """
-        complete, states = checked(state_dict, self.param_groups, _check_saved)
+        complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         # torch would convert codes to their parameter's dtype.
         super().load_state_dict({**complete, "state": {}})
         for saved, (group, parameter) in zip(states, self._grouped(), strict=True):
@@ -151,7 +153,7 @@ class AdamW8bit(Optimizer):
                 moments = {name: saved[name].to(parameter.device, copy=True) for name in names}
                 self.state[parameter] = out_of_layout(moments, parameter, group, is_divided)
                 self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
-        take_over(self, state_dict["param_groups"])
+        convert_loaded_state(self, state_dict["param_groups"])
 
     def _grouped(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         return [(group, parameter) for group in self.param_groups for parameter in group["params"]]

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from tr_optim.engine.added_groups import whole_or_not
+from tr_optim.engine.bases import PROJECTIONS, RandomBases
+from tr_optim.engine.checks import all_or_nothing
 from tr_optim.engine.norm_growth import NormGrowthLimiter, matrix_scaling, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
-from tr_optim.engine.random_bases import PROJECTIONS, RandomBases
-from tr_optim.engine.settings import Engine
+from tr_optim.engine.settings import Engine, check_full_gradient_group, full_gradient_engine
 from tr_optim.engine.shards import Shards
-from tr_optim.engine.together import Sums
-from tr_optim.engine.whole_gradients import check_whole_group, whole_engine
-from tr_optim.moments.adam import check_adam
-from tr_optim.moments.direction import AdamDirection
+from tr_optim.engine.updates import Sums
+from tr_optim.moments.adam import AdamDirection, check_adam
 from tr_optim.projection.basis import Basis
 
 SCALE_TYPES = ("channel", "tensor")
@@ -126,16 +124,16 @@ class APOLLOAdamW(ProjectedOptimizer):
         defaults |= {"proj": proj, "scale_type": scale_type, "norm_growth": norm_growth}
         as_upstream = compat is not None
         asked = Engine(mode, "svd", rotate_moments, stagger, seed=seed, stochastic_rounding=stochastic_rounding)
-        engine = whole_engine(asked, compat, COMPAT)
+        engine = full_gradient_engine(asked, compat, COMPAT)
         rule, returning = AdamDirection(as_upstream=as_upstream), ScaledGradient(as_upstream=as_upstream)
         super().__init__(params, defaults, rule, engine, RandomBases(engine), returning)
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse options that are not known, and parameters that cannot be projected."""
         super().add_param_group(param_group)
         choices = {"proj": PROJECTIONS, "scale_type": SCALE_TYPES}
-        check_whole_group(self.param_groups[-1], type(self).__name__, choices)
+        check_full_gradient_group(self.param_groups[-1], type(self).__name__, choices)
 
 
 class ScaledGradient:

@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from tr_optim.engine.added_groups import whole_or_not
+from tr_optim.engine.checks import all_or_nothing
 from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
-from tr_optim.engine.returning import BackProjection
-from tr_optim.engine.settings import Engine
+from tr_optim.engine.settings import Engine, check_full_gradient_group, full_gradient_engine
 from tr_optim.engine.shards import Shards
-from tr_optim.engine.together import Sums
-from tr_optim.engine.whole_gradients import check_whole_group, whole_engine
-from tr_optim.moments.adam import check_adam
-from tr_optim.moments.direction import AdamDirection
+from tr_optim.engine.updates import BackProjection, Sums
+from tr_optim.moments.adam import AdamDirection, check_adam
 from tr_optim.projection.basis import Basis
 
 COMPAT = (None, "fira")
@@ -109,15 +106,15 @@ class FiraAdamW(ProjectedOptimizer):
         defaults |= {"norm_growth": norm_growth}
         as_upstream = compat is not None
         asked = Engine(mode, method, rotate_moments, stagger, seed=seed, stochastic_rounding=stochastic_rounding)
-        engine = whole_engine(asked, compat, COMPAT)
+        engine = full_gradient_engine(asked, compat, COMPAT)
         rule, returning = AdamDirection(as_upstream=as_upstream), WithResidual(as_upstream=as_upstream)
         super().__init__(params, defaults, rule, engine, returning=returning)
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be projected."""
         super().add_param_group(param_group)
-        check_whole_group(self.param_groups[-1], type(self).__name__, {})
+        check_full_gradient_group(self.param_groups[-1], type(self).__name__, {})
 
 
 class WithResidual:

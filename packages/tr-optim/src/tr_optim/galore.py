@@ -88,14 +88,14 @@ class GaLoreAdamW(ProjectedOptimizer):
         sketch_rows: the norm is estimated by so many rows and columns of random mixtures of all gradients that are
             never there at once. Where it is asked for, ranks exchange their squared number for the whole model.
         refresh: `fixed` finds a matrix's basis every `update_proj_gap` steps; `lazy` doubles that gap with each refresh
-            while bases hardly change, as Q-GaLore does (see `tr_optim.projection.lazy.LazyRefresh`).
+            while bases hardly change, as Q-GaLore does (see `tr_optim.projection.refresh.LazyRefresh`).
         refresh_cosine: with `lazy`, mean cosine of successive bases from which the gap doubles; 1 is no change.
         refresh_window: refreshes that this mean is over.
         basis_dtype: what bases are kept in between steps: `float32`, `bfloat16`, `int8` or `int4`, in 4, 2, 1.02 or
             0.52 bytes a number instead of 4 (see `tr_optim.projection.encoded.EncodedBasis`). Gradients are projected
             and moments rotated by what is kept. Q-GaLore's int8 weights are not built.
         stochastic_rounding: round weights in bfloat16 or float16 up or down, so that small updates are not lost (see
-            `tr_optim.engine.rounding.Rounding`).
+            `tr_optim.engine.precision.Rounding`).
         compat: `galore-torch` gives the results of galore-torch 1.0: svd, moments as they are, all bases in the same
             steps, eps before the bias correction and weight decay after the update.
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tr_optim.engine.added_groups import whole_or_not
+from tr_optim.engine.checks import all_or_nothing
 from tr_optim.galore import GaLoreAdamW
-from tr_optim.moments.adam_8bit import Adam8bitRule, check_least_size, take_over
+from tr_optim.moments.adam import Adam8bitRule, check_least_size, convert_loaded_state
 
 
 class GaLoreAdamW8bit(GaLoreAdamW):
@@ -71,7 +71,7 @@ class GaLoreAdamW8bit(GaLoreAdamW):
         super().__init__(groups, lr, betas, eps, weight_decay, **options)
         self.defaults["min_8bit_size"] = min_8bit_size
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be projected."""
         super().add_param_group(param_group)
@@ -84,4 +84,4 @@ class GaLoreAdamW8bit(GaLoreAdamW):
             ValueError: it is of other shapes or of another kind of projection.
         """
         super().load_state_dict(state_dict)
-        take_over(self, state_dict["param_groups"])
+        convert_loaded_state(self, state_dict["param_groups"])

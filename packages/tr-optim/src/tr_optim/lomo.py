@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from tr_optim.engine.arguments import fused_options
-from tr_optim.engine.chunks import chunks, computing_dtype
+from tr_optim.engine.checks import checked_state_dict, refuse_any_state
 from tr_optim.engine.fused import FusedOptimizer
-from tr_optim.engine.loading import checked, refuse_any_state
-from tr_optim.engine.rounding import put_back
+from tr_optim.engine.fused_checks import fused_options
+from tr_optim.engine.precision import chunks, computing_dtype, store_rounded
 from tr_optim.engine.shards import local_part
 
 
@@ -27,7 +26,7 @@ class Lomo(FusedOptimizer):
         optimizer.step()
 
     A plain `loss.backward()` changes nothing but `.grad`. Half-precision weights are updated in float32 and rounded
-    once, without a float32 copy: to nearest, or stochastically (see `tr_optim.engine.rounding.Rounding`), for which
+    once, without a float32 copy: to nearest, or stochastically (see `tr_optim.engine.precision.Rounding`), for which
     groups count steps, as `rounded_steps`. Clipping by norm is exact and makes two backward passes over one graph: the
     first measures, the second applies; what the forward pass kept stays in memory for both. Several micro-batches in a
     step are refused, for their gradients could not add up; `accumulate="store"` adds them up in `.grad` until the last
@@ -111,7 +110,7 @@ class Lomo(FusedOptimizer):
         Raises:
             ValueError: it is the state of another kind of optimizer; nothing has changed then.
         """
-        complete, _ = checked(state_dict, self.param_groups, refuse_any_state("Lomo"))
+        complete, _ = checked_state_dict(state_dict, self.param_groups, refuse_any_state("Lomo"))
         super().load_state_dict(complete)
 
     def update(
@@ -142,7 +141,7 @@ class Lomo(FusedOptimizer):
             if leave_out is not None:
                 new = torch.where(leave_out, weights, new)
             if new is not weights:
-                put_back(weights, new, generator)
+                store_rounded(weights, new, generator)
 
     def update_all(
         self,

@@ -1,4 +1,4 @@
-"""NEFTune: noise on the input embeddings while a model is being fine-tuned."""
+"""NEFTune: add noise to the input embeddings while a model is fine-tuned, by hand or by a Trainer's callback."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tr_optim.input_embedding import input_embedding
-from tr_optim.neftune_inputs import TokenInputs
-from tr_optim.neftune_noise import CALLS, RANK, SEED, STEP, compiled_noise, draw, seeded
+from tr_optim.neftune_noise import CALLS, RANK, SEED, STEP, TokenInputs, compiled_noise, draw, seeded
 
 LENGTHS = ("real", "padded")
 _REMEMBERED = 64
@@ -143,3 +142,38 @@ class _Noise:
 
     def __reduce__(self) -> tuple[type[_Noise], tuple[float]]:
         return _Noise, (0.0,)
+
+
+class NEFTuneCallback:
+    """A trainer callback: noise on the input embedding from the beginning of training to its end, however it ends.
+
+    Args:
+        alpha: size of the noise, as of `NEFTune`.
+        length: `real` or `padded`, as of `NEFTune`.
+        seed: as of `NEFTune`.
+    """
+
+    def __init__(self, alpha: float, length: str = "real", seed: int | None = 0) -> None:
+        self.alpha, self.length, self.seed = alpha, length, seed
+        self._noise: NEFTune | None = None
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> NEFTuneCallback:
+        """Build from training arguments: `neftune_noise_alpha`, `neftune_length` and `seed`."""
+        return cls(args.neftune_noise_alpha, args.neftune_length, args.seed)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Attach the noise."""
+        self._noise = NEFTune(model, self.alpha, length=self.length, seed=self.seed, rank=args.process_index)
+        self._noise.__enter__()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say which step it is: a resumed run then has the same noise."""
+        if self._noise is not None:
+            self._noise.set_step(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Detach it, after an exception too."""
+        noise, self._noise = self._noise, None
+        if noise is not None:
+            noise.__exit__(None, None, None)

@@ -1,14 +1,13 @@
-"""Seeds, devices and how processes work together."""
+"""Declare seeds and devices, precision, memory and compilation, and how processes work together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from tr_args.accelerator_config import AcceleratorConfig
-from tr_args.config_file import ConfigFile
-from tr_args.hints import OptionalSeed, Options, Seed
-from tr_args.parallelism import ParallelSizes
+from tr_args.constraints import Above, CommaSeparated, OptionalCount, OptionalSeed, Options, Seed, UserPath
+from tr_args.files import ConfigFile
+from tr_args.types.sharding import AcceleratorConfig, FsdpConfig, FsdpOptions, ParallelSizes
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -40,3 +39,99 @@ class HardwareFields:
 
     skip_memory_metrics: bool = True
     """Do not add memory use to the metrics."""
+
+
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
+class PrecisionFields:
+    """Precision, memory and compilation."""
+
+    _title = "Precision, memory and compilation"
+
+    bf16: bool = False
+    """Compute in bfloat16 where that is safe (mixed precision)."""
+
+    fp16: bool = False
+    """Compute in float16 where that is safe, with a scaled loss (mixed precision)."""
+
+    bf16_full_eval: bool = False
+    """Turn the whole model to bfloat16 for evaluation and prediction outside training; afterwards it is as before."""
+
+    fp16_full_eval: bool = False
+    """Turn the whole model to float16 for evaluation and prediction outside training; afterwards it is as before."""
+
+    tf32: bool | None = None
+    """Allow (true) or forbid (false) TF32 in products and convolutions; unset leaves torch's settings."""
+
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, slower."""
+
+    activation_checkpointing_kwargs: Options = None
+    """Options of torch.utils.checkpoint, such as {"use_reentrant": false}, with two more: every_n_layers checkpoints
+    only every so many layers, offload keeps what is needed to compute a layer again in host memory."""
+
+    torch_compile: bool = False
+    """Compile the model with torch.compile, in training and evaluation."""
+
+    torch_compile_backend: str | None = None
+    """Backend of torch.compile; setting it turns compilation on. Without one it is inductor."""
+
+    torch_compile_mode: str | None = None
+    """Mode of inductor, such as max-autotune; setting it turns compilation on."""
+
+    use_liger_kernel: bool = False
+    """Patch the model with Liger kernels before training."""
+
+    liger_kernel_config: Options = None
+    """Which Liger kernels to use, such as {"rope": true}."""
+
+    use_cache: bool = False
+    """Value of the model's use_cache setting while training."""
+
+    torch_empty_cache_steps: OptionalCount = None
+    """Release the device's cached memory every so many steps; unset never does."""
+
+    auto_find_batch_size: bool = False
+    """When memory runs out, make the step again with smaller micro-batches and more of them, and go on so: a step has
+    the same samples as before."""
+
+
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
+class DistributedFields:
+    """Distributed training and debugging."""
+
+    _title = "Distributed training"
+
+    ddp_backend: str | None = None
+    """Backend that processes talk through, such as nccl or gloo. Unset is the device's own."""
+
+    ddp_timeout: Annotated[int, Above(0)] = 1800
+    """Seconds after which a process stops waiting for the others."""
+
+    ddp_find_unused_parameters: bool | None = None
+    """Look in every step for parameters that got no gradient; costs time. Unset lets the strategy decide."""
+
+    ddp_bucket_cap_mb: OptionalCount = None
+    """MiB of gradients that are exchanged at once."""
+
+    ddp_broadcast_buffers: bool | None = None
+    """Copy buffers from the first process to the others in every forward pass."""
+
+    ddp_static_graph: bool | None = None
+    """Promise that every step uses the same parameters, in the same order."""
+
+    fsdp: Annotated[list[str], FsdpOptions()] = field(default_factory=list)
+    """Shard the model: full_shard, shard_grad_op, no_shard or hybrid_shard, with auto_wrap and offload."""
+
+    fsdp_config: Annotated[dict[str, Any], ConfigFile(), FsdpConfig()] = field(default_factory=dict)
+    """Further sharding options, as a mapping or a file; their names may start with fsdp_."""
+
+    deepspeed: Annotated[dict[str, Any] | str | None, UserPath()] = None
+    """DeepSpeed configuration, as a mapping or the path of its JSON file."""
+
+    local_rank: int = -1
+    """Number of this process on its machine, as old launchers pass it; newer ones set LOCAL_RANK."""
+
+    debug: Annotated[list[Literal["underflow_overflow", "tpu_metrics_debug"]], CommaSeparated()] = field(
+        default_factory=list
+    )
+    """Debugging aids: underflow_overflow, tpu_metrics_debug."""

@@ -1,14 +1,12 @@
-"""What is saved, when, and what a run starts from."""
+"""Declare what is saved and when, what a run starts from, and what is uploaded to a model hub."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from tr_args.constraints import AtLeast, UserPath
-from tr_args.duration import Duration, WallTime
-from tr_args.hints import Steps
-from tr_args.strategies import SaveStrategy
+from tr_args.constraints import AtLeast, RepositoryName, Secret, Steps, UserPath
+from tr_args.types.choices import Duration, HubStrategy, SaveStrategy, WallTime
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -70,3 +68,31 @@ class SavingFields:
 
     restore_callback_states_from_checkpoint: bool = True
     """When resuming, give callbacks back the states that they were saved with; off, they begin anew."""
+
+
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
+class HubFields:
+    """Uploading to a model hub."""
+
+    _title = "Hub"
+
+    push_to_hub: bool = False
+    """Upload the model after training, and as hub_strategy says."""
+
+    hub_model_id: Annotated[str | None, RepositoryName()] = None
+    """Repository to upload to, as name or organization/name. Unset is the name of output_dir."""
+
+    hub_strategy: HubStrategy = HubStrategy.EVERY_SAVE
+    """What to upload, and when: end, every_save, checkpoint (also as last-checkpoint) or all_checkpoints."""
+
+    hub_token: Annotated[str | None, Secret()] = field(default=None, repr=False)
+    """Access token; never written to logs or files. Unset is the one the hub's own login stored."""
+
+    hub_private_repo: bool | None = None
+    """Create the repository as a private one. Unset is the organization's default."""
+
+    hub_always_push: bool = False
+    """Upload even if the upload before is not done yet."""
+
+    hub_revision: str | None = None
+    """Branch to upload to. Unset is the main branch."""

@@ -9,20 +9,19 @@ from collections.abc import Callable
 from importlib import import_module
 
 from tr_ckpt.command.parser import build_parser
-from tr_ckpt.errors import CheckpointError
-from tr_ckpt.printable import printable
+from tr_ckpt.errors import CheckpointError, printable
 
 ERROR = 2
 
 # Imported when it is run: some take a second to load.
 _MODULES = {
     "ls": "listing",
-    "verify": "verifying",
+    "verify": "listing",
     "diff": "comparing",
     "export": "exporting",
     "prune": "pruning",
-    "seal": "sealing",
-    "import": "importing",
+    "seal": "pruning",
+    "import": "exporting",
 }
 
 
@@ -40,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no "…" is no reason to fail
     try:
-        run: Callable[..., int] = import_module(f"tr_ckpt.command.{_MODULES[arguments.action]}").run
+        module = import_module(f"tr_ckpt.command.{_MODULES[arguments.action]}")
+        run: Callable[..., int] = getattr(module, f"run_{arguments.action}")
         code = run(arguments)
         sys.stdout.flush()
         return code

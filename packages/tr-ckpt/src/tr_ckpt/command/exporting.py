@@ -1,9 +1,14 @@
-"""`trainer ckpt export`: write a model folder that `from_pretrained` loads."""
+"""`trainer ckpt export` and `import`: exchange checkpoints with other programs.
+
+`export` writes a model folder that `from_pretrained` loads. `import` converts a checkpoint of another program to one
+of ours.
+"""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 from pathlib import Path
 
@@ -11,8 +16,9 @@ import torch
 
 from tr_ckpt import files, names, staging
 from tr_ckpt.command import selection
-from tr_ckpt.command.table import say, size_text
+from tr_ckpt.command.terminal import say, size_text
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt.hf_import import convert
 from tr_ckpt.sharded import export
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -20,7 +26,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_export(arguments: argparse.Namespace) -> int:
     """Write the model of a checkpoint, and the files beside it, as a folder of their own; `export` verifies them."""
     target = Path(arguments.target).expanduser().absolute()
     _check_target(target, arguments.prefix, overwrite=arguments.overwrite)
@@ -103,3 +109,23 @@ def _move(target: Path, aside: Path) -> None:
             f"{target} is not replaced: it belongs to a lower layer of a container's file system and cannot be moved; "
             "give another folder, or remove it first"
         ) from error
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint and say what became of it."""
+    logger = logging.getLogger("tr_ckpt.hf_import")
+    handler = logging.StreamHandler()  # what is to be known of the conversion is logged
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        folder = convert(arguments.source, arguments.target, prefix=arguments.prefix)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    described = selection.select_one(folder, arguments.prefix).described
+    assert described is not None  # it is complete
+    held = " ".join(sorted(described.parts))
+    say(f"{folder}: step {described.step}, {size_text(described.total_bytes)}, parts {held}")
+    return 0

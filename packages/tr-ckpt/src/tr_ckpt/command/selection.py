@@ -1,13 +1,19 @@
-"""Find what the words of a command line name: the checkpoints of a folder, or one."""
+"""Find the checkpoints that a command line names, and read what a checkpoint knows of its run.
+
+That is the best step, and the metric that tells which step is best.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tr_ckpt import catalogue, manifest, names
-from tr_ckpt.catalogue import Found
+from tr_ckpt import discovery, manifest, names
+from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.manifest import Manifest
 
@@ -48,9 +54,9 @@ def select(directory: Path, prefix: str) -> list[Entry]:
     one = Found(names.step_of(directory.absolute().name, prefix), directory.absolute().name, directory)
     if (directory / names.MANIFEST).exists():
         return [examine(one)]
-    if found := catalogue.by_age(directory, prefix):
+    if found := discovery.by_age(directory, prefix):
         return [examine(each) for each in found]
-    if one.step is not None or catalogue.is_foreign(directory):  # an output folder may hold a trainer's state too
+    if one.step is not None or discovery.is_foreign(directory):  # an output folder may hold a trainer's state too
         return [examine(one)]
     raise CheckpointError(
         f"no checkpoint in {directory}: it holds neither a {names.MANIFEST} nor a folder {prefix}-<step>"
@@ -78,12 +84,12 @@ def newest(entries: list[Entry]) -> Entry | None:
 
 def examine(found: Found) -> Entry:
     """Look at a checkpoint, without reading the content of its files."""
-    if catalogue.is_foreign(found.path):
+    if discovery.is_foreign(found.path):
         return Entry(found, FOREIGN, "it was written by another program, as transformers' Trainer writes them")
     described = None
     try:
         described = manifest.read(found.path)
-        catalogue.check_quickly(found)
+        discovery.check_quickly(found)
     except DamagedCheckpointError as error:
         return Entry(found, DAMAGED, str(error), described)
     except CheckpointError as error:
@@ -102,3 +108,75 @@ def bytes_below(folder: Path, *, alone: bool = False) -> int:
         if stat.S_ISREG(state.st_mode) and not (alone and state.st_nlink > 1):
             total += state.st_size
     return total
+
+
+# Never what a model is chosen by.
+_TIMES = ("_runtime", "_per_second", "_time")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return `trainer_state.json` as it is; empty if there is none or it cannot be read."""
+    return _read_object(folder / "trainer_state.json")
+
+
+def best_step(state: dict[str, Any]) -> int | None:
+    """Return the step of the best evaluation that `state` knows of."""
+    step = state.get("best_global_step")
+    if type(step) is int and 0 <= step < 10**18:
+        return step
+    _, _, number = str(state.get("best_model_checkpoint") or "").rpartition("-")
+    return int(number) if number.isdecimal() and len(number) <= 18 else None
+
+
+def key_metric(folder: Path, state: dict[str, Any], step: int | None) -> tuple[str, float] | None:
+    """Return name and value of what the model of `step` is judged by: the metric of the best, or a loss.
+
+    That is the one that `metric_for_best_model` names; else the one whose best value the state holds; else `eval_loss`;
+    else the last `loss` that was logged. None if the state holds none of these.
+    """
+    logged = state.get("log_history")
+    history = [entry for entry in logged if isinstance(entry, dict)] if isinstance(logged, list) else []
+    at_step: dict[str, float] = {}
+    for entry in history:
+        if entry.get("step") == step:
+            at_step |= {name: value for name, given in entry.items() if (value := number(given)) is not None}
+    for name in (*_metric_names(folder, state, history), "eval_loss"):
+        if name in at_step:
+            return name, at_step[name]
+    losses = [value for entry in history if (value := number(entry.get("loss"))) is not None]
+    return ("loss", losses[-1]) if losses else None
+
+
+def number(value: Any) -> float | None:
+    """Return a number of a JSON file, infinite and undefined ones included; None for anything else."""
+    if isinstance(value, dict) and set(value) == {"$float"}:
+        value = value["$float"]
+    if value in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity"):
+        return float(value)
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):  # which is no measure of a model
+        return None
+    return value if isinstance(value, int | float) else None
+
+
+def _metric_names(folder: Path, state: dict[str, Any], history: list[dict[str, Any]]) -> list[str]:
+    chosen = _read_object(folder / "training_args.json").get("metric_for_best_model")
+    if isinstance(chosen, str):
+        return [chosen if chosen.startswith("eval_") else f"eval_{chosen}"]
+    best = number(state.get("best_metric"))
+    if best is None or math.isnan(best):
+        return []
+    at_best = [entry for entry in history if entry.get("step") == state.get("best_global_step")]
+    return [
+        name
+        for entry in at_best
+        for name, value in entry.items()
+        if name.startswith("eval_") and not name.endswith(_TIMES) and number(value) == best
+    ]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,22 +1,73 @@
-"""Push a run's model and checkpoints to the Hub while it trains."""
+"""Push a run's model and checkpoints to the Hub while it trains.
+
+At the end of the run a summary says what is on the Hub, what is not, and how to push the rest.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from tr_ckpt import files, names
 from tr_ckpt.errors import CheckpointError, PushError
-from tr_ckpt.hub import snapshot, summary, waiting
+from tr_ckpt.hub import push_queue, snapshot
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.hub.push_queue import Push, PushQueue
 
 logger = logging.getLogger(__name__)
+
+
+def log_summary(
+    failures: Sequence[tuple[str, str]],
+    repository: HubRepository,
+    output_dir: Path,
+    prefix: str,
+    owed: Mapping[str, Path],
+    is_complete: bool,
+) -> None:
+    """Log how the pushes of a run ended.
+
+    Args:
+        failures: of each push that failed, what it was and why.
+        repository: where they went.
+        output_dir: the run's folder.
+        prefix: what the names of checkpoints begin with.
+        owed: checkpoints that are not at the Hub and should be, by their place there.
+        is_complete: whether a later push brought everything.
+    """
+    url = repository.url
+    if not failures and is_complete:
+        logger.info("the run is pushed to %s", url)
+        return
+    names = ", ".join(repr(label) for label, _ in failures) or ", ".join(owed)
+    why = failures[-1][1] if failures else "it failed before"
+    if is_complete:
+        logger.warning("the run is pushed to %s, but not when it was due: %s; last: %s", url, names, why)
+        return
+    logger.error(
+        "not all of the run is at %s; not pushed: %s; last: %s. Everything is in %s: push it later with "
+        "trainer.push_to_hub(), or with: %s",
+        url,
+        names,
+        why,
+        output_dir,
+        " && ".join(_upload_commands(repository, output_dir, prefix, owed)),
+    )
+
+
+def _upload_commands(repository: HubRepository, output_dir: Path, prefix: str, owed: Mapping[str, Path]) -> list[str]:
+    options = [] if repository.revision is None else ["--revision", repository.revision]
+    exclude = ["--exclude", ".*", "_*", f"{prefix}-*"]
+    commands = [["hf", "upload", repository.repo_id, str(output_dir), ".", *options, *exclude]]
+    commands += [["hf", "upload", repository.repo_id, str(folder), place, *options] for place, folder in owed.items()]
+    return [shlex.join(command) for command in commands]
+
 
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
@@ -77,7 +128,7 @@ class HubCallback:
         self.prefix = prefix
         self.by_epoch = by_epoch
         self.wait_limit_s = wait_limit_s
-        self._queue = PushQueue(MOST_WAITING, waiting.limit_s if wait_limit_s is None else lambda left: wait_limit_s)
+        self._queue = PushQueue(MOST_WAITING, push_queue.limit_s if wait_limit_s is None else lambda left: wait_limit_s)
         self._made: Future[Any] | None = None
         self._last_push: Future[Any] | None = None
         self._lock = threading.Lock()
@@ -136,7 +187,7 @@ class HubCallback:
         if not state.is_world_process_zero:
             return
         failures, error = self._queue.failures, kwargs.get("error")
-        with waiting.interrupts(after_signal=isinstance(error, SystemExit)) as caught:
+        with push_queue.interrupts(after_signal=isinstance(error, SystemExit)) as caught:
             is_ready = self._wait(caught)
             if is_ready and error is None:
                 self._push_end(args, state)
@@ -148,7 +199,7 @@ class HubCallback:
             if failures or self._last_push is not None:
                 is_complete = is_ready and self._newest is None and not self._owed and _succeeded(self._last_push)
                 owed = {**self._owed, **self._places(self._newest)}
-                summary.log(failures, self.repository, self.output_dir, self.prefix, owed, is_complete)
+                log_summary(failures, self.repository, self.output_dir, self.prefix, owed, is_complete)
             failures.clear()
 
     def push_to_hub(
@@ -182,13 +233,13 @@ class HubCallback:
         )
         if not blocking:
             return future
-        with waiting.interrupts() as caught:
+        with push_queue.interrupts() as caught:
             if not self._wait(caught):
                 logger.error("not pushed: %s", "; ".join(text for _, text in self._queue.failures))
         return future.result()
 
     def _wait(self, caught: list[int]) -> bool:
-        return not caught and waiting.wait_for(self._queue, self.repository.url, caught, self.wait_limit_s)
+        return not caught and push_queue.wait_for(self._queue, self.repository.url, caught, self.wait_limit_s)
 
     def _places(self, checkpoint: Path | None) -> dict[str, Path]:
         """Return where the strategy puts a checkpoint at the Hub, if anywhere."""

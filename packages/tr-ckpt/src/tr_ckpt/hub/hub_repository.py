@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from tr_ckpt.errors import PushError
 from tr_ckpt.hub import snapshot
-from tr_ckpt.hub.retrying import Retrying
-from tr_ckpt.hub.secret import Secret
+from tr_ckpt.hub.retrying import Retrying, Secret
 
 T = TypeVar("T")
 

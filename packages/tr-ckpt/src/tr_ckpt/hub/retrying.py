@@ -1,4 +1,7 @@
-"""Try again what failed for a reason that may pass, and say so without giving away the token."""
+"""Retry requests that failed for a reason that may pass, and keep the access token out of every message.
+
+`Secret` holds the token so that nothing shows it by accident.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,45 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import quote
 
-from tr_ckpt.errors import PushError
-from tr_ckpt.hub.secret import Secret
-from tr_ckpt.printable import printable
+from tr_ckpt.errors import PushError, printable
+
+
+class Secret:
+    """A text that no `repr`, message, pickle or display of local variables gives away.
+
+    Args:
+        text: the token; empty where there is none.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return "<token>"
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an access token is not pickled, so that it ends up in no file; hand it over by itself")
+
+    def reveal(self) -> str:
+        """Return the text; keep it in no variable."""
+        return self._text
+
+    def hide_in(self, text: str) -> str:
+        """Return `text` with the token, however it is quoted there, replaced by `<token>`."""
+        if not self._text:
+            return text
+        for form in (self._text, repr(self._text)[1:-1], quote(self._text, safe="")):
+            text = text.replace(form, "<token>")
+        return text
+
 
 logger = logging.getLogger(__name__)
 

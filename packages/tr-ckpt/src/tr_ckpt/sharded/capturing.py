@@ -1,7 +1,14 @@
-"""Save a part whose state holds DTensors: every rank writes its own shards, nothing is gathered."""
+"""Save parts whose state holds DTensors: every rank writes its own shards, and nothing is gathered.
+
+`TakenStates` takes the states of all parts at once and lets the ranks agree on who writes what. Each rank says what it
+holds (`Share`). The ranks exchange their shares, and from the same shares every rank computes the same plan, with the
+planner of torch.distributed.checkpoint. Where several ranks hold a chunk, the one with least to write so far writes
+it. Rank 0 writes tensors that are no DTensors, as it does for a part without DTensors.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +17,148 @@ from typing import Any
 import torch
 
 from tr_ckpt import distributed_tensor, files, parts, tensor_file
+from tr_ckpt.distributed_tensor import is_distributed
+from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
-from tr_ckpt.host_buffers import HostBuffers
-from tr_ckpt.parts import CapturedPart
-from tr_ckpt.sharded import planning, shard_index
-from tr_ckpt.sharded.shard_index import Index
+from tr_ckpt.parts import CapturedPart, HostBuffers
+from tr_ckpt.ranks import Ranks
+from tr_ckpt.sharded import shard_index
+from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
+
+# Dtype and global shape of a tensor, and whether it is a DTensor.
+TensorEntry = tuple[torch.dtype, tuple[int, ...], bool]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a part. Made to be sent to the others.
+
+    Attributes:
+        tensors: the entry of every tensor in the state, by name.
+        plan: torch's, of this rank's chunks.
+    """
+
+    tensors: dict[str, TensorEntry]
+    plan: Any
+
+    @property
+    def held(self) -> set[str]:
+        """Names of the tensors of which this rank holds anything."""
+        return {item.index.fqn for item in self.plan.items}
+
+    def distributed(self) -> dict[str, TensorEntry]:
+        """Return the entries of the DTensors; what is none is rank 0's, whatever the others hold."""
+        return {name: entry for name, entry in self.tensors.items() if entry[2]}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one rank has to write.
+
+    Attributes:
+        local: this rank's chunks by the names of their tensors: the state's own memory.
+        index: where each chunk of each tensor will be, over all ranks.
+    """
+
+    local: dict[str, torch.Tensor]
+    index: Index
+
+
+def share(part: str, tensors: Mapping[str, torch.Tensor], rank: int) -> Share | None:
+    """Return what this rank holds of a part's tensors; None if none is a DTensor. Communicates nothing.
+
+    Raises:
+        CheckpointError: a DTensor's layout cannot be saved.
+    """
+    if not any(is_distributed(tensor) for tensor in tensors.values()):
+        return None
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    planner = _planner(tensors, rank)
+    plan = planner.create_local_plan()
+    items = []
+    for item in plan.items:
+        size = tuple(item.tensor_data.chunk.sizes)
+        local = planner.resolve_data(item)
+        if size != tuple(local.shape):
+            raise CheckpointError(
+                f"{part}: the shard of {item.index.fqn!r} has the shape {list(local.shape)} where its placements say "
+                f"{list(size)}; give shape= and stride= to DTensor.from_local when shards are uneven"
+            )
+        if math.prod(size):  # ranks beyond the last row hold nothing
+            items.append(item)
+    described = {
+        name: (tensor.dtype, tuple(tensor.shape), is_distributed(tensor)) for name, tensor in sorted(tensors.items())
+    }
+    return Share(described, SavePlan(items))
+
+
+def assign(part: str, tensors: Mapping[str, torch.Tensor], rank: int, shares: Sequence[Share | None]) -> Assignment:
+    """Return what this rank writes, given the shares of all ranks in rank order.
+
+    Raises:
+        CheckpointError: the ranks do not hold the same tensors, or their chunks do not make up whole ones.
+    """
+    entries = agreed(part, shares)
+    planner = _planner(tensors, rank)
+    try:
+        plans, _ = planner.create_global_plan([given.plan for given in shares if given is not None])
+    except ValueError as error:
+        raise CheckpointError(
+            f"{part}: the shards of the ranks do not make up whole tensors, each number once: {error}"
+        ) from error
+    chunks: dict[str, list[Chunk]] = {name: [] for name in entries}
+    for writer, plan in enumerate(plans):
+        for item in plan.items:
+            chunk = item.tensor_data.chunk
+            chunks[item.index.fqn].append(
+                Chunk(shard_index.shard_name(part, writer), tuple(chunk.offsets), tuple(chunk.sizes))
+            )
+    index = {
+        name: SavedTensor(dtype, shape, distributed, tuple(chunks[name]))
+        for name, (dtype, shape, distributed) in entries.items()
+    }
+    return Assignment({item.index.fqn: planner.resolve_data(item) for item in plans[rank].items}, index)
+
+
+def _planner(tensors: Mapping[str, torch.Tensor], rank: int) -> Any:
+    distributed_tensor.require()
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    mine = {name: tensor for name, tensor in tensors.items() if rank == 0 or is_distributed(tensor)}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(mine, is_coordinator=rank == 0)
+    return planner
+
+
+def agreed(part: str, shares: Sequence[Share | None]) -> dict[str, TensorEntry]:
+    """Return the entries of a part's tensors, on which all ranks agree.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    first = shares[0]
+    for rank, other in enumerate(shares):
+        if first is None or other is None:
+            without = [str(number) for number, given in enumerate(shares) if given is None]
+            raise CheckpointError(
+                f"{part} holds DTensors, but none on rank {', '.join(without)}; all ranks must hold the same state"
+            )
+        ours, theirs = first.distributed(), other.distributed()
+        # Where a rank's shard is empty nothing says that two names are of one tensor, as for tied weights.
+        theirs = {name: entry for name, entry in theirs.items() if name in ours or name in other.held}
+        if ours != theirs:
+            name = next(name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name))
+            raise CheckpointError(
+                f"{part}: {name!r} is {_describe(ours.get(name))} on rank 0 and {_describe(theirs.get(name))} on rank "
+                f"{rank}; all ranks must hold the same DTensors (stages of a pipeline are not supported)"
+            )
+    assert first is not None
+    return first.tensors
+
+
+def _describe(entry: TensorEntry | None) -> str:
+    return "absent" if entry is None else f"{list(entry[1])} of {entry[0]}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +218,7 @@ class TakenState:
         self._part = part
         self._rank = rank
         self._text, self._tensors = parts.encode(part, state)
-        self.share = planning.share(part, self._tensors, rank)
+        self.share = share(part, self._tensors, rank)
 
     def capture(self, shares: Sequence[Any], buffers: HostBuffers | None) -> CapturedPart:
         """Take what this rank writes; communicates nothing.
@@ -86,7 +230,7 @@ class TakenState:
         Raises:
             CheckpointError: the ranks do not hold the same tensors, or their shards do not make up whole ones.
         """
-        assigned = planning.assign(self._part, self._tensors, self._rank, shares)
+        assigned = assign(self._part, self._tensors, self._rank, shares)
         tensors = assigned.local if buffers is None else buffers.copy(assigned.local)
         if self._rank != 0:
             return CapturedShards(self._part, self._rank, tensors)
@@ -102,3 +246,68 @@ def take(part: str, rank: int, state: Any) -> TakenState | None:
     if not distributed_tensor.may_exist() or next(distributed_tensor.find(state), None) is None:
         return None
     return TakenState(part, rank, state)
+
+
+class TakenStates:
+    """The states of one save.
+
+    Args:
+        ranks: this process among the others.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._states: dict[str, Any] = {}
+        self._taken: dict[str, TakenState] = {}
+        self._shares: list[dict[str, Any]] = []
+
+    def take(self, given: Mapping[str, Any], what: str) -> None:
+        """Take the state of every part and exchange what each rank holds of those in shards, once for all of them.
+
+        All ranks call it or none. No tensor is copied.
+
+        Raises:
+            Exception: what taking a state raised on this rank.
+            SaveError: it failed on another one; the message begins with `what`.
+        """
+
+        def shares() -> dict[str, Any]:
+            failure: Exception | None = None
+            for name, part in given.items():
+                try:
+                    self._take(name, part)
+                except Exception as error:  # other ranks go on to take the states that follow, and may wait for this
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+            return {name: taken.share for name, taken in self._taken.items()}
+
+        self._shares = self._ranks.together(what, shares)
+
+    def _take(self, name: str, part: Any) -> None:
+        state = part.state_dict()
+        taken = take(name, self._ranks.rank, state) if name not in parts.PER_RANK else None
+        if taken is None:
+            self._states[name] = state
+        elif self._ranks.is_one_of_several:
+            raise CheckpointError(
+                f"{name} is held in shards, of which no machine has all; save to a file system that every machine "
+                "sees, without save_on_each_node"
+            )
+        else:
+            self._taken[name] = taken
+
+    def capture(self, name: str, part: Any, buffers: HostBuffers | None) -> CapturedPart | None:
+        """Take what this rank writes of a part, as `parts.capture` does; communicates nothing.
+
+        Raises:
+            CheckpointError: the state holds something that cannot be saved, or the ranks do not hold the same.
+        """
+        if any(name in held for held in self._shares):
+            held = [shares.get(name) for shares in self._shares]
+            agreed(name, held)  # also where this rank holds none
+            return self._taken.pop(name).capture(held, buffers)
+        # On every rank: taking a state may need all of them.
+        state = self._states.pop(name) if name in self._states else part.state_dict()
+        ranks = self._ranks
+        return parts.capture(name, ranks.number if name in parts.PER_RANK else ranks.rank, state, buffers)

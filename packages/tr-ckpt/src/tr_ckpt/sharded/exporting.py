@@ -1,4 +1,7 @@
-"""Make one model of a checkpoint, in the layout that `from_pretrained` loads, a tensor at a time."""
+"""Export one model from a checkpoint, in the layout that `from_pretrained` loads, a tensor at a time.
+
+The weights can be converted to another floating-point dtype. The exported configuration then names that dtype.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,68 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tr_ckpt import catalogue, distributed_tensor, files, model_dtype, names, reads, staging, tensor_file
-from tr_ckpt.catalogue import Found
+from tr_ckpt import discovery, distributed_tensor, files, names, reads, staging, tensor_file
+from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.sharded import reading
 from tr_ckpt.sharded.shard_index import Index, SavedTensor
+
+# What a configuration calls it; the second is the older name.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def convert_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in another dtype; one that has it is returned as it is.
+
+    Raises:
+        CheckpointError: a number is too large for `dtype`, and would become infinite.
+    """
+    converted = tensor.to(dtype)
+    if not dtype.is_floating_point or tensor.dtype == dtype:
+        return converted
+    if bool((converted.isinf() & tensor.isfinite()).any()):
+        largest = tensor[tensor.isfinite()].abs().max().item()
+        raise CheckpointError(
+            f"{name} holds {largest:.4g}, and the largest number of {_name_of(dtype)} is {torch.finfo(dtype).max:.4g}; "
+            "give bfloat16, which reaches as far as float32"
+        )
+    return converted
+
+
+def config_with_dtype(raw: bytes, dtype: torch.dtype) -> bytes:
+    """Return a `config.json` that names `dtype` wherever it names the dtype of the weights; otherwise it as it is.
+
+    A reader that goes by the configuration would turn the weights back.
+    """
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw
+    changed = _with_dtype(content, _name_of(dtype))
+    return raw if changed == content else (json.dumps(changed, indent=2) + "\n").encode()
+
+
+def _with_dtype(value: Any, name: str) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: name if key in _DTYPE_KEYS and _is_float(item) else _with_dtype(item, name) for key, item in value.items()
+    }
+
+
+def _is_float(value: Any) -> bool:
+    dtype = vars(torch).get(value) if isinstance(value, str) else None  # not getattr, which imports what it lacks
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,7 +119,7 @@ def export(
     folder = names.temporary(target.parent, "writing", target.name)
     try:
         files.make_folders(target.parent)
-        files.settle(target.parent)
+        files.fsync_parents(target.parent)
         files.make_folder(folder)
         _copy(source, described.extra_files(), folder, dtype)
         _write_tensors(source, index, folder, dtype, max_shard_bytes)
@@ -83,11 +139,11 @@ def export(
 
 def _checked(source: Path, part: str) -> tuple[Manifest, Index]:
     try:
-        described = catalogue.check_quickly(Found(None, source.name, source))
+        described = discovery.check_quickly(Found(None, source.name, source))
         if part not in described.parts:
             raise CheckpointError(f"there is no {part!r} in it, only {', '.join(sorted(described.parts))}")
         wanted = [*described.parts[part], *described.extra_files()]
-        catalogue.raise_if_any(catalogue.damages(source, described, wanted))
+        discovery.raise_if_damaged(discovery.damages(source, described, wanted))
         index = reading.read_index(source, part, described.parts[part])
     except CheckpointError as error:
         raise type(error)(f"{source.name}: {error}") from error
@@ -104,7 +160,7 @@ def _copy(source: Path, extra: list[str], folder: Path, dtype: torch.dtype | Non
                 files.make_folder(folder / above)
                 made.add(above)
         if name == "config.json" and dtype is not None:
-            files.write_file(folder / name, [model_dtype.configured(reads.content(source / name), dtype)])
+            files.write_file(folder / name, [config_with_dtype(reads.content(source / name), dtype)])
             continue
         files.write_file(folder / name, reads.blocks(source / name, files.BLOCK_BYTES))
     for above in sorted(made, reverse=True):
@@ -127,7 +183,7 @@ def _write_tensors(
             tensor_file.write_each(
                 folder / file,
                 empty,
-                lambda name: model_dtype.convert(name, reading.whole(name, index[name], opened), becoming[name].dtype),
+                lambda name: convert_dtype(name, reading.whole(name, index[name], opened), becoming[name].dtype),
             )
             placed |= dict.fromkeys(shard, file)
     if len(shards) > 1:

@@ -7,7 +7,8 @@
         {"file": "model-shard-1.safetensors", "offset": [4, 0], "size": [4, 4]}]}}}
 ```
 
-A file holds at most one chunk of a tensor, under the tensor's name. `dtype` is safetensors' code.
+A file holds at most one chunk of a tensor, under the tensor's name. `dtype` is safetensors' code. `is_filled` checks
+that the chunks fill the tensor without a gap and without an overlap.
 """
 
 from __future__ import annotations
@@ -15,18 +16,50 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from tr_ckpt import plain_file, reads, strict_json
+from tr_ckpt import reads, untrusted
 from tr_ckpt.errors import CheckpointError, UnreadableError
-from tr_ckpt.sharded import tiling
 from tr_ckpt.tensor_file import DTYPES
+
+# Where a box begins, and how long it is, one number a dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+# In which tensors are sharded; the corners of a box are two to the power of these.
+_MOST_SHARDED_DIMENSIONS = 8
+
+
+def is_filled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes, which lie inside `shape` and are not empty, hold each of its numbers once.
+
+    In time that is in proportion to the boxes, whatever they are: each corner of a box counts 1 or -1, by how many of
+    its sides end there. These counts determine how many boxes hold each number, so they must be those of the whole.
+    Dimensions in which every box is as long as the whole are left out; those that are sharded may be 8.
+    """
+    if not math.prod(shape):
+        return not boxes
+    split = [axis for axis, whole in enumerate(shape) if any(size[axis] != whole for _, size in boxes)]
+    if len(split) > _MOST_SHARDED_DIMENSIONS:
+        return False
+    counts: Counter[tuple[int, ...]] = Counter()
+    for offset, size in boxes:
+        _count_corners(counts, [(offset[axis], offset[axis] + size[axis]) for axis in split], 1)
+    _count_corners(counts, [(0, shape[axis]) for axis in split], -1)
+    return not any(counts.values())
+
+
+def _count_corners(counts: Counter[tuple[int, ...]], sides: Sequence[tuple[int, int]], weight: int) -> None:
+    for ends in product((0, 1), repeat=len(sides)):
+        corner = tuple(side[end] for side, end in zip(sides, ends, strict=True))
+        counts[corner] += weight * (-1) ** sum(ends)
+
 
 FORMAT = 1
 
@@ -103,9 +136,9 @@ def read(path: Path, files: Collection[str]) -> Index:
         CheckpointError: it is none that `dump` writes.
         UnreadableError: it cannot be read.
     """
-    plain_file.require(path)
+    untrusted.require_regular_file(path)
     try:
-        content = strict_json.read(path)
+        content = untrusted.read_json(path)
         if content["format"] != FORMAT:
             raise CheckpointError(f"its format is {content['format']!r:.80}; this version reads {FORMAT}")
         index = {name: _tensor(name, entry, files) for name, entry in content["tensors"].items()}
@@ -124,7 +157,7 @@ def _check_sizes(folder: Path, index: Index) -> None:
         for chunk in saved.chunks:
             needed[chunk.file] += math.prod(chunk.size) * saved.dtype.itemsize
     for file, size in needed.items():
-        plain_file.require(folder / file)
+        untrusted.require_regular_file(folder / file)
         held = reads.status(folder / file).st_size
         if size > held:
             raise CheckpointError(f"it places {size:,} bytes in {file}, which has {held:,}")
@@ -139,7 +172,7 @@ def of_plain_file(path: Path) -> Index:
     """
     if not reads.is_there(path):
         return {}
-    plain_file.require(path)
+    untrusted.require_regular_file(path)
     index: Index = {}
     try:
         with reads.tensors(path) as file:
@@ -166,7 +199,7 @@ def _tensor(name: str, entry: dict[str, Any], files: Collection[str]) -> SavedTe
         if not inside:
             raise CheckpointError(f"a chunk of {name!r} lies outside its shape {list(shape)}")
         chunks.append(chunk)
-    if not tiling.is_filled(shape, [(chunk.offset, chunk.size) for chunk in chunks]):
+    if not is_filled(shape, [(chunk.offset, chunk.size) for chunk in chunks]):
         raise CheckpointError(f"the chunks of {name!r} do not fill its shape {list(shape)}, each number once")
     return SavedTensor(_dtype(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
 

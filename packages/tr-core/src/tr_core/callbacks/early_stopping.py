@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 from tr_core.callback import TrainerCallback
-from tr_core.evaluation.best import metric_name
+from tr_core.evaluation.best_metric import metric_name
 from tr_core.state import TrainerControl, TrainerState
 from tr_log import get_logger
 

@@ -26,7 +26,7 @@ class WallTimeCallback(TrainerCallback):
     time between two runs counts for nothing. `max_time` counts from the beginning of this call of `train`.
 
     Of several ranks the first one's clock decides for all. The others hear of it as of what any callback asks for
-    (`tr_core.callbacks.agreement`): nobody waits, and all of them act at the end of the step after.
+    (`tr_core.preemption.preemption`): nobody waits, and all of them act at the end of the step after.
 
     Args:
         args: training arguments; `logging_strategy`, `eval_strategy`, `save_strategy` and `max_time` are read.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tr_core.collators.rows import IGNORED_LABEL, check_return_tensors
+from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors
 
 
 @dataclass

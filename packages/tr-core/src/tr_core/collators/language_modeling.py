@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from tr_core.collators.rows import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with
-from tr_core.randomness import is_seeded_by_place, mix
+from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with
+from tr_core.random_state import derive_seed, is_seeded_by_position
 
 
 @dataclass
@@ -170,9 +170,9 @@ class DataCollatorForLanguageModeling:
     def _generator(self) -> torch.Generator | None:
         if self.seed is None:
             return None
-        if is_seeded_by_place():
+        if is_seeded_by_position():
             place = int(torch.randint(1 << 62, ()))  # what this batch's place in the run has seeded
-            return torch.Generator().manual_seed(mix(self.seed, place))
+            return torch.Generator().manual_seed(derive_seed(self.seed, place))
         worker = get_worker_info()
         number = None if worker is None else worker.id
         if self._generator_of != (self.seed, number):  # the seed was changed, or this is the copy of a worker

@@ -1,12 +1,155 @@
-"""Pad samples of different lengths with a tokenizer."""
+"""Make a batch of samples: stack them as they are, or pad them to one length.
+
+Samples are padded with a tokenizer or without. For token classification each token has a label, and labels are padded
+too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
-from tr_core.collators.rows import check_return_tensors, pad_with, refuse_words
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+IGNORED_LABEL = -100
+
+
+def pad_with(tokenizer: Any, features: Sequence[Any], **options: Any) -> dict[str, Any]:
+    """Pad samples with `tokenizer.pad` and return the batch as torch tensors.
+
+    Tokenizers of transformers note once that calling them pads faster than `pad` does; a collator has no such choice,
+    so the note is kept back.
+
+    Args:
+        tokenizer: an object whose `pad(samples, padding=, max_length=, pad_to_multiple_of=, return_tensors="pt")`
+            pads, as those of transformers do.
+        features: samples of token ids, and what goes with them.
+        options: arguments of `pad`.
+    """
+    notices, key = getattr(tokenizer, "deprecation_warnings", {}), "Asking-to-pad-a-fast-tokenizer"
+    before = notices.get(key, False)
+    notices[key] = True
+    try:
+        return dict(tokenizer.pad(features, return_tensors="pt", **options))
+    finally:
+        notices[key] = before
+
+
+def pad_rows(
+    rows: Sequence[Any], value: int, *, width: int | None = None, multiple: int | None = None, side: str = "right"
+) -> torch.Tensor:
+    """Return rows of whole numbers as one int64 tensor of shape (rows, width).
+
+    Args:
+        rows: lists, arrays or tensors of one dimension, or of two where those are alike.
+        value: what fills the rows.
+        width: the length to fill up to; None is that of the longest row.
+        multiple: make the width a multiple of this.
+        side: where to fill: `right` or `left`.
+
+    Raises:
+        ValueError: a row is longer than the width.
+    """
+    tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    longest = max(map(len, tensors))
+    width = longest if width is None else width
+    if longest > width:
+        number = next(i for i, row in enumerate(tensors) if len(row) > width)
+        raise ValueError(f"sample {number} of the batch has {len(tensors[number])} values where {width} fit")
+    if multiple:
+        width = -(-width // multiple) * multiple
+    padded = torch.full((len(tensors), width, *tensors[0].shape[1:]), value, dtype=torch.int64)
+    for place, row in zip(padded, tensors, strict=True):
+        begin = width - len(row) if side == "left" else 0
+        place[begin : begin + len(row)] = row
+    return padded
+
+
+def take_labels(features: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Split samples into what a tokenizer pads, and the rows named `labels` or `label`; None where there are none."""
+    name = "label" if "label" in features[0] else "labels"
+    rest = [{key: value for key, value in feature.items() if key != name} for feature in features]
+    if name not in features[0] or all(feature[name] is None for feature in features):
+        return rest, None
+    return rest, [feature[name] for feature in features]
+
+
+def check_return_tensors(collator: Any) -> None:
+    """Raise unless a collator is asked for torch tensors, the only ones that are made here."""
+    if collator.return_tensors != "pt":
+        raise ValueError(
+            f"return_tensors={collator.return_tensors!r}, but {type(collator).__name__} makes torch tensors; leave it "
+            "at 'pt'"
+        )
+
+
+def refuse_words(sample: Any) -> None:
+    """Raise ValueError where a label is a string: it could only be left out, or break somewhere else."""
+    for key in ("label", "label_ids", "labels"):
+        if isinstance(sample, Mapping) and isinstance(value := sample.get(key), str):
+            raise ValueError(
+                f"{key!r} is the string {value!r}; a model takes class numbers: replace every label by its number "
+                "before training"
+            )
+
+
+def default_data_collator(features: list[Any]) -> Any:
+    """Stack samples that are mappings, or objects with attributes, into a dict of tensors.
+
+    The key `label` (one number a sample) or `label_ids` (one or a row of numbers) becomes `labels`: int64 for whole
+    numbers, else float32. None and strings are left out, but a label that is a string is refused. Samples of any other
+    kind (tuples, tensors) are stacked as torch's own `default_collate` does.
+
+    Args:
+        features: the samples; all have the keys of the first.
+
+    Raises:
+        ValueError: a label is a string, or rows of unequal length cannot be stacked.
+    """
+    first = features[0]
+    if isinstance(first, tuple | list | torch.Tensor | np.ndarray | int | float):
+        return default_collate(features)
+    if not isinstance(first, Mapping):
+        features = [vars(feature) for feature in features]
+        first = features[0]
+    batch: dict[str, torch.Tensor] = {}
+    for key, value in first.items():
+        if value is None or isinstance(value, str):
+            if value is not None:
+                refuse_words(first)
+            continue
+        values = list(map(itemgetter(key), features))
+        if key == "label" or (key == "label_ids" and first.get("label") is None):
+            batch["labels"] = _labels(values)
+        elif key != "label_ids":
+            batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(key, values)
+    return batch
+
+
+def _labels(values: list[Any]) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    labels = torch.as_tensor(np.asarray(values))
+    return labels.float() if labels.is_floating_point() else labels.long()
+
+
+def _stack(key: str, values: list[Any]) -> torch.Tensor:
+    try:
+        if isinstance(values[0], np.ndarray):
+            return torch.from_numpy(np.stack(values))
+        return torch.tensor(values)
+    except ValueError as error:
+        lengths = sorted({len(value) for value in values if isinstance(value, Sized)})
+        if len(lengths) < 2:
+            raise
+        raise ValueError(
+            f"{key!r} has rows of {lengths[0]} to {lengths[-1]} values, which cannot be stacked; give the Trainer the "
+            "tokenizer as processing_class or a data_collator that pads, or make the rows of one length"
+        ) from error
 
 
 @dataclass
@@ -48,4 +191,54 @@ class DataCollatorWithPadding:
         for key in ("label", "label_ids"):
             if key in batch:
                 batch["labels"] = batch.pop(key)
+        return batch
+
+
+@dataclass
+class DataCollatorForTokenClassification:
+    """Pad the samples of a batch with a tokenizer, and their labels to the same length.
+
+    Args:
+        tokenizer: an object with `padding_side`, whose `pad(samples, padding=, max_length=, pad_to_multiple_of=,
+            return_tensors="pt")` pads, as those of transformers do.
+        padding: True or `longest`, `max_length`, or False.
+        max_length: length for `max_length`.
+        pad_to_multiple_of: make lengths a multiple of this.
+        label_pad_token_id: what fills the labels; -100 is left out of losses.
+        return_tensors: `pt`, torch tensors.
+    """
+
+    tokenizer: Any
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORED_LABEL
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        check_return_tensors(self)
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Return the padded batch as tensors, with `labels` of the shape of `input_ids`.
+
+        Raises:
+            ValueError: a sample has more labels than the batch is wide.
+        """
+        features, labels = take_labels(features)
+        batch = pad_with(
+            self.tokenizer,
+            features,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+        if labels is not None:
+            width, side = batch["input_ids"].shape[1], self.tokenizer.padding_side
+            try:
+                batch["labels"] = pad_rows(labels, self.label_pad_token_id, width=width, side=side)
+            except ValueError as error:
+                raise ValueError(
+                    f"more labels than tokens: {error}; give one label for each token, as tokens were split and "
+                    "truncated"
+                ) from error
         return batch

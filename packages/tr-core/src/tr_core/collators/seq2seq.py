@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tr_core.collators.rows import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with, take_labels
+from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with, take_labels
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Iterate a pass over data from a position, whatever kind of loader it comes from."""
+"""Iterate over an epoch of data from any position, with any kind of loader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader
 
 from tr_core.data.fetch import StreamFetch
-from tr_core.data.loaders import has_length
-from tr_core.data.order import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
-from tr_core.data.own_loader import OwnLoaderBatches
-from tr_core.data.place import Place
-from tr_core.data.seeded_loaders import SampledLoader, StreamLoader
+from tr_core.data.loaders import SampledLoader, StreamLoader, has_length
+from tr_core.data.sampler import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
+from tr_core.data.user_loader import StatefulSource, UserLoader
 from tr_log import progress
 
 
@@ -85,7 +83,7 @@ def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = 
     if isinstance(loader, StreamLoader):
         return _Stream(loader, loader.fetch)
     own_batch_size = getattr(loader, "batch_size", None)  # None with a batch sampler
-    return OwnLoaderBatches(loader, (own_batch_size or batch_size) * world_size, follows_epoch=trains)
+    return UserLoader(loader, (own_batch_size or batch_size) * world_size, follows_epoch=trains)
 
 
 class _Stream:
@@ -102,7 +100,7 @@ class _Stream:
         self._loader, self._stream = loader, stream
         self._parts = max(loader.num_workers, 1)
         # Workers read ahead, and each has a copy of the data set: what is here has not moved.
-        self._place = Place(stream.dataset if loader.num_workers == 0 else None)
+        self._place = StatefulSource(stream.dataset if loader.num_workers == 0 else None)
         self._rounds, self._is_there = 0, False
         self._restored: int | None = None
         self._end: int | None = None  # position at which the pass is known to have ended

@@ -1,4 +1,8 @@
-"""Load the samples of one micro-batch and collate them, with random numbers that depend on nothing but its place."""
+"""Load the samples of one micro-batch and collate them.
+
+Their random numbers depend on the position alone. An error that the data set or the collator raises says at which
+samples. Data sets that define `set_epoch` are found here, and receive the number of the epoch.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,57 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from tr_core.data.columns import NarrowedSample, required_columns
-from tr_core.data.epochs import epoch_listeners
-from tr_core.data.order import Batch, take_slice
-from tr_core.data.raised import RAISED, explain
-from tr_core.randomness import mix, put_back, seed_host_generators, separate_randomness, set_aside
+from tr_core.data.sampler import Batch, take_slice
+from tr_core.random_state import derive_seed, restore_rng, seed_host_generators, separate_randomness, swap_rng
 from tr_log import get_logger
 
+DATA_ERRORS = (Exception, GeneratorExit)
+"""What a data set or a collator may raise that is to be explained."""
+
+
+def explain_data_error(error: BaseException, what: str, owner: Any, where: str) -> None:
+    """Note in an error where it was raised; to be called where it is handled, and followed by `raise`.
+
+    Type and traceback stay. Notes are part of a formatted traceback, so they come back from a worker process too.
+
+    Args:
+        error: what was raised.
+        what: `the data set` or `the data collator`.
+        owner: which one.
+        where: the samples.
+
+    Raises:
+        RuntimeError: it was StopIteration or GeneratorExit, which would end the data in silence.
+    """
+    name = getattr(owner, "__qualname__", None) or type(owner).__name__
+    if isinstance(error, StopIteration | GeneratorExit):
+        raise RuntimeError(
+            f"{what} {name} raised {type(error).__name__} for {where}, which ends a loop over the data and would leave "
+            "samples out; raise another error, such as IndexError, or return the sample"
+        ) from error
+    error.add_note(f"raised by {what} {name} for {where}")
+
+
+def epoch_listeners(dataset: Any) -> list[Any]:
+    """Return the objects with `set_epoch`: the data set itself, or those inside torch's wrappers of data sets."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset]
+    inner: list[Any] = []
+    if isinstance(dataset, Subset):
+        inner = [dataset.dataset]
+    elif isinstance(dataset, ConcatDataset):
+        inner = list(dataset.datasets)
+    elif isinstance(dataset, StackDataset):
+        inner = list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
+    found = {id(listener): listener for part in inner for listener in epoch_listeners(part)}
+    return list(found.values())
+
+
 Collate = Callable[[list[Any]], Any]
-logger = get_logger("tr_core.data.columns")
+logger = get_logger("tr_core.data.fetch")
 
 
 def identity(batch: Any) -> Any:
@@ -131,25 +175,25 @@ class MapFetch(Dataset[Any]):
             self.set_epoch(indices.epoch)  # the copy of a worker process that lives through several epochs
         aside = None
         if get_worker_info() is None:
-            aside = set_aside(indices.seed)
+            aside = swap_rng(indices.seed)
         else:
             seed_host_generators(indices.seed)  # a worker's generators serve nothing else
         try:
             samples = self._get_each(indices) if self._get_many is None else self._get_together(indices)
             try:
                 return self.collate(samples)
-            except RAISED as error:
-                explain(error, "the data collator", self.collate, f"samples {list(indices)}")
+            except DATA_ERRORS as error:
+                explain_data_error(error, "the data collator", self.collate, f"samples {list(indices)}")
                 raise
         finally:
             if aside is not None:
-                put_back(aside)
+                restore_rng(aside)
 
     def _get_together(self, indices: list[int]) -> list[Any]:
         try:
             return self._get_many(indices)  # type: ignore[misc]  called only where there is one
-        except RAISED as error:
-            explain(error, "the data set", self.dataset, f"samples {list(indices)}")
+        except DATA_ERRORS as error:
+            explain_data_error(error, "the data set", self.dataset, f"samples {list(indices)}")
             raise
 
     def _get_each(self, indices: list[int]) -> list[Any]:
@@ -157,8 +201,8 @@ class MapFetch(Dataset[Any]):
         for index in indices:
             try:
                 samples.append(self.dataset[index])
-            except RAISED as error:
-                explain(error, "the data set", self.dataset, f"sample {index}")
+            except DATA_ERRORS as error:
+                explain_data_error(error, "the data set", self.dataset, f"sample {index}")
                 raise
         return samples
 
@@ -261,7 +305,7 @@ class StreamFetch(IterableDataset[Any]):
             reader.read(skipped_samples)
         for number in count(skipped_rounds if is_there else part, parts):
             # Round `number` of all workers together: the loader takes one from each worker in turn.
-            seed = mix(self.seed, epoch, skipped_samples + number * self.per_round)
+            seed = derive_seed(self.seed, epoch, skipped_samples + number * self.per_round)
             with _randomness(seed):
                 read = reader.read(self.per_round)
                 if not read or (self.drop_last and len(read) < self.per_round):
@@ -296,18 +340,18 @@ class _Reader:
         share = take_slice(0, 0, len(read), fetch.batch_size, fetch.rank, fetch.world_size)
         try:
             return fetch.collate(read[share.start : share.stop])
-        except RAISED as error:
+        except DATA_ERRORS as error:
             first = self._position - len(read)
             where = f"samples {first + share.start} to {first + share.stop - 1} of the stream{self._of}"
-            explain(error, "the data collator", fetch.collate, where)
+            explain_data_error(error, "the data collator", fetch.collate, where)
             raise
 
     def _guarded(self, act: Callable[[], Any], read: list[Any]) -> Any:
         try:
             return act()
-        except RAISED as error:
+        except DATA_ERRORS as error:
             where = f"sample {self._position + len(read)} of the stream{self._of}"
-            explain(error, "the data set", self._fetch.dataset, where)
+            explain_data_error(error, "the data set", self._fetch.dataset, where)
             raise
 
 

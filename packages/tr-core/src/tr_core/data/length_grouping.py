@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from tr_core.randomness import separate_randomness
+from tr_core.random_state import separate_randomness
 from tr_log import progress
 
 # The reference's numbers: at most so many steps in a group that is sorted, at least so many groups in a pass.

@@ -1,8 +1,16 @@
-"""Build the data loaders of training, evaluation and prediction."""
+"""Build the data loaders of training, evaluation and prediction.
+
+They look like torch's own loaders. Each micro-batch is loaded with its own random numbers. A worker process ends when
+its parent does. A signal that reaches the whole process group does not end it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import os
+import signal
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -10,14 +18,143 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tr_core.data.fetch import Collate, KeepColumns, StreamFetch
+from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
-from tr_core.data.order import EpochSampler
-from tr_core.data.own_order import OwnOrderSampler
-from tr_core.data.seeded_loaders import SampledLoader, SeededLoader, StreamLoader
-from tr_core.data.worker_signals import leave_signals_to_parent, saves_when_told_to_stop
+from tr_core.data.sampler import EpochSampler, UserSampler, num_micro_batches
 from tr_core.model_io import base_model, kept_columns
 from tr_core.protocols import Collectives
+
+
+def saves_on_signal(args: Any) -> bool:
+    """Whether a run with these arguments ends by a signal only after it has saved."""
+    return args.enable_jit_checkpoint and args.save_strategy != "no"
+
+
+def ignore_group_signals(worker_id: int) -> None:
+    """Let the parent alone decide when this process ends: to be called in a new worker process of a DataLoader.
+
+    A terminal sends Ctrl-C, and launchers and schedulers send SIGTERM or SIGUSR1, to all processes of a group. A worker
+    that ended by it would end the step for which its parent still needs a batch, before the parent can save. So SIGINT
+    and SIGUSR1 are ignored here, and of SIGTERM only the parent's counts, where the system tells who sent it; the
+    parent's death ends a worker in any case.
+    """
+    ignored = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_exit_on_parent_signal, daemon=True, name="signals of the parent").start()
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Have the signals that ask to stop wait in this block, in which workers are started.
+
+    A worker begins with what its parent blocks. Without this one that comes to the whole group while a worker has not
+    yet called `leave_signals_to_parent` would end that worker, and with it the step.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def _exit_on_parent_signal() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+# What a loader may be given after it was built. They are read when an iteration begins.
+_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class SeededLoader(DataLoader[Any]):
+    """A loader whose `dataset` and `collate_fn` are the user's own; another one inside of it does the reading.
+
+    What is assigned to `collate_fn`, `worker_init_fn` and the other options acts from the next iteration. What is
+    changed in the data set acts at once where this process loads, and from the next epoch with worker processes, which
+    have copies; workers that live on (`persistent_workers`) keep theirs, as torch's do.
+    """
+
+    fetch: Any
+    _reader: DataLoader[Any] | None = None
+    _reader_options: tuple[Any, ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  torch's names its own class of iterators
+        """Iterate over this rank's micro-batches."""
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        made_of = (self.collate_fn, *options.values())
+        reader = self._reader
+        if reader is None or not all(map(is_, made_of, self._reader_options)):
+            self.fetch.collate = self.collate_fn
+            reader = self._build_reader(options)
+            self._reader, self._reader_options = reader, made_of
+        if reader.worker_init_fn is not ignore_group_signals:
+            return iter(reader)
+        with blocked_signals():
+            return iter(reader)
+
+    def _build_reader(self, options: dict[str, Any]) -> DataLoader[Any]:
+        raise NotImplementedError
+
+
+class SampledLoader(SeededLoader):
+    """Loads map-style data in the order that an `EpochSampler` gives.
+
+    Args:
+        dataset: the data.
+        sampler: gives the indices of each micro-batch.
+        collate: makes a batch of a list of samples.
+        follows_epoch: give a data set with `set_epoch` the number of each epoch.
+        **options: of torch's `DataLoader`.
+    """
+
+    def __init__(
+        self, dataset: Any, sampler: EpochSampler, collate: Collate, *, follows_epoch: bool, **options: Any
+    ) -> None:
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
+        self.fetch: MapFetch = MapFetch(dataset, collate)
+        self.follows_epoch = follows_epoch
+
+    def _build_reader(self, options: dict[str, Any]) -> DataLoader[Any]:
+        return DataLoader(self.fetch, batch_sampler=self.batch_sampler, collate_fn=identity, **options)
+
+
+class StreamLoader(SeededLoader):
+    """Loads iterable data, of which each rank takes its own part of every round.
+
+    Args:
+        fetch: reads and collates the rounds.
+        **options: of torch's `DataLoader`.
+    """
+
+    def __init__(self, fetch: StreamFetch, **options: Any) -> None:
+        size, collate = fetch.batch_size, fetch.collate
+        super().__init__(fetch.dataset, batch_size=size, collate_fn=collate, drop_last=fetch.drop_last, **options)
+        self.fetch: StreamFetch = fetch
+
+    def __len__(self) -> int:
+        fetch = self.fetch
+        return num_micro_batches(len(fetch.dataset), fetch.per_round, fetch.drop_last)
+
+    def _build_reader(self, options: dict[str, Any]) -> DataLoader[Any]:
+        return DataLoader(self.fetch, batch_size=None, collate_fn=identity, **options)
 
 
 def train_loader(
@@ -105,7 +242,7 @@ def _loader(
         "persistent_workers": args.dataloader_persistent_workers and workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context if workers else None,
-        "worker_init_fn": leave_signals_to_parent if workers and saves_when_told_to_stop(args) else None,
+        "worker_init_fn": ignore_group_signals if workers and saves_on_signal(args) else None,
         # The loader draws its workers' base seed from here, not from the stream that dropout uses.
         "generator": torch.Generator().manual_seed(seed),
     }
@@ -116,7 +253,7 @@ def _loader(
         if own is None:
             sampler = EpochSampler(len(dataset), batch_size, shuffle=shuffle, grouping=grouping, **fixed)
         else:
-            sampler = OwnOrderSampler(own, batch_size, **fixed)
+            sampler = UserSampler(own, batch_size, **fixed)
         return SampledLoader(dataset, sampler, collate, follows_epoch=follows_epoch, **options)
     if own is not None:
         raise ValueError(
@@ -127,7 +264,7 @@ def _loader(
     return StreamLoader(stream, **options)
 
 
-class KeptLoaders:
+class LoaderCache:
     """Loaders whose worker processes live on (`dataloader_persistent_workers`), to be used again."""
 
     def __init__(self) -> None:

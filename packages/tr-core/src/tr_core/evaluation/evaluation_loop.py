@@ -1,4 +1,7 @@
-"""Evaluate: predict batch by batch, gather, and compute metrics."""
+"""Evaluate or predict: run the model batch by batch, gather the outputs, and compute metrics.
+
+One prediction step gives the loss, the outputs and the labels of a batch.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,93 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tr_core.conditions.surroundings import while_evaluating
+from tr_core.callbacks.evaluation_weights import evaluation_weights
 from tr_core.data.batches import batches_of
-from tr_core.data.order import MicroBatch
-from tr_core.evaluation.collected import Collected
-from tr_core.evaluation.evaluation_loss import EvaluationLoss
-from tr_core.evaluation.evaluation_weights import evaluation_weights
-from tr_core.evaluation.outputs import gather_objects, gather_tree
-from tr_core.evaluation.streaming import StreamingMetrics, is_streaming
-from tr_core.fast_dev_run import dev_run_batches
-from tr_core.metric_window import separate_window
+from tr_core.data.limits import dev_run_batches
+from tr_core.data.sampler import MicroBatch
+from tr_core.evaluation.gather import gather_objects, gather_tree, map_objects, map_tensors
+from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetrics, is_streaming
+from tr_core.evaluation.output_buffer import OutputBuffer
+from tr_core.item_count import plain
+from tr_core.metric_means import separate_window
 from tr_core.model_io import batch_size_of, to_device
 from tr_core.results import EvalLoopOutput, EvalPrediction
+from tr_core.runtime.run_context import evaluation_context
 from tr_log.streams import usable_streams
 
 if TYPE_CHECKING:
-    from tr_core.trainer import Trainer
+    from tr_core.trainer.trainer import Trainer
+
+
+def prediction_step(
+    trainer: Trainer,
+    model: torch.nn.Module,
+    inputs: Any,
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None,
+) -> tuple[torch.Tensor | None, Any, Any]:
+    """Run the model on one batch without gradients.
+
+    Returns:
+        Loss (None without labels), logits (None if only the loss is wanted), labels (None without, and an empty tuple
+        where the model computes its loss without any).
+    """
+    is_positional = isinstance(inputs, list | tuple) and trainer.loss_function is not None
+    named_labels = labels_in(trainer, inputs)
+    needs_no_labels = not trainer.label_names and _returns_loss(trainer, inputs)
+    gives_loss = named_labels is not None or is_positional or needs_no_labels
+    ignored = _ignored_outputs(trainer.model) if ignore_keys is None else ignore_keys
+    detach = map_objects if trainer.args.eval_use_gather_object else map_tensors
+    # Taken before the forward: computing the loss may take them out of the inputs.
+    labels = inputs[-1] if is_positional else detach(torch.Tensor.detach, named_labels)
+    if needs_no_labels and labels is None:
+        labels = ()  # there are none to wait for: metrics are computed of the predictions
+    loss = None
+    with torch.no_grad(), trainer.loss_context():
+        if gives_loss:
+            loss, outputs = trainer.loss_and_outputs(model, inputs)
+            loss = loss.detach().mean()
+        else:
+            outputs = trainer.call_model(model, inputs)
+    if prediction_loss_only:
+        return loss, None, None
+    kept = _kept_outputs(outputs, [*ignored, "loss"], skip_first=gives_loss and trainer.loss_function is None)
+    logits = detach(_detached, kept)
+    return loss, logits[0] if len(logits) == 1 else logits, labels
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return plain(tensor.detach())
+
+
+def _returns_loss(trainer: Trainer, inputs: Any) -> bool:
+    """Whether the model gives a loss without labels: as the batch asks for, else as its forward does by default."""
+    asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
+    return trainer.can_return_loss if asked is None else bool(asked)
+
+
+def labels_in(trainer: Trainer, inputs: Any) -> Any:
+    """Return the labels of a batch that names its parts: a tuple where there are several; None if one is missing."""
+    names = trainer.label_names
+    if not names or not isinstance(inputs, Mapping) or any(inputs.get(name) is None for name in names):
+        return None
+    labels = tuple(inputs[name] for name in names)
+    return labels[0] if len(labels) == 1 else labels
+
+
+def _ignored_outputs(model: torch.nn.Module) -> list[str]:
+    config = getattr(model, "config", None)
+    return [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+
+
+def _kept_outputs(outputs: Any, ignored: list[str], skip_first: bool) -> tuple[Any, ...]:
+    if isinstance(outputs, Mapping):
+        return tuple(value for key, value in outputs.items() if key not in ignored)
+    if isinstance(outputs, list | tuple):
+        return tuple(outputs[1:] if skip_first else outputs)
+    if hasattr(outputs, "__dict__") and not isinstance(outputs, torch.Tensor):
+        return tuple(value for key, value in vars(outputs).items() if key not in ignored)
+    return (outputs,)
 
 
 class EvaluationLoop:
@@ -56,7 +130,7 @@ class EvaluationLoop:
         self._compute = compute if self._keeps and not self._by_batch and not is_streaming(compute) else None
         self._keeps_batches = predicts or self._by_batch is None
         self._wanted = set(self._args.include_for_metrics)
-        self._stores: dict[str, Collected] = {}
+        self._stores: dict[str, OutputBuffer] = {}
         self._loss = EvaluationLoss(trainer)
         self._batch_metrics: Any = {}
         self._num_samples = 0
@@ -66,10 +140,10 @@ class EvaluationLoop:
         trainer = self._trainer
         source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.world_size)
         self._stores = {
-            name: Collected(source.num_samples, concatenate=self._args.eval_do_concat_batches)
+            name: OutputBuffer(source.num_samples, concatenate=self._args.eval_do_concat_batches)
             for name in ("predictions", "label_ids", "inputs", "losses")
         }
-        with in_evaluation_context(trainer), while_evaluating(trainer), separate_window(trainer) as window:
+        with in_evaluation_context(trainer), evaluation_context(trainer), separate_window(trainer) as window:
             model = trainer.model_wrapped
             batches = dev_run_batches(source.iterate(0, 0), self._args)
             for number, (batch, is_last) in enumerate(_mark_last(batches), start=1):

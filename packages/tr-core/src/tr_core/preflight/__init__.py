@@ -7,14 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tr_core.preflight.checking import check
-    from tr_core.preflight.codes import CODES
-    from tr_core.preflight.report import Problem, Report
+    from tr_core.preflight.checks import check
+    from tr_core.preflight.report import CODES, Problem, Report
 
 __all__ = ["CODES", "Problem", "Report", "check"]
 
 # Imported when they are used: a run asks only whether there is to be a preflight.
-_ORIGINS = {"CODES": "codes", "Problem": "report", "Report": "report", "check": "checking"}
+_ORIGINS = {"CODES": "report", "Problem": "report", "Report": "report", "check": "checks"}
 
 
 def __getattr__(name: str) -> Any:

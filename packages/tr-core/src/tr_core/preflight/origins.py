@@ -1,11 +1,21 @@
-"""Find where the value of an option was written."""
+"""Find where an option was written, and where an exception comes from.
+
+Errors that tr-args or the Trainer raise are converted to problems with codes.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tr_args import ArgumentsError
+from tr_args import Problem as ArgumentProblem
+from tr_args.errors import NOTHING
+from tr_args.flags import FlagTable
+from tr_core.preflight.report import Problem
 
 _FROM_FILE = "file "
 _COMMAND_LINE = "command line"
@@ -67,3 +77,90 @@ def _is_flag(word: str, name: str) -> bool:
     if not flag.startswith("--"):
         return False
     return flag[2:].replace("-", "_").removeprefix("no_") == name.removeprefix("no_")
+
+
+# Frames of these are not where the user can change anything.
+_OWN_PACKAGES = ("tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist", "tr_all")
+_FOREIGN_FOLDERS = ("site-packages", "dist-packages", *_OWN_PACKAGES)
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of the traceback, whole: `ValueError: text`."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def raised_at(error: BaseException) -> str:
+    """Return `file:line in function` of the deepest frame that is the user's own; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_foreign(frame.filename)]
+    if not own:
+        return ""
+    frame = own[-1]
+    return f"{shown(frame.filename)}:{frame.lineno} in {frame.name}"
+
+
+def passed_through(error: BaseException, function: str) -> bool:
+    """Whether the exception came out of a function of this name, at any depth."""
+    return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
+
+
+def comes_from(error: BaseException, package: str) -> bool:
+    """Whether the deepest frame of the exception lies in a package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and package in Path(frames[-1].filename).parts
+
+
+def chain(error: BaseException | None) -> list[BaseException]:
+    """Return an exception and all that led to it, the last one first."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _is_foreign(filename: str) -> bool:
+    parts = Path(filename).parts
+    return any(name in parts for name in _FOREIGN_FOLDERS) or filename.startswith("<") or "lib/python" in filename
+
+
+def argument_problems(error: ArgumentsError, origin: Origins, *classes: type) -> Iterator[Problem]:
+    """Yield one problem for each that an `ArgumentsError` lists.
+
+    Args:
+        error: what was raised.
+        origin: says where options were written.
+        *classes: the dataclasses whose options are known.
+    """
+    table = FlagTable(classes)
+    for problem in error.problems:
+        yield Problem(_code(problem, table), str(problem), _origin(problem, origin))
+
+
+def unsupported_problems(error: Exception, origin: Origins) -> Iterator[Problem]:
+    """Yield one problem for each option that `refuse_unsupported` lists in its message."""
+    heading, *lines = str(error).splitlines()
+    for line in lines or [heading]:
+        text = line.strip()
+        name = text.partition("=")[0]
+        value, _, instead = text.partition(": ")
+        what = f"{value} cannot be used with this version; {instead}"
+        yield Problem("T007", what if lines else text, origin(name) if name.isidentifier() else "")
+
+
+def _code(problem: ArgumentProblem, table: FlagTable) -> str:
+    if not problem.field:
+        return "T004" if problem.origin.startswith("file") else "T002"
+    is_known = table.flag(problem.field) if problem.field.startswith("-") else table.named(problem.field)
+    if not is_known:
+        return "T001"
+    is_pair = bool(problem.others) or (problem.value is NOTHING and not problem.field.startswith("-"))
+    return "T003" if is_pair else "T002"
+
+
+def _origin(problem: ArgumentProblem, origin: Origins) -> str:
+    if not problem.field:
+        return problem.origin.removeprefix("file ")
+    named = [(problem.field, problem.origin), *((name, source) for name, _, source in problem.others)]
+    places = [origin.locate(name, source) for name, source in named if source != "default"]
+    return ", ".join(dict.fromkeys(places))

@@ -1,18 +1,23 @@
-"""Stop where a run would begin, if `trainer check` started this process.
+"""Stop a script where it would start a run, if `trainer check` started this process.
 
-`trainer check script.py` runs the script with the environment variable `TR_PREFLIGHT` set to the file that the report
-is to go to. What would begin a run, an evaluation, a prediction or the saving of a model calls `stop_if_requested`
-first. So processes that the script starts itself stop at the same place, and no name has to be replaced.
+`trainer check script.py` runs the script with the environment variable `TR_PREFLIGHT` set to the path of the report.
+Whatever would start a run, an evaluation, a prediction or the saving of a model calls `stop_if_requested` first. So
+processes that the script starts itself stop at the same place, and no name has to be replaced.
+
+Progress is written to stderr, because one forward of a large model may take minutes.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tr_log.terminal import write_line
+
 if TYPE_CHECKING:
-    from tr_core.trainer import Trainer
+    from tr_core.trainer.trainer import Trainer
 
 VARIABLE = "TR_PREFLIGHT"
 
@@ -46,8 +51,7 @@ def stop_if_requested(
         _refuse_if_checked(trainer)
         return
     # Imported here: a process that trains needs none of it.
-    from tr_core.preflight.checking import check
-    from tr_core.preflight.progress_line import say
+    from tr_core.preflight.checks import check
 
     path = Path(os.environ[VARIABLE])
     if not path.exists() or not path.stat().st_size:  # a script may catch what is raised here, and come again
@@ -57,7 +61,7 @@ def stop_if_requested(
             evaluation_data=evaluation_data,
             trains=trains or trainer.train_dataset is not None,
             ends_here=True,
-            progress=say,
+            progress=write_progress,
         )
         if trainer.strategy.rank == 0:
             path.write_text(report.to_json(), encoding="utf-8")
@@ -70,3 +74,9 @@ def _refuse_if_checked(trainer: Trainer) -> None:
             "this Trainer was checked by tr_core.preflight.check, which leaves its model, data and random number "
             "generators changed; build a new one"
         )
+
+
+def write_progress(text: str) -> None:
+    """Write one line to stderr at once, on the first of several processes."""
+    if os.environ.get("RANK", "0") == "0":
+        write_line(sys.stderr, f"preflight: {text}")

@@ -1,15 +1,22 @@
-"""Set training arguments for a trial, and put them back."""
+"""Set the training arguments of a trial, and restore them afterwards.
+
+The default search space and objective are here too. A search that cannot work is refused before its first trial.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tr_args.aliases import aliases
-from tr_args.construction import unknown
+from tr_args.checked import unknown_argument
 from tr_args.errors import ArgumentsError
 from tr_args.schema import schema
+from tr_core.validation import overrides_eval
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
 
 # Read when a Trainer is built, or set by the search itself: a trial that sets them would change nothing.
 _FIXED = (
@@ -76,7 +83,7 @@ def converted(args: Any, values: Any) -> dict[str, Any]:
         )
     kind = type(args)
     known = {*schema(kind), *aliases(kind)}
-    problems = [unknown(kind, name) for name in values if name not in known]
+    problems = [unknown_argument(kind, name) for name in values if name not in known]
     problems += [
         f"{name} is fixed when the Trainer is built and cannot be searched"
         for name in values
@@ -94,3 +101,60 @@ def converted(args: Any, values: Any) -> dict[str, Any]:
     finally:
         vars(args).clear()
         vars(args).update(before)
+
+
+# What an evaluation reports beside its metrics. The perplexity says nothing that the loss does not.
+_NOT_METRICS = ("_runtime", "_per_second", "_perplexity", "_model_preparation_time")
+
+
+def default_compute_objective(metrics: Mapping[str, float]) -> float:
+    """Return the evaluation loss, or where there are other metrics their sum."""
+    chosen = objective_names(metrics)
+    return sum(metrics[name] for name in chosen)
+
+
+def objective_names(metrics: Mapping[str, float]) -> list[str]:
+    """Return the names of the metrics that `default_compute_objective` adds up."""
+    own = [name for name in metrics if name not in ("eval_loss", "epoch") and not name.endswith(_NOT_METRICS)]
+    return own or ["eval_loss"]
+
+
+def default_hp_space(trial: Any) -> dict[str, Any]:
+    """Search the learning rate (1e-6 to 1e-4), the epochs (1 to 5), the seed (1 to 40) and the batch size (4 to 64)."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
+        "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
+        "seed": trial.suggest_int("seed", 1, 40),
+        "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [4, 8, 16, 32, 64]),
+    }
+
+
+def check_search(trainer: Trainer, directions: list[str], n_trials: int) -> None:
+    """Raise where a Trainer cannot make the runs of a hyper-parameter search.
+
+    Raises:
+        ValueError: the message says what is missing or in the way.
+    """
+    args = trainer.args
+    if trainer.model_init is None:
+        raise ValueError("hyperparameter_search needs a new model for every trial; give the Trainer a model_init")
+    if wrong := [direction for direction in directions if direction not in ("minimize", "maximize")]:
+        raise ValueError(f"direction={wrong[0]!r} is not known; give minimize or maximize, or a list of them")
+    if not directions or n_trials < 1:
+        raise ValueError(f"direction={directions} and n_trials={n_trials}: there must be at least one of each")
+    if trainer.eval_dataset is None and not overrides_eval(trainer):
+        raise ValueError("hyperparameter_search compares evaluations, but eval_dataset is None; give the Trainer one")
+    if args.push_to_hub:
+        raise ValueError(
+            "push_to_hub=True would push every trial to one repository; set it to False, and push the best run later"
+        )
+    if args.resume_from_checkpoint:
+        raise ValueError(
+            f"resume_from_checkpoint={args.resume_from_checkpoint!r} would have every trial go on from one checkpoint; "
+            "leave it out, and give hyperparameter_search resume=True to go on with a search"
+        )
+    if trainer.has_own_checkpointer:
+        raise ValueError(
+            "the checkpointer that the Trainer was given has one folder for all trials; leave it out, so that each has "
+            "its own"
+        )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tr_args.bounded_text import load_json
+from tr_log.formatting import to_json
 from tr_log.line_file import LineFile
-from tr_log.strict_json import encode
 
 FILE_NAME = "trials.jsonl"
 FINISHED = ("complete", "pruned", "failed")
@@ -77,7 +77,7 @@ class Journal:
         Args:
             search: what the search is: backend, directions and the like.
         """
-        self._file.replace([encode({"search": search})])
+        self._file.replace([to_json({"search": search})])
 
     def open(self, search: Mapping[str, Any]) -> None:
         """Take over what the file holds, to go on with it, or begin it if there is none.
@@ -97,7 +97,7 @@ class Journal:
             self.records = _merged(entries[1:])
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"{self.path} holds no trials of a search ({error}); restore it, or remove it") from None
-        saved, wanted = entries[0].get("search"), json.loads(encode(search))
+        saved, wanted = entries[0].get("search"), json.loads(to_json(search))
         if saved != wanted:
             raise ValueError(
                 f"{self.path} is of another search: {saved}, not {wanted}; give the same, or leave resume=True out "
@@ -119,7 +119,7 @@ class Journal:
     def report(self, record: TrialRecord, step: int, value: float) -> None:
         """Note the objective of an evaluation during training."""
         record.reports[step] = value
-        self._file.append(encode({"trial": record.number, "reports": {step: value}}))
+        self._file.append(to_json({"trial": record.number, "reports": {step: value}}))
 
     def end(self, record: TrialRecord) -> None:
         """Note how a trial ended."""
@@ -130,7 +130,7 @@ class Journal:
         self._file.close()
 
     def _write(self, record: TrialRecord, names: Sequence[str]) -> None:
-        self._file.append(encode({"trial": record.number, **{name: getattr(record, name) for name in names}}))
+        self._file.append(to_json({"trial": record.number, **{name: getattr(record, name) for name in names}}))
 
     def _decoded(self, number: int, line: str) -> dict[str, Any]:
         try:
@@ -172,4 +172,4 @@ def _of_kind(name: str, value: Any) -> Any:
 
 def same_values(one: Any, other: Any) -> bool:
     """Whether two values are the same once they are written and read."""
-    return json.loads(encode(one)) == json.loads(encode(other))
+    return json.loads(to_json(one)) == json.loads(to_json(other))

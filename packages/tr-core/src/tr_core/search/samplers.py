@@ -1,12 +1,13 @@
-"""Where the trials of a search come from."""
+"""Generate the trials of a search: at random, at every point of a grid, or with Optuna."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tr_args.suggestion import did_you_mean
-from tr_core.search.journal import TrialRecord
+from tr_args.errors import did_you_mean
+from tr_core.search.journal import TrialRecord, same_values
+from tr_core.search.trial import GridTrial, RandomTrial, Trial
 
 Space = Callable[[Any], dict[str, Any]]
 
@@ -66,7 +67,7 @@ def make_sampler(
     """
     name = str(getattr(backend, "value", backend) or "random").lower()
     if name == "optuna":
-        from tr_core.search.optuna_search import OptunaSampler
+        from tr_core.search.optuna_sampler import OptunaSampler
 
         return OptunaSampler(directions, options)
     if name not in _BUILT_IN:
@@ -80,13 +81,133 @@ def make_sampler(
             f"{did_you_mean(unknown[0], _OPTIONS)}; it takes {taken}{other}"
         )
     if name == "grid":
-        from tr_core.search.grid_search import GridSampler
-
         return GridSampler(space, n_trials, options.get("points"))
-    from tr_core.search.random_search import RandomSampler
 
     return RandomSampler(space, options.get("seed", seed))
 
 
 _BUILT_IN = {"random": "seed", "grid": "points"}
 _OPTIONS = ("seed", "points", "resume", "timeout", "catch", "hp_name", "compute_objective", "n_trials", "direction")
+
+
+class NumberedSampler:
+    """Trials that follow from their numbers, so that an interrupted search goes on as if it had not been.
+
+    Args:
+        space: the search space.
+    """
+
+    settings: dict[str, Any]
+    pruned: tuple[type[Exception], ...] = ()
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._next = 0
+
+    def make(self, number: int) -> Trial | None:
+        """Return the trial of a number, or None if there is none."""
+        raise NotImplementedError
+
+    def restore(self, records: Sequence[TrialRecord]) -> None:
+        """Pass over the finished trials; see `Sampler`."""
+        for record in records:
+            trial = self.make(record.number)
+            if trial is not None:
+                self._space(trial)
+            made = {} if trial is None else trial.params
+            saved = {name: record.params.get(name) for name in made}  # a model_init may have asked for more
+            if trial is None or not same_values(made, saved):
+                raise ValueError(
+                    f"trial {record.number} of the earlier search was made with {record.params}, and hp_space now "
+                    f"gives {made}; go on with the space of then, which must depend on the trial alone"
+                )
+            if record.state != "running":
+                self._next = max(self._next, record.number + 1)
+
+    def ask(self) -> Trial | None:
+        """Return the next trial; see `Sampler`."""
+        trial = self.make(self._next)
+        self._next += 1
+        return trial
+
+    def distributions(self, trial: Any) -> dict[str, str]:
+        """Return nothing: the number tells it all."""
+        return {}
+
+    def report(self, trial: Any, step: int, value: float) -> bool:
+        """Prune nothing."""
+        return False
+
+    def tell(self, trial: Any, record: TrialRecord) -> None:
+        """Do nothing: no trial depends on another."""
+
+
+class RandomSampler(NumberedSampler):
+    """Trials at random, as `RandomTrial` draws them.
+
+    Args:
+        space: the search space.
+        seed: seed of the search.
+    """
+
+    def __init__(self, space: Space, seed: int) -> None:
+        super().__init__(space)
+        self._seed = seed
+        self.settings = {"backend": "random", "seed": seed}
+
+    def make(self, number: int) -> Trial:
+        """Return the trial of a number."""
+        return RandomTrial(number, self._seed)
+
+
+class GridSampler(NumberedSampler):
+    """Trials at every point of a grid, the value that is asked for last changing fastest.
+
+    What the space asks for may depend on the values it was given before.
+
+    Args:
+        space: the search space; it is called for every point once more, to know how many there are.
+        limit: how many trials there may be.
+        points: how many values stand for a range without steps; None refuses such a range.
+
+    Raises:
+        ValueError: the grid has more points than trials, or a range has no steps.
+    """
+
+    def __init__(self, space: Space, limit: int, points: int | None) -> None:
+        super().__init__(space)
+        if points is not None and points < 1:
+            raise ValueError(f"points={points} must be at least 1: the values that stand for a range without steps")
+        self.settings = {"backend": "grid", "points": points}
+        self._points = points
+        self._grid = _grid_points(space, limit, points)
+
+    def make(self, number: int) -> Trial | None:
+        """Return the trial of a number, or None beyond the grid."""
+        if number >= len(self._grid):
+            return None
+        return GridTrial(number, self._grid[number], self._points, is_known=True)
+
+
+def _grid_points(space: Space, limit: int, points: int | None) -> list[list[int]]:
+    """Return the indices of every point, as an odometer counts."""
+    grid: list[list[int]] = []
+    indices: list[int] | None = []
+    while indices is not None:
+        if len(grid) == limit:
+            raise ValueError(
+                f"the grid has more than n_trials={limit} points; raise n_trials, or make the grid coarser"
+            )
+        trial = GridTrial(len(grid), indices, points, is_known=False)
+        space(trial)
+        grid.append([index for index, _ in trial.taken])
+        indices = _next_point(trial.taken)
+    return grid
+
+
+def _next_point(taken: list[tuple[int, int]]) -> list[int] | None:
+    for place in reversed(range(len(taken))):
+        index, count = taken[place]
+        if index + 1 < count:
+            return [*(earlier for earlier, _ in taken[:place]), index + 1]
+    return None

@@ -1,4 +1,7 @@
-"""Make the trials of a search, one run after the other, and keep what they reach."""
+"""Run the trials of a search one after the other, and choose the best one.
+
+With several objectives the result is every trial that no other trial beats. Rank 0 decides, and all ranks follow.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,103 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tr_core.search.agreement import agree
-from tr_core.search.arguments import changed, converted
-from tr_core.search.best_run import BestRun, choose_best
-from tr_core.search.defaults import default_compute_objective, default_hp_space
+from tr_core.protocols import Collectives
+from tr_core.search.arguments import changed, converted, default_compute_objective, default_hp_space
 from tr_core.search.journal import FILE_NAME, Journal, TrialRecord, same_values
-from tr_core.search.pruning import TrialPrunedError
 from tr_core.search.samplers import Sampler, Space
-from tr_core.search.trial import FixedTrial
+from tr_core.search.trial import FixedTrial, TrialPrunedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tr_core.trainer import Trainer
+    from tr_core.trainer.trainer import Trainer
+
+
+class BestRun(NamedTuple):
+    """The best trial of a search.
+
+    Attributes:
+        run_id: the trial's number as text; its files are in `run-<run_id>`.
+        objective: what it reached; a list where there are several objectives.
+        hyperparameters: what the trial was asked for and the arguments that it set, with the types they had.
+        run_summary: every trial of the search, as the dicts that `trials.jsonl` holds.
+    """
+
+    run_id: str
+    objective: float | list[float]
+    hyperparameters: dict[str, Any]
+    run_summary: Any = None
+
+
+def choose_best(records: Sequence[TrialRecord], directions: Sequence[str]) -> BestRun | list[BestRun]:
+    """Return the best of the complete trials, the earliest of equal ones; a list with several directions.
+
+    Raises:
+        ValueError: no trial is complete.
+    """
+    complete = [record for record in records if record.state == "complete"]
+    if not complete:
+        states = [record.state for record in records]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))) or "none was made"
+        failures = [record.error for record in records if record.error]
+        last = f"; the last failure is {failures[-1]}" if failures else ""
+        raise ValueError(f"no trial of the search is complete ({counts}){last}; there is no best one")
+    summary = [record.as_dict() for record in records]
+    costs = [_costs(record, directions) for record in complete]
+    if len(directions) == 1:
+        return _best_run(complete[costs.index(min(costs))], summary)
+    return [
+        _best_run(record, summary)
+        for record, mine in zip(complete, costs, strict=True)
+        if not any(_beats(other, mine) for other in costs)
+    ]
+
+
+def _costs(record: TrialRecord, directions: Sequence[str]) -> list[float]:
+    values = zip(record.values, directions, strict=True)
+    return [-value if direction == "maximize" else value for value, direction in values]
+
+
+def _beats(one: list[float], other: list[float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def _best_run(record: TrialRecord, summary: list[dict[str, Any]]) -> BestRun:
+    objective = record.values[0] if len(record.values) == 1 else list(record.values)
+    return BestRun(str(record.number), objective, record.hyperparameters, summary)
+
+
+Outcome = TypeVar("Outcome")
+
+
+def on_rank_zero(collectives: Collectives, decide: Callable[[], Outcome]) -> Outcome:
+    """Return on every rank what `decide` returns on rank 0, where alone it is called; every rank calls this.
+
+    Raises:
+        Exception: what `decide` raised; on the other ranks a RuntimeError that quotes it.
+    """
+    error: Exception | None = None
+    outcome, text = None, None
+    if collectives.rank == 0:
+        try:
+            outcome = decide()
+        except Exception as caught:  # whatever it is, the other ranks must hear of it or wait for ever
+            error, text = caught, f"{type(caught).__name__}: {caught}"
+    outcome, text = collectives.gather_objects((outcome, text))[0]
+    if error is not None:
+        raise error
+    if text is not None:
+        raise RuntimeError(f"rank 0 could not go on: {text}")
+    return outcome  # type: ignore[return-value]
+
 
 Objective = Callable[[dict[str, float]], Any]
 
 
 @dataclass
-class Plan:
+class SearchPlan:
     """What a search is to do.
 
     Attributes:
@@ -61,7 +140,7 @@ class Plan:
         n_trials: int,
         name_of: Callable[[Any], str] | None,
         options: dict[str, Any],
-    ) -> Plan:
+    ) -> SearchPlan:
         """Return the plan of a call; `catch`, `timeout` and `gc_after_trial` are taken out of its further options."""
         catch = options.pop("catch", ())
         return cls(
@@ -90,7 +169,7 @@ class Search:
         record: the trial at hand, as all ranks know it.
     """
 
-    def __init__(self, trainer: Trainer, plan: Plan, make_sampler: Callable[[], Sampler]) -> None:
+    def __init__(self, trainer: Trainer, plan: SearchPlan, make_sampler: Callable[[], Sampler]) -> None:
         self._trainer, self._plan, self._make_sampler = trainer, plan, make_sampler
         self._folder = Path(trainer.args.output_dir)
         self._sampler: Any = None
@@ -103,14 +182,16 @@ class Search:
 
     def run(self, resume: bool) -> BestRun | list[BestRun]:
         """Make the trials that are missing and return the best of all."""
-        self._folder = Path(agree(self._strategy, lambda: self._open(resume)))
+        self._folder = Path(on_rank_zero(self._strategy, lambda: self._open(resume)))
         try:
-            while (following := agree(self._strategy, self._draw)) is not None:
+            while (following := on_rank_zero(self._strategy, self._draw)) is not None:
                 self.record, goes_on = following
                 self._make_run(goes_on)
         finally:
             self._journal.close()
-        return agree(self._strategy, lambda: choose_best(list(self._journal.records.values()), self._plan.directions))
+        return on_rank_zero(
+            self._strategy, lambda: choose_best(list(self._journal.records.values()), self._plan.directions)
+        )
 
     def report(self, metrics: dict[str, float]) -> None:
         """Take in an evaluation during training.
@@ -127,7 +208,7 @@ class Search:
             self._journal.report(self._journal.records[self.record.number], step, value)
             return self._sampler.report(self._trial, step, value)
 
-        if agree(self._strategy, prune):
+        if on_rank_zero(self._strategy, prune):
             raise TrialPrunedError(f"trial {self.record.number} is pruned at step {step} with {value}")
 
     @property
@@ -192,7 +273,7 @@ class Search:
             state, error = "pruned", None
         except self._plan.catch as caught:
             state, error = "failed", f"{type(caught).__name__}: {caught}"
-        agree(self._strategy, lambda: self._end(trial, state, error))
+        on_rank_zero(self._strategy, lambda: self._end(trial, state, error))
         if self._plan.collect_garbage:
             gc.collect()
 

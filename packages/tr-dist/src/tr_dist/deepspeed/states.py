@@ -1,25 +1,166 @@
-"""Take and put back what ZeRO divides over the ranks: by parameter, so that stage and number of ranks may change."""
+"""Save and restore what ZeRO divides over the ranks, and measure, clip or skip its gradients before a step.
+
+States are saved by parameter, so the stage and the number of ranks may change. Full tensors are saved as rows that are
+divided over the ranks, and every rank writes a part of the checkpoint.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from tr_dist.deepspeed.engine_model import EngineModel
-from tr_dist.deepspeed.pieces import Piece, pieces_of
-from tr_dist.deepspeed.swapping import forget_swapped_state, in_memory, refresh_masters
-from tr_dist.rows import Rows
+from tr_dist.deepspeed.engine import EngineModel
+from tr_dist.deepspeed.swapping import Piece, drop_swapped_state, in_memory, pieces_of, refresh_masters
+
+
+class RowSharding:
+    """Divide tensors over the ranks by their first dimension, in host memory.
+
+    What a checkpoint so holds is laid out as parameters of `fully_shard` are: no number of ranks, and no stage, is
+    written into it.
+    """
+
+    def __init__(self) -> None:
+        self._mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+
+    def keep(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of which this rank keeps its rows alone; one number is kept as it is, by all."""
+        if whole.dim() == 0:
+            return whole.detach().cpu()
+        mine = self._rows(len(whole))
+        local = whole.detach()[mine].cpu().clone()
+        return self._divided(local, whole.shape)
+
+    def whole(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return all rows of what `keep` returned, or a plain tensor, on `device`. Collective."""
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return value.to(device)
+
+    def __bool__(self) -> bool:
+        """True: a checkpoint that holds whole tensors is to be read in rows too."""
+        return True
+
+    def empty(self, name: str, saved: Any) -> torch.Tensor:
+        """Return memory for a tensor of a checkpoint that is being read: of `saved.shape` and `saved.dtype`."""
+        shape = torch.Size(saved.shape)
+        if not shape:
+            return torch.empty(shape, dtype=saved.dtype)
+        mine = self._rows(shape[0])
+        return self._divided(torch.empty((mine.stop - mine.start, *shape[1:]), dtype=saved.dtype), shape)
+
+    def _rows(self, number: int) -> slice:
+        size = -(-number // self._mesh.size())
+        start = min(number, self._mesh.get_local_rank() * size)
+        return slice(start, min(number, start + size))
+
+    def _divided(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def clip_gradients(engine: Any, stage: int, max_norm: float | None) -> torch.Tensor:
+    """Return the norm of the gradients that the engine holds, and have its step clip them to `max_norm`. Collective.
+
+    DeepSpeed clips as it steps, by the norm that it measures again then.
+    """
+    if stage == 0:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(engine.module.parameters(), max_norm, norm)
+        return norm
+    zero = engine.optimizer
+    pass_early_gradients(zero)
+    zero.clip_grad = 0.0 if max_norm is None else float(max_norm)
+    if stage == 3:
+        combine = importlib.import_module("deepspeed.runtime.utils").combine_grad_norm_groups
+        norm = combine(zero._get_norm_groups())
+    else:
+        norm = zero.scaled_global_norm()
+    return norm / zero.loss_scale
+
+
+def skip_step(engine: Any, stage: int) -> None:
+    """Forget the gradients that the engine holds, as it does itself where their norm is not finite."""
+    if stage == 0:
+        engine.zero_grad()
+        return
+    with _invalid_norm(engine.optimizer, stage):
+        engine.step()
+
+
+def pass_early_gradients(zero: Any) -> None:
+    """Give an offloaded optimizer the gradients that came before a step's last micro-batch alone.
+
+    DeepSpeed copies the sums of those that the last one added to, and leaves out the others.
+    """
+    if getattr(zero, "offload_optimizer", False):  # at stage 3
+        numbers = {each.ds_id: zero.get_param_id(each) for group in zero.fp16_groups for each in group}
+        _copy_left_out(zero, "_offload_boundary_param_ids", zero._finalize_offload_gradient_accumulation, numbers)
+    elif getattr(zero, "cpu_offload", False):
+        numbers = {number: number for number in zero._offload_accumulated_param_ids}
+        _copy_left_out(
+            zero, "_offload_accumulated_param_ids", zero._finalize_cpu_offload_gradient_accumulation, numbers
+        )
+
+
+def clear_gradients(zero: Any) -> None:
+    """Put zeros for the gradients of a step that was made, where DeepSpeed keeps them for the next.
+
+    Only the first micro-batch of a step overwrites them. A parameter without a part in it would keep what it had in the
+    step before, or add to it.
+    """
+    kept = [getattr(zero, "grad_partitions_flat_buffer", None)]  # at stage 3
+    if getattr(zero, "cpu_offload", False):
+        kept += [*zero.accumulated_grads_in_cpu.values(), *(flat.grad for flat in zero.single_partition_of_fp32_groups)]
+    for gradients in kept:
+        if gradients is not None:
+            gradients.zero_()
+
+
+def _copy_left_out(zero: Any, with_gradient: str, copy: Callable[[], None], numbers: dict[int, int]) -> None:
+    """Copy the sums of gradients that this step has, and that were not copied yet."""
+    before = getattr(zero, with_gradient)
+    setattr(zero, with_gradient, {each for each in before if numbers[each] not in zero.norm_for_param_grads})
+    try:
+        copy()
+    finally:
+        setattr(zero, with_gradient, before)
+
+
+@contextmanager
+def _invalid_norm(zero: Any, stage: int) -> Iterator[None]:
+    infinity = torch.full((), torch.inf, device=zero.device)
+    replaced = (
+        {"_get_norm_groups": lambda: [infinity]}
+        if stage == 3
+        else {"scaled_global_norm": lambda: infinity, "check_grad_overflow": True}
+    )
+    before = {name: vars(zero)[name] for name in replaced if name in vars(zero)}
+    vars(zero).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(zero)[name]
+        vars(zero).update(before)
+
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class DividedOptimizer:
+class ShardedOptimizer:
     """The state of an optimizer whose parameters ZeRO has flattened, in the form of a plain optimizer's.
 
     Beside it, under `masters`, are the float32 parameters where the model's are of another type.
@@ -36,7 +177,7 @@ class DividedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by the numbers of parameters, `param_groups`, and `masters`; tensors in rows. Collective."""
-        rows, state, masters = Rows(), {}, {}
+        rows, state, masters = RowSharding(), {}, {}
         for number, (parameter, piece) in enumerate(self._pieces(changed=False)):
             shape = _shape(parameter)
             own = self._optimizer.state.get(piece.flat, {})
@@ -66,10 +207,10 @@ class DividedOptimizer:
         own_sizes = [len(group) for group in self._model.given_groups]
         if sizes != own_sizes:
             raise ValueError(f"the saved optimizer has groups of {sizes} parameters, this one of {own_sizes}")
-        rows = Rows()
+        rows = RowSharding()
         numbers = [number for group in saved_groups for number in group["params"]]
         self._optimizer.state.clear()
-        forget_swapped_state(self._model.engine.optimizer)
+        drop_swapped_state(self._model.engine.optimizer)
         for number, (parameter, piece) in zip(numbers, self._pieces(changed=True), strict=True):
             own = self._optimizer.state[piece.flat] if number in state_dict["state"] else {}
             for name, value in state_dict["state"].get(number, {}).items():
@@ -83,9 +224,9 @@ class DividedOptimizer:
         for group, saved in zip(self._optimizer.param_groups, saved_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
 
-    def tensor_layout(self) -> Rows:
+    def tensor_layout(self) -> RowSharding:
         """Return what gives memory for the tensors of a checkpoint that is being read."""
-        return Rows()
+        return RowSharding()
 
     def _pieces(self, *, changed: bool) -> Iterator[tuple[Any, Piece]]:
         """Yield each parameter and its piece, while that is in memory; `changed` has it written back."""
@@ -95,7 +236,7 @@ class DividedOptimizer:
         return in_memory(zero, zip(parameters, found, strict=True), changed=changed)
 
 
-class DividedModel:
+class ShardedModel:
     """A model that ZeRO-3 divides, whose state a checkpoint holds in rows, or whole.
 
     Args:
@@ -110,8 +251,8 @@ class DividedModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state dict; with `whole` it is empty but on rank 0. Collective."""
         if self._whole:
-            return whole_state(self._model.module, keep=self._rank == 0)
-        rows = Rows()
+            return full_state_dict(self._model.module, keep=self._rank == 0)
+        rows = RowSharding()
         return _gathered(self._model.module, rows.keep)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -120,7 +261,7 @@ class DividedModel:
         Raises:
             RuntimeError: it lacks tensors, or holds others.
         """
-        module, rows = self._model.module, Rows()
+        module, rows = self._model.module, RowSharding()
         own = module.state_dict(keep_vars=True)
         if differing := sorted(own.keys() ^ state_dict.keys()):
             raise RuntimeError(f"the saved model has other tensors than this one, such as {differing[0]}")
@@ -135,16 +276,16 @@ class DividedModel:
                 if whole.shape != _shape(mine):
                     raise RuntimeError(f"{name} is saved as {tuple(whole.shape)} and is {tuple(_shape(mine))} here")
                 with gathered(mine, changed_by=0), torch.no_grad():
-                    if self._rank == 0 or not _is_divided(mine):
+                    if self._rank == 0 or not _is_sharded(mine):
                         mine.copy_(whole)
         refresh_masters(self._model.engine.optimizer)
 
-    def tensor_layout(self) -> Rows:
+    def tensor_layout(self) -> RowSharding:
         """Return what gives memory for the tensors of a checkpoint that is being read."""
-        return Rows()
+        return RowSharding()
 
 
-class WholeModel:
+class FullStateModel:
     """A model that every rank has whole, while its optimizer has float32 parameters of its own.
 
     Args:
@@ -183,7 +324,7 @@ class LossScale:
         vars(self._scaler).update(state_dict)
 
 
-def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """Return the state dict of a module that is divided, with whole tensors in host memory; empty unless `keep`."""
     state = _gathered(module, lambda tensor: tensor.detach().cpu().clone() if keep else None)
     return state if keep else {}
@@ -197,7 +338,7 @@ def gathered(parameter: Any, changed_by: int | None = None) -> Any:
         changed_by: the rank whose changes to it all ranks are to have afterwards.
     """
     zero = importlib.import_module("deepspeed.runtime.zero")
-    return zero.GatheredParameters([parameter], modifier_rank=changed_by, enabled=_is_divided(parameter))
+    return zero.GatheredParameters([parameter], modifier_rank=changed_by, enabled=_is_sharded(parameter))
 
 
 def _gathered(module: nn.Module, convert: Any) -> dict[str, Any]:
@@ -211,7 +352,7 @@ def _gathered(module: nn.Module, convert: Any) -> dict[str, Any]:
     return state
 
 
-def _take(own: dict[str, Any], name: str, value: Any, rows: Rows, parameter: nn.Parameter, piece: Piece) -> None:
+def _take(own: dict[str, Any], name: str, value: Any, rows: RowSharding, parameter: nn.Parameter, piece: Piece) -> None:
     """Put one entry of a parameter's saved state into that of the flat tensor it is in."""
     if isinstance(value, torch.Tensor) and value.shape == _shape(parameter) and name != "step":
         if name not in own:
@@ -232,7 +373,7 @@ def _is_like(value: Any, flat: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == flat.shape
 
 
-def _is_divided(tensor: Any) -> bool:
+def _is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "ds_id")
 
 

@@ -10,30 +10,36 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from tr_dist.base import Ranks
 from tr_dist.deepspeed import configuration as configurations
-from tr_dist.deepspeed.engine_model import EngineModel
-from tr_dist.deepspeed.gradients import (
-    clip_gradients,
-    forget_gradients,
-    hand_over_early_gradients,
-    leave_out_step,
-)
-from tr_dist.deepspeed.library import (
+from tr_dist.deepspeed.engine import (
+    EngineModel,
     check_async_io,
-    forget_process_group,
+    check_optimizer,
+    check_swap_buffers,
+    given_groups,
     load_deepspeed,
+    make_engine,
     read_launch_environment,
-    say_local_rank,
+    reset_process_group,
+    set_local_rank,
 )
-from tr_dist.deepspeed.making import check_optimizer, check_swap_buffers, given_groups, make_engine
-from tr_dist.deepspeed.states import DividedModel, DividedOptimizer, LossScale, WholeModel, gathered, whole_state
-from tr_dist.deepspeed.swap_folders import SwapFolders, check_swap_paths
-from tr_dist.deepspeed.swapping import keep_unaligned_gradients, prepare_step
+from tr_dist.deepspeed.states import (
+    FullStateModel,
+    LossScale,
+    ShardedModel,
+    ShardedOptimizer,
+    clear_gradients,
+    clip_gradients,
+    full_state_dict,
+    gathered,
+    pass_early_gradients,
+    skip_step,
+)
+from tr_dist.deepspeed.swapping import SwapFolders, check_swap_paths, keep_unaligned_gradients, prepare_step
 from tr_dist.device import rank_device
-from tr_dist.fsdp.placing import broadcast_values
-from tr_dist.generating import generate_together
-from tr_dist.ranks import Ranks
 from tr_dist.replica import check_trainable
+from tr_dist.sharded_model import broadcast_values, synced_generation
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -150,7 +156,7 @@ class DeepSpeed(Ranks):
         if self.stage < 3:
             model.to(self.device)
         else:
-            generate_together(model, self.sum, self.device)
+            synced_generation(model, self.sum, self.device)
         return EngineModel(model, self.device, self._dtype)
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -170,7 +176,7 @@ class DeepSpeed(Ranks):
         if inner.engine is not None:
             inner.drop_engine()
         groups = given_groups(optimizer)
-        say_local_rank(self.local_rank)
+        set_local_rank(self.local_rank)
         placed = self._swapped.place(self.configuration)
         engine = make_engine(self._deepspeed, inner.module, optimizer, placed, self.device)
         inner.take_engine(engine, groups)
@@ -243,14 +249,14 @@ class DeepSpeed(Ranks):
             raise RuntimeError("step needs an engine: call bind_optimizer(model, optimizer) first")
         engine, self._is_complete = self._model.engine, False
         if skip is not None and skip.item():  # sync: DeepSpeed itself reads the norm in each step
-            leave_out_step(engine, self.stage)
-            forget_gradients(engine.optimizer)
+            skip_step(engine, self.stage)
+            clear_gradients(engine.optimizer)
             return True
-        hand_over_early_gradients(engine.optimizer)  # where they were not clipped, which needs them too
+        pass_early_gradients(engine.optimizer)  # where they were not clipped, which needs them too
         if self.stage == 3:
             prepare_step(engine.optimizer)
         engine.step()
-        forget_gradients(engine.optimizer)
+        clear_gradients(engine.optimizer)
         if self.stage:
             engine.optimizer.clip_grad = 0.0  # until the next step's is known
         return bool(engine.was_step_applied())
@@ -268,7 +274,7 @@ class DeepSpeed(Ranks):
         parts: dict[str, Any] = {"model": self._model_part(inner)}
         if optimizer is not None:
             is_divided = self.stage > 0
-            parts["optimizer"] = DividedOptimizer(inner, optimizer, self.stage, self.rank) if is_divided else optimizer
+            parts["optimizer"] = ShardedOptimizer(inner, optimizer, self.stage, self.rank) if is_divided else optimizer
         if self._dtype is torch.float16:
             parts["scaler"] = LossScale(inner.engine)
         return parts
@@ -285,7 +291,7 @@ class DeepSpeed(Ranks):
         Collective at stage 3.
         """
         module = self.unwrap(model)
-        return whole_state(module, keep=self.rank == 0) if self.stage == 3 else module.state_dict()
+        return full_state_dict(module, keep=self.rank == 0) if self.stage == 3 else module.state_dict()
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it; a second call does nothing.
@@ -298,7 +304,7 @@ class DeepSpeed(Ranks):
             model.drop_engine()
         self._swapped.remove()
         super().close(failed=failed)
-        forget_process_group()
+        reset_process_group()
 
     def _engine_model(self, model: nn.Module) -> EngineModel:
         return self._prepared(model, EngineModel)
@@ -315,8 +321,8 @@ class DeepSpeed(Ranks):
     def _model_part(self, inner: EngineModel) -> Any:
         if self.stage == 3:
             path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-            return DividedModel(inner, self.rank, whole=bool(configurations.look_up(self.configuration, path)))
-        return WholeModel(inner) if self.stage else inner.module
+            return ShardedModel(inner, self.rank, whole=bool(configurations.look_up(self.configuration, path)))
+        return FullStateModel(inner) if self.stage else inner.module
 
     def _check_engine(self, engine: Any) -> None:
         """Make sure that the engine is what was asked for, and not silently something else."""

@@ -1,15 +1,97 @@
-"""Bring what ZeRO-3 has swapped out to files into memory, part by part, and see to gaps that DeepSpeed leaves there."""
+"""Read what ZeRO-3 has swapped to files back into memory, part by part, and own the folders that it swaps to.
+
+`Piece` says where the numbers of each parameter are in the flat tensors that ZeRO divides over the ranks. Gaps that
+DeepSpeed leaves in swapped gradients are filled here. Folders belong to one process, and are deleted again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from tr_dist.deepspeed.pieces import Piece
+from tr_dist.deepspeed.configuration import swap_paths
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank has.
+
+    Attributes:
+        flat: the tensor that this rank's optimizer changes, of which the piece is a part.
+        group: number of the optimizer's group.
+        start: where in `flat` the piece begins.
+        offset: where in the flattened parameter the piece begins.
+        size: how many numbers; 0 if this rank has none of the parameter.
+        subgroup: number of `flat` among those that ZeRO-3 can swap out; None at other stages.
+    """
+
+    flat: torch.Tensor
+    group: int
+    start: int = 0
+    offset: int = 0
+    size: int = 0
+    subgroup: int | None = None
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the piece of a tensor that is laid out as `flat`."""
+        return values.narrow(0, self.start, self.size)
+
+    def gather(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Put the parameter's numbers together from all ranks' tensors that are laid out as `flat`. Collective."""
+        whole = torch.zeros(shape.numel(), dtype=values.dtype, device=values.device)
+        if self.size:
+            whole.narrow(0, self.offset, self.size).copy_(self.of(values))
+        dist.all_reduce(whole)
+        return whole.view(shape)
+
+    def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copy this rank's piece of a whole tensor into one that is laid out as `flat`."""
+        if self.size:
+            self.of(values).copy_(whole.reshape(-1).narrow(0, self.offset, self.size))
+
+
+def pieces_of(zero: Any, groups: list[list[nn.Parameter]], stage: int, rank: int) -> list[Piece]:
+    """Return this rank's piece of every parameter of an optimizer's groups, in their order.
+
+    Args:
+        zero: DeepSpeed's optimizer of stage 1, 2 or 3.
+        groups: the parameters of each group.
+        stage: of ZeRO.
+        rank: of this process.
+    """
+    if stage == 3:
+        return [_of_stage_3(zero, p, rank) for parameters in groups for p in parameters]
+    flats = zero.single_partition_of_fp32_groups
+    return [_of_stage_2(flats[group], group, p) for group, parameters in enumerate(groups) for p in parameters]
+
+
+def _of_stage_2(flat: torch.Tensor, group: int, parameter: Any) -> Piece:
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return Piece(flat, group)
+    inside, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Piece(flat, group, here.start, inside.start, inside.numel)
+
+
+def _of_stage_3(zero: Any, parameter: Any, rank: int) -> Piece:
+    subgroup, start, size = zero.grad_position[zero.get_param_id(parameter)]
+    flat, group = zero.fp32_partitioned_groups_flat[subgroup], zero.sub_group_to_group_id[subgroup]
+    offset = rank * size  # the last ranks' pieces are filled up to this size
+    return Piece(flat, group, start, offset, max(0, min(size, parameter.ds_numel - offset)), subgroup)
+
 
 _BLOCK = 4096  # bytes, of the largest logical blocks of disks
 
@@ -49,7 +131,7 @@ def keep_unaligned_gradients(zero: Any) -> None:
     swapper.swap_out_gradients = swap_out_gradients
 
 
-def forget_swapped_state(zero: Any) -> None:
+def drop_swapped_state(zero: Any) -> None:
     """Forget the optimizer's state that is in files, of which the optimizer was just emptied."""
     if _swaps_optimizer(zero):
         zero.optimizer_swapper.purge_state()
@@ -153,3 +235,68 @@ def _swaps_optimizer(zero: Any) -> bool:
 
 def _swaps_parameters(zero: Any) -> bool:
     return bool(getattr(zero, "params_in_nvme_and_cpu", False))
+
+
+class SwapFolders:
+    """Folders of one process, below those that a configuration names for offload to NVMe.
+
+    DeepSpeed itself would use one for all runs, and empty it as a run starts. They are deleted by `remove`, when this
+    object goes, and as the interpreter ends; a process that is killed leaves them behind.
+
+    Args:
+        configuration: of DeepSpeed.
+        rank: of this process; part of the folders' names.
+    """
+
+    def __init__(self, configuration: Mapping[str, Any], rank: int) -> None:
+        self._wanted, self._rank = swap_paths(configuration), rank
+        self._made: dict[str, Path] = {}
+        self.remove = weakref.finalize(self, _remove, self._made)
+
+    def place(self, configuration: dict[str, Any]) -> dict[str, Any]:
+        """Return the configuration with this process's folders in it; they are made the first time.
+
+        A module that was divided by one engine stays in its folders under the next.
+        """
+        placed = copy.deepcopy(configuration)
+        for name, path in self._wanted.items():
+            if name not in self._made:
+                self._made[name] = Path(tempfile.mkdtemp(prefix=f"swapped-by-rank-{self._rank}-", dir=path))
+            placed["zero_optimization"][name]["nvme_path"] = str(self._made[name])
+        return placed
+
+
+def check_swap_paths(configuration: Mapping[str, Any]) -> None:
+    """Refuse folders that cannot be swapped to.
+
+    Raises:
+        ValueError: a folder is missing, cannot be written to, or is on a file system without direct access.
+    """
+    for name, path in swap_paths(configuration).items():
+        setting = f"zero_optimization.{name}.nvme_path={path!r}"
+        if not Path(path).is_dir():
+            raise ValueError(f"{setting}: there is no such folder on this machine; make it, or name another")
+        try:
+            _write_directly(path)
+        except OSError as error:
+            raise ValueError(
+                f"{setting}: cannot be swapped to ({error.strerror}); it has to be a folder that this process may "
+                "write to, on a file system that is written past the page cache (O_DIRECT), which those in memory "
+                "may not be"
+            ) from None
+
+
+def _write_directly(folder: str) -> None:
+    """Open a file past the page cache, as DeepSpeed does, and delete it again."""
+    descriptor, path = tempfile.mkstemp(prefix="swapped-", dir=folder)
+    os.close(descriptor)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        os.close(descriptor)
+    finally:
+        os.unlink(path)
+
+
+def _remove(made: dict[str, Path]) -> None:
+    for path in made.values():
+        shutil.rmtree(path, ignore_errors=True)

@@ -21,16 +21,20 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from tr_dist.base import Ranks, clip_to_norm, common_options, total_norm
 from tr_dist.device import rank_device
 from tr_dist.environment import LaunchEnvironment, read_environment
-from tr_dist.fsdp.placing import broadcast_values, fill_shards, values_of
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.units import choose_units
-from tr_dist.fsdp.whole import WholeModel, whole_state
-from tr_dist.generating import generate_together
-from tr_dist.on_device import scale_to, total_norm
-from tr_dist.ranks import Ranks, options_of
 from tr_dist.replica import check_trainable
+from tr_dist.sharded_model import (
+    FullStateModel,
+    broadcast_values,
+    fill_shards,
+    full_state_dict,
+    synced_generation,
+    values_of,
+)
 
 _NAMES_SHOWN = 5
 
@@ -116,7 +120,7 @@ class FSDP(Ranks):
             Sharding.from_config(args.fsdp, args.fsdp_config, args.parallelism_config),
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
             whole_checkpoints=args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT",
-            **options_of(args),
+            **common_options(args),
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -152,7 +156,7 @@ class FSDP(Ranks):
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
-        generate_together(model, self.sum, self.device)
+        synced_generation(model, self.sum, self.device)
         if callable(getattr(model, "generate", None)):
             # It computes with parts of the model by themselves, such as an encoder, before the model's own forward.
             register_fsdp_forward_method(model, "generate")
@@ -214,7 +218,7 @@ class FSDP(Ranks):
         whole = [part for part, g in zip(local, gradients, strict=True) if not isinstance(g, DTensor)]
         norm = (square + total_norm(whole, self.device).square()).sqrt()
         if max_norm is not None:
-            scale_to(local, max_norm, norm)
+            clip_to_norm(local, max_norm, norm)
         return norm
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -224,7 +228,7 @@ class FSDP(Ranks):
         for it.
         """
         inner = self.unwrap(model)
-        return self._parts(WholeModel(inner, keep=self.rank == 0) if self._whole else inner, optimizer)
+        return self._parts(FullStateModel(inner, keep=self.rank == 0) if self._whole else inner, optimizer)
 
     @contextmanager
     def gathered(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -233,7 +237,7 @@ class FSDP(Ranks):
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's state dict with whole tensors in host memory; empty but on rank 0. Collective."""
-        return whole_state(self.unwrap(model), keep=self.rank == 0)
+        return full_state_dict(self.unwrap(model), keep=self.rank == 0)
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
         replicas, shards = self.sharding.mesh_shape(self.world_size, environment.local_world_size)

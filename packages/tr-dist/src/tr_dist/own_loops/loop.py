@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from tr_dist.ddp import DDP
-from tr_dist.own_loops.batches import Share, rows_of
-from tr_dist.own_loops.loader import PreparedLoader
+from tr_dist.own_loops.loader import PreparedLoader, Share, rows_of
 from tr_dist.own_loops.prepared import PreparedOptimizer, PreparedSchedule, follow_parameters
 
 

@@ -10,8 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.added_groups import whole_or_not
-from tr_optim.engine.refusals import is_sharded
+from tr_optim.engine.checks import all_or_nothing, is_sharded
 
 _LIBRARY = require("bitsandbytes.optim", "bitsandbytes")
 _TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
@@ -44,7 +43,7 @@ class _Blockwise(Optimizer):
             for name in ("alpha", "t_alpha", "t_beta3"):
                 group.pop(name, None)
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its `optim_bits` may be its own.
 

@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require_parts
-from tr_optim.engine.added_groups import whole_or_not
-from tr_optim.engine.refusals import check_gradient, check_group, check_saved_state, is_sharded
+from tr_optim.engine.checks import all_or_nothing, check_gradient, check_group, check_saved_state, is_sharded
 from tr_optim.moments.adafactor import check_ranges, check_step_size
 from tr_optim.projection.basis import sides
 
@@ -43,7 +42,7 @@ class _Projecting(Optimizer):
     own = ""
     _projection: dict[str, Any]
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that the library cannot project."""
         self.defaults = {**vars(self).pop("_projection", {}), **self.defaults}

@@ -10,12 +10,9 @@ import torch
 from torch import nn
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.added_groups import whole_or_not
+from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict, is_sharded, refuse_any_state
 from tr_optim.engine.fused import FusedOptimizer
-from tr_optim.engine.loading import check_shapes, checked, refuse_any_state
-from tr_optim.engine.refusals import is_sharded
-from tr_optim.moments.adafactor import check_ranges, start
-from tr_optim.moments.adafactor_blocks import state_shapes
+from tr_optim.moments.adafactor import check_ranges, start_moments, state_shapes
 
 _LIBRARY = require("lomo_optim", "lomo-optim")
 _NAME = "parameter"
@@ -86,7 +83,7 @@ class _LibraryOptimizer(FusedOptimizer):
         self._library = self._kind(self._one)
         self._library.loss_scale = None  # the loss is scaled, if at all, and gradients divided, before it sees them
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters and rates that the library cannot compute with.
 
@@ -184,7 +181,7 @@ class LomoOptimLomo(_LibraryOptimizer):
         Raises:
             ValueError: it is the state of another kind of optimizer; nothing has changed then.
         """
-        complete, _ = checked(state_dict, self.param_groups, refuse_any_state(type(self).__name__))
+        complete, _ = checked_state_dict(state_dict, self.param_groups, refuse_any_state(type(self).__name__))
         super().load_state_dict(complete)
 
     def update(
@@ -264,7 +261,7 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         Raises:
             ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
         """
-        complete, states = checked(state_dict, self.param_groups, _check_saved)
+        complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for saved, parameter in zip(states, parameters, strict=True):
@@ -294,7 +291,7 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         library, group, state = self._library, self._group_of[id(parameter)], self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            start(state, parameter.detach().to(torch.float32), with_first_moment=False)
+            start_moments(state, parameter.detach().to(torch.float32), with_first_moment=False)
         state["step"] += 1
         library.step_num = int(state["step"])  # on the CPU
         library.eps, library.clip_threshold = group["eps"], group["clip_threshold"]

@@ -12,8 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.added_groups import whole_or_not
-from tr_optim.engine.refusals import is_sharded
+from tr_optim.engine.checks import all_or_nothing, is_sharded
 
 _LIBRARY = require("torchao.optim", "torchao")
 # Without what torch wraps round the library's class once it is used by itself, by which hooks would be called twice.
@@ -41,7 +40,7 @@ class _Quantized(Optimizer):
         super().__init__(*args, **options)
         self._compiles = compile
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its learning rate stays a number, as schedules set and loggers read it."""
         Optimizer.add_param_group(self, param_group)

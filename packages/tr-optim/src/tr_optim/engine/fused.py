@@ -1,4 +1,7 @@
-"""Update every parameter during the backward pass, as soon as its gradient is there, and free the gradient."""
+"""Update every parameter in the backward pass as soon as its gradient is there, and free the gradient.
+
+`LossScaler` scales losses for float16 with optimizers that free their gradients in the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from tr_optim.engine import fused_checks as words
+from tr_optim.engine.backward_norms import logical_or
 from tr_optim.engine.fused_checks import check_settings
-from tr_optim.engine.fused_passes import FusedPasses
-from tr_optim.engine.pass_norms import either
+from tr_optim.engine.fused_passes import FusedPasses, Tensors
 from tr_optim.engine.shards import local_part
-from tr_optim.engine.waiting import Tensors
 
 
 class FusedOptimizer(FusedPasses):
@@ -93,7 +96,7 @@ class FusedOptimizer(FusedPasses):
         self._scale = scale
         scaled = loss if scale is None else loss * scale
         if self.leaves_out_nonfinite:
-            self._bad_loss = either(self._bad_loss, ~loss.detach().isfinite())
+            self._bad_loss = logical_or(self._bad_loss, ~loss.detach().isfinite())
         if self._num_stored or not last:
             self._store(scaled)
             if last:
@@ -196,6 +199,83 @@ class FusedOptimizer(FusedPasses):
         if self._is_applied:
             raise RuntimeError(words.second_backward(name))
         if not last and self._accumulate == "refuse":
-            raise ValueError(words.refuse_accumulation(name, self.ordinary))
+            raise ValueError(words.no_accumulation(name, self.ordinary))
         if self._collectives is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(words.unknown_ranks(name, dist.get_world_size()))
+
+
+class LossScaler(GradScaler):
+    """torch's `GradScaler` for optimizers that leave no gradient to look at.
+
+    torch's looks for overflows in `.grad`, and raises where there is none. This one takes the flag that the optimizer's
+    hooks have found, `optimizer.found_inf`. Scale, growth, backoff and the saved state are torch's, and so is what it
+    does with any other optimizer.
+
+        scaler = LossScaler("cuda")
+        scaler.backward(optimizer, loss)  # in place of scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    An optimizer that updates during the backward pass has left out by itself an update that overflowed, and `step`
+    reads nothing back; of another one, `step` reads the flag, as torch's does.
+
+    Args:
+        device: type of the device that losses are on.
+        options: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`, as torch's.
+    """
+
+    def __init__(self, device: str = "cuda", **options: Any) -> None:
+        super().__init__(device, **options)
+        self._one: torch.Tensor | None = None
+
+    def backward(self, optimizer: Any, loss: torch.Tensor, *, last: bool = True) -> None:
+        """Compute the gradients of a scaled loss, and have the optimizer consume them.
+
+        Args:
+            optimizer: one that consumes gradients in its own `backward`.
+            loss: scalar, not scaled.
+            last: whether it is the last micro-batch of its step.
+        """
+        if self._one is None or self._one.device != loss.device:
+            self._one = torch.ones((), device=loss.device)
+        scale = self.scale(self._one) if self.is_enabled() else None
+        optimizer.backward(loss, last=last, scale=scale)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer's flag; its gradients were divided by the scale as they came."""
+        if not _consumes_gradients(optimizer) or not self.is_enabled():
+            super().unscale_(optimizer)
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has found nothing yet; call scaler.backward(optimizer, loss) first"
+            )
+        # A copy: update() adds up the flags of several optimizers in place.
+        state["found_inf_per_device"] = {found.device: found.clone()}
+        state["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Apply what the backward passes have left, unless it overflowed."""
+        if not _consumes_gradients(optimizer) or not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        result = None
+        if getattr(optimizer, "updates_in_backward", False):
+            result = optimizer.step(*args, **kwargs)
+        else:
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)  # sync: as torch's scaler
+        state["stage"] = OptState.STEPPED
+        return result
+
+
+def _consumes_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "fused_in_backward", False))

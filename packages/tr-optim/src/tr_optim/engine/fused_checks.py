@@ -1,8 +1,13 @@
-"""Say what optimizers that update during the backward pass cannot do."""
+"""Refuse what optimizers that update in the backward pass cannot do, and read their training arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+
+from tr_optim.options import Converter, flag, optional_number, read_options
 
 _ACCUMULATE = ("refuse", "store")
 _NONFINITE = ("skip_tensor", "skip_step")
@@ -28,7 +33,7 @@ def check_settings(
             raise ValueError(f"{name}={value!r} is not known; choose {' or '.join(known)}")
 
 
-def refuse_kinds(gradient: torch.Tensor, name: str) -> None:
+def check_dense_and_real(gradient: torch.Tensor, name: str) -> None:
     """Check that a gradient is dense and real.
 
     Raises:
@@ -42,7 +47,7 @@ def refuse_kinds(gradient: torch.Tensor, name: str) -> None:
         )
 
 
-def refuse_accumulation(name: str, ordinary: str) -> str:
+def no_accumulation(name: str, ordinary: str) -> str:
     """Return why several micro-batches in a step are refused, and what to do instead.
 
     Args:
@@ -105,3 +110,35 @@ def clipped_too_late(name: str, max_norm: float, built_with: float | None) -> st
         f"clip_grad_norm({max_norm:g}) comes too late: {name} applied the gradients during the backward pass, {built}; "
         f"build it with clip_grad_norm={max_norm:g}"
     )
+
+
+def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Converter]) -> dict[str, Any]:
+    """Return the options of an optimizer that updates during the backward pass.
+
+    Clipping is that of `max_grad_norm`; `on_nonfinite="skip"` leaves out steps that are not finite.
+
+    Args:
+        args: training arguments.
+        owner: the optimizer's name, for messages.
+        ordinary: the name of one that does the same with ordinary gradients, for messages.
+        takes: what it takes in `optim_args` beside clip_grad_value, accumulate, nonfinite and stochastic_rounding.
+
+    Raises:
+        ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
+    """
+    own = {"clip_grad_value": optional_number, "accumulate": str, "nonfinite": str, "stochastic_rounding": flag}
+    options = read_options(args.optim_args, {**own, **takes}, owner)
+    if args.gradient_accumulation_steps > 1 and options.get("accumulate", "refuse") == "refuse":
+        steps = f"optim={owner!r} with gradient_accumulation_steps={args.gradient_accumulation_steps}: "
+        raise ValueError(steps + no_accumulation(owner, ordinary))
+    max_norm = args.max_grad_norm or None
+    if max_norm is not None and options.get("clip_grad_value") is not None:
+        raise ValueError(
+            f"max_grad_norm={max_norm:g} and clip_grad_value={options['clip_grad_value']:g} (optim_args) both clip; "
+            "set max_grad_norm=0 to clip by value"
+        )
+    if args.on_nonfinite == "skip":
+        options.setdefault("nonfinite", "skip_step")
+    if options.get("stochastic_rounding"):
+        options["seed"] = args.seed
+    return {**options, "clip_grad_norm": max_norm}

@@ -1,8 +1,11 @@
-"""Make backward passes whose gradients are measured or applied one by one, and freed."""
+"""Make backward passes that measure or apply gradients one by one, and free them.
+
+Small gradients and parts of gradients are queued, and several are used at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,13 +13,82 @@ from torch.optim import Optimizer
 
 from tr_optim.engine import fused_checks as words
 from tr_optim.engine.averaging import RankAverage
-from tr_optim.engine.fused_checks import check_settings, refuse_kinds
-from tr_optim.engine.hooks import BackwardHooks
-from tr_optim.engine.pass_norms import PassNorms, either
-from tr_optim.engine.repeated import is_reentrant, other_gradients_kept, repeated_parameters
-from tr_optim.engine.rounding import CountedRounding
+from tr_optim.engine.backward_norms import BackwardNorms, logical_or
+from tr_optim.engine.fused_checks import check_dense_and_real, check_settings
+from tr_optim.engine.hooks import BackwardHooks, is_reentrant, other_gradients_kept, repeated_parameters
+from tr_optim.engine.precision import CountedRounding
 from tr_optim.engine.shards import Shards, local_part, sharded_parameters
-from tr_optim.engine.waiting import PartsWaiting, SmallWaiting, Tensors, Use
+
+Tensors = list[torch.Tensor]
+Use = Callable[[Tensors, Tensors, torch.Tensor | None], None]
+
+
+class ShardQueue:
+    """Parts of gradients, whose statistics over ranks are exchanged together.
+
+    They wait until they are as many numbers as the largest parameter has. That depends on shapes alone, so that all
+    ranks exchange the same at the same time, and what waits is no more than what one more gradient takes.
+
+    Args:
+        largest: numbers of the largest parameter.
+        use: called with parameters, this rank's parts of their gradients, and None.
+    """
+
+    def __init__(self, largest: int, use: Use) -> None:
+        self._largest, self._use = largest, use
+        self._parameters: Tensors = []
+        self._gradients: Tensors = []
+        self._count = 0
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take this rank's part of a gradient."""
+        self._parameters.append(parameter)
+        self._gradients.append(gradient)
+        self._count += parameter.numel()  # of the whole: the same on all ranks
+        if self._count >= self._largest:
+            self.finish()
+
+    def finish(self) -> None:
+        """Use those that wait."""
+        parameters, gradients = self._parameters, self._gradients
+        self._parameters, self._gradients, self._count = [], [], 0
+        if parameters:
+            self._use(parameters, gradients, None)
+
+
+class SmallGradientQueue:
+    """Small gradients: used by themselves, each would cost as many calls as a large one.
+
+    Args:
+        largest: numbers of a gradient that waits, at most; -1 for none.
+        at_a_time: gradients that are used together, at most.
+        group_of: the groups of parameters, by their ids.
+        use: called with parameters of one group, dtype and device, their gradients, and None.
+    """
+
+    def __init__(self, largest: int, at_a_time: int, group_of: Mapping[int, Any], use: Use) -> None:
+        self.largest = largest
+        self._at_a_time, self._group_of, self._use = at_a_time, group_of, use
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take a gradient."""
+        self._waiting.append((parameter, gradient))
+        if len(self._waiting) == self._at_a_time:
+            self.finish()
+
+    def finish(self) -> None:
+        """Use those that wait."""
+        alike: dict[Any, tuple[Tensors, Tensors]] = {}
+        for parameter, gradient in self._waiting:
+            kind = (id(self._group_of[id(parameter)]), gradient.dtype, gradient.device)
+            parameters, gradients = alike.setdefault(kind, ([], []))
+            parameters.append(parameter)
+            gradients.append(gradient)
+        self._waiting = []
+        for parameters, gradients in alike.values():
+            self._use(parameters, gradients, None)
+
 
 # Gradients of so few elements are used so many at a time, where that changes nothing.
 _JOINED, _JOINED_AT_A_TIME = 2**13, 64
@@ -75,7 +147,7 @@ class FusedPasses(Optimizer):
         self._largest_part = 0
         self._group_of: dict[int, dict[str, Any]] = {}
         self._is_applied, self._num_stored, self._is_reentrant = False, 0, False
-        self._norms = PassNorms()
+        self._norms = BackwardNorms()
         self._norm: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
         self._leave_out: torch.Tensor | None = None
@@ -163,12 +235,12 @@ class FusedPasses(Optimizer):
             raise
 
     def _begin_pass(self, use: Any) -> None:
-        self._use, self._norms = use, PassNorms()
+        self._use, self._norms = use, BackwardNorms()
         # Where single tensors are left out, or ranks might get them in different orders, each norm is needed by itself.
         by_itself = self._skips() == "skip_tensor"
         joins = self._average is None and not self._sharded and not by_itself
-        self._small = SmallWaiting(_JOINED if joins else -1, _JOINED_AT_A_TIME, self._group_of, use)
-        self._parts = PartsWaiting(self._largest_part if self.exchanges_statistics or by_itself else 0, use)
+        self._small = SmallGradientQueue(_JOINED if joins else -1, _JOINED_AT_A_TIME, self._group_of, use)
+        self._parts = ShardQueue(self._largest_part if self.exchanges_statistics or by_itself else 0, use)
 
     @torch.no_grad()
     def _finish_pass(self) -> None:
@@ -179,7 +251,7 @@ class FusedPasses(Optimizer):
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.is_sparse or gradient.is_complex():
-            refuse_kinds(gradient, type(self).__name__)
+            check_dense_and_real(gradient, type(self).__name__)
         if gradient.numel() <= self._small.largest:
             self._small.add(parameter, gradient)
         elif id(parameter) in self._sharded:
@@ -199,12 +271,12 @@ class FusedPasses(Optimizer):
             self._norms.add_joint(gradients)
 
     def _apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
-        self._update(parameters, gradients, either(self._leave_out, unused))
+        self._update(parameters, gradients, logical_or(self._leave_out, unused))
 
     def _measure_and_apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
         self._measure(parameters, gradients, unused)
         bad = self._norms.are_bad(parameters, self._sharded) if self._skips() == "skip_tensor" else None
-        self._update(parameters, gradients, either(bad, unused))
+        self._update(parameters, gradients, logical_or(bad, unused))
 
     def _update(self, parameters: Tensors, gradients: Tensors, leave_out: torch.Tensor | None) -> None:
         if id(parameters[0]) in self._sharded:
@@ -236,4 +308,4 @@ class FusedPasses(Optimizer):
         if self._bad_loss is not None:
             bad, self._bad_loss = self._bad_loss.to(torch.int32), None
             anywhere = bad if self._world_size == 1 else self._collectives.sum(bad)
-            self._leave_out = either(self._leave_out, (anywhere > 0).to(norm.device))
+            self._leave_out = logical_or(self._leave_out, (anywhere > 0).to(norm.device))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tr_optim.engine.shards import Shards
-from tr_optim.moments.direction import bias_correction
+from tr_optim.moments.adam import bias_correction
 
 
 class NormGrowthLimiter:
@@ -72,7 +72,7 @@ def scaled_norm(
         ratio: what `scaling` returned for the same `dim`.
         gradient: this rank's rows, or all.
         dim: that norms of channels are over.
-        parts: see `tr_optim.engine.returning.Returning`.
+        parts: see `tr_optim.engine.updates.BackProjector`.
     """
     own = torch.linalg.vector_norm(ratio * torch.linalg.vector_norm(gradient, dim=dim, keepdim=True), dim=(-2, -1))
     [norm] = yield from _of_all_rows([own], parts)
@@ -88,7 +88,7 @@ def matrix_scaling(
         update: of the projected gradient's shape.
         projected: the projected gradient.
         gradient: this rank's rows, or all.
-        parts: see `tr_optim.engine.returning.Returning`.
+        parts: see `tr_optim.engine.updates.BackProjector`.
         has_rows: whether `update` and `projected` are of the same rows as `gradient`, else all ranks have the same.
     """
     new, own, norm = (torch.linalg.vector_norm(tensor, dim=(-2, -1)) for tensor in (update, projected, gradient))

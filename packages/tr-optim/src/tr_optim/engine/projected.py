@@ -8,21 +8,32 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.engine.added_groups import whole_or_not
-from tr_optim.engine.applying import Applying, prepared
+from tr_optim.engine.averaging import Collectives
+from tr_optim.engine.backward_norms import is_summed
 from tr_optim.engine.bases import Bases
-from tr_optim.engine.expected import gradient_bytes, state_bytes
-from tr_optim.engine.gathering import Gathering
-from tr_optim.engine.loading import check_moments, checked
-from tr_optim.engine.reduction import Collectives
-from tr_optim.engine.refusals import check_group, is_sharded, refuse_codes, refuse_late_clipping
-from tr_optim.engine.returning import BackProjection, Returning
-from tr_optim.engine.rounding import Rounding, check_has_low_precision
-from tr_optim.engine.row_sums import is_summed
+from tr_optim.engine.checks import (
+    all_or_nothing,
+    check_group,
+    check_moments,
+    check_shards,
+    checked_state_dict,
+    is_sharded,
+    refuse_codes,
+    refuse_late_clipping,
+)
+from tr_optim.engine.gradient_store import GradientStore
+from tr_optim.engine.memory_estimate import gradient_bytes, state_bytes
+from tr_optim.engine.precision import Rounding, check_has_low_precision
 from tr_optim.engine.settings import Engine, Place, Rule
-from tr_optim.engine.shard_checks import check_shards
 from tr_optim.engine.shards import in_layout, out_of_layout, shards_of
-from tr_optim.engine.together import Sums, Together
+from tr_optim.engine.updates import (
+    BackProjection,
+    BackProjector,
+    BatchedReductions,
+    Sums,
+    UpdateApplier,
+    prepare_gradient,
+)
 from tr_optim.projection.row_shards import is_divided
 
 
@@ -57,7 +68,7 @@ class ProjectedOptimizer(Optimizer):
         rule: Rule,
         engine: Engine,
         bases: Bases | None = None,
-        returning: Returning | None = None,
+        returning: BackProjector | None = None,
     ) -> None:
         self._rule, self._engine = rule, engine
         self._bases, self._returning = bases or Bases(engine), returning or BackProjection()
@@ -68,9 +79,9 @@ class ProjectedOptimizer(Optimizer):
 
     def _begin(self) -> None:
         rounding = Rounding(self._engine.seed if self._engine.stochastic_rounding else None)
-        self._apply = Applying(self._rule, self._bases, self._returning, rounding, rotates=self._engine.rotates)
+        self._apply = UpdateApplier(self._rule, self._bases, self._returning, rounding, rotates=self._engine.rotates)
         needs_whole = self._returning.needs_whole
-        self._gathering = Gathering(self, self._engine, self._bases, needs_whole=needs_whole)
+        self._gathering = GradientStore(self, self._engine, self._bases, needs_whole=needs_whole)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of: not the hooks, nor what is kept of an unfinished step."""
@@ -110,7 +121,7 @@ class ProjectedOptimizer(Optimizer):
         """Whether this averages over the ranks itself."""
         return self.fused_in_backward
 
-    @whole_or_not
+    @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; refuse parameters that cannot be projected."""
         super().add_param_group(param_group)
@@ -218,7 +229,7 @@ class ProjectedOptimizer(Optimizer):
         window = self._gathering.window
         if window.num_micro_batches and not window.is_complete:
             raise RuntimeError("step was called before the step's last micro-batch; call backward(loss) with last=True")
-        together = Together()
+        together = BatchedReductions()
         for parameter, place in self.numbered():
             if parameter in window.projected:
                 self.apply_gathered(parameter, place)
@@ -253,7 +264,7 @@ class ProjectedOptimizer(Optimizer):
         Raises:
             ValueError: it is of other shapes, of another kind of projection or optimizer; nothing has changed then.
         """
-        complete, states = checked(state_dict, self.param_groups, self._check_saved)
+        complete, states = checked_state_dict(state_dict, self.param_groups, self._check_saved)
         super().load_state_dict(complete)
         for saved, (parameter, place) in zip(states, self.numbered(), strict=True):
             if saved is not None:
@@ -300,7 +311,7 @@ class ProjectedOptimizer(Optimizer):
                 f"{self.mode!r} does not look at; call optimizer.backward(loss) in place of loss.backward(), or use "
                 "mode='step'"
             )
-        gradient, state = prepared(parameter, gradient, None), self.state[parameter]
+        gradient, state = prepare_gradient(parameter, gradient, None), self.state[parameter]
         if not place.is_projected:
             yield from self._apply.steps(parameter, state, place, gradient)
             return

@@ -1,14 +1,19 @@
-"""Name what a projected optimizer is made of: its rule, its settings, and the place of each parameter."""
+"""Define what a projected optimizer is made of: its rule, its settings, and the place of each parameter.
+
+APOLLO and Fira use the full gradient, not its projection alone. `full_gradient_engine` makes their settings.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tr_optim.engine.shards import Shards
-from tr_optim.projection.rotation import Rotation
+from tr_optim.projection.basis import METHODS
+from tr_optim.projection.refresh import Rotation
 
 MODES = ("step", "deferred", "immediate")
 REDUCTIONS = ("projected", "whole")
@@ -90,7 +95,7 @@ class Engine:
             all, but for a matrix's first basis.
         sketch_rows: rows that the norm is estimated by, where it must be.
         stochastic_rounding: whether weights of low precision are rounded stochastically.
-        refresh: when bases are found: by a `fixed` schedule, or `lazy`; see `tr_optim.projection.lazy`.
+        refresh: when bases are found: by a `fixed` schedule, or `lazy`; see `tr_optim.projection.refresh`.
         refresh_cosine: mean cosine of successive bases from which the gap doubles.
         refresh_window: refreshes that the mean is over.
         basis_dtype: what bases are kept in; see `tr_optim.projection.encoded`.
@@ -125,3 +130,62 @@ class Place:
     def is_projected(self) -> bool:
         """Whether its gradient is projected."""
         return self.group["projects"]
+
+
+FULL_GRADIENT_MODES = ("step", "immediate")
+
+
+def full_gradient_engine(engine: Engine, compat: str | None, known: tuple[str | None, ...]) -> Engine:
+    """Return the engine's settings, or those of `compat`, with ranks that exchange whole gradients.
+
+    Args:
+        engine: how gradients are projected.
+        compat: not None for what the authors' code does: bases by svd, all in the same steps, and moments as they are.
+        known: what `compat` may be.
+
+    Raises:
+        ValueError: one is not known, or cannot be.
+    """
+    if engine.mode == "deferred":
+        raise ValueError(
+            "mode='deferred' keeps projections of gradients until the step, and this update needs the gradients "
+            "themselves; use mode='immediate', which applies and frees each in the backward pass, or mode='step'"
+        )
+    choices = (
+        ("mode", engine.mode, FULL_GRADIENT_MODES),
+        ("method", engine.method, METHODS),
+        ("compat", compat, known),
+    )
+    for name, value, values in choices:
+        if value not in values:
+            raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(str, values))}")
+    if compat is not None:
+        engine = replace(engine, method="svd", rotates=False, staggers=False, keeps_signs=False)
+    return replace(engine, reduction="whole")
+
+
+def check_full_gradient_group(group: dict[str, Any], owner: str, choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise where options of a projected group are not known or out of range.
+
+    Args:
+        group: a parameter group.
+        owner: whose it is, for messages.
+        choices: what options may be, by name.
+
+    Raises:
+        ValueError: the message says what is needed.
+    """
+    if not group["projects"]:
+        return
+    for name, known in choices.items():
+        if group[name] not in known:
+            raise ValueError(f"{owner}: {name}={group[name]!r} is not known; it is one of {', '.join(known)}")
+    if group["proj_type"] == "full":
+        raise ValueError(
+            f"{owner}: proj_type='full' leaves no rows or columns to scale; use std, reverse_std, left or right"
+        )
+    growth = group["norm_growth"]
+    if growth is not None and growth < 1:
+        raise ValueError(
+            f"{owner}: norm_growth={growth:g} must be at least 1, or None for no limit: with less, updates would vanish"
+        )

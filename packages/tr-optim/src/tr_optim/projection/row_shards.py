@@ -21,7 +21,7 @@ from tr_optim.projection.basis import (
 )
 
 _NOT_OF_ROWS = ("basis_right", "basis_right_scales", "exp_avg_sq_col")
-_IN_NO_LAYOUT = ("refreshed", "overlaps")  # of tr_optim.projection.lazy.LazyRefresh
+_IN_NO_LAYOUT = ("refreshed", "overlaps")  # of tr_optim.projection.refresh.LazyRefresh
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 

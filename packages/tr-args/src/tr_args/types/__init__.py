@@ -1,0 +1,1 @@
+"""Types of training arguments that need more than a plain type: choices, durations, options, sharding."""

@@ -1,0 +1,187 @@
+"""Read how data and model are divided among processes: `accelerator_config`, `parallelism_config`, `fsdp`.
+
+`fsdp` and `fsdp_config` are read in any of their forms. `parallelism_config` says over how many processes samples and
+shards are spread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from tr_args.constraints import AtLeast, Constraint
+from tr_args.conversion import convert
+from tr_args.errors import RefusedError, did_you_mean, show
+
+
+@dataclass(kw_only=True)
+class AcceleratorConfig:
+    """How data is shared among processes.
+
+    Attributes:
+        split_batches: the given batch size is that of all processes together.
+        dispatch_batches: the first process reads for all; None does so for data without a length.
+        even_batches: repeat samples so that all processes have equally many batches.
+        use_seedable_sampler: draw the order from the seed and the epoch alone.
+        non_blocking: copy to the device without waiting.
+        gradient_accumulation_kwargs: `num_steps`, `sync_each_batch`.
+        use_configured_state: keep process state that was set up before.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    non_blocking: bool = False
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+    use_configured_state: bool = False
+
+
+DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
+# What divides the work on one sample, which nothing here does. size -> what goes by it
+_WITHIN_SAMPLES = {"tp_size": "matrices", "cp_size": "sequences", "sp_size": "sequences"}
+SIZES = (*DATA_SIZES, *_WITHIN_SAMPLES)
+# How those are divided: without effect where they are not.
+_OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
+_KEYS = (*SIZES, *_OF_THOSE)
+
+
+class ParallelSizes(Constraint):
+    """A mapping of sizes, or an object that has them as attributes, as Accelerate's `ParallelismConfig` does."""
+
+    def before(self, value: Any) -> Any:
+        """Return a mapping of what an object has."""
+        if all(hasattr(value, name) for name in DATA_SIZES):
+            return {name: found for name in _KEYS if (found := getattr(value, name, None)) is not None}
+        return value
+
+    def after(self, value: Any) -> Any:
+        """Return the sizes that are about data, under their plain names."""
+        return read_sizes(value)
+
+
+def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return `dp_replicate_size` and `dp_shard_size`, as far as they are given; names may have Accelerate's prefix.
+
+    Raises:
+        RefusedError: (a ValueError) a key is not known, a size is not a whole number from 1, or it divides the work on
+            one sample.
+    """
+    sizes: dict[str, int] = {}
+    for given, size in config.items():
+        name = given.removeprefix("parallelism_config_")
+        if name not in _KEYS:
+            raise RefusedError(f"has the unknown key {given}{did_you_mean(name, _KEYS)}")
+        if size is None or name in _OF_THOSE:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise RefusedError(f"at {given}={size!r}: needs a number of processes, from 1")
+        if name in DATA_SIZES:
+            sizes[name] = size
+        elif size > 1:
+            raise RefusedError(
+                f"at {given}={size}: {_WITHIN_SAMPLES[name]} are not divided over processes; leave it out, and divide "
+                "the model by dp_shard_size with fsdp='full_shard auto_wrap'"
+            )
+    return sizes
+
+
+SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+OPTIONS = (*SHARDING, "auto_wrap", "offload")
+BARE = ["full_shard", "auto_wrap"]
+
+KEYS: dict[str, Any] = {
+    "activation_checkpointing": bool,
+    "auto_wrap_policy": Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
+    "backward_prefetch": Literal["backward_pre", "backward_post", "no_prefetch"],
+    "cpu_offload": bool,
+    "cpu_ram_efficient_loading": bool,
+    "forward_prefetch": bool,
+    "limit_all_gathers": bool,
+    "min_num_params": Annotated[int, AtLeast(0)],
+    "reshard_after_forward": bool,
+    "sharding_strategy": Literal[SHARDING],  # type: ignore[valid-type]
+    "state_dict_type": Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"],
+    "sync_module_states": bool,
+    "transformer_layer_cls_to_wrap": list[str],
+    "use_orig_params": bool,
+    "version": Literal[1, 2],
+    "xla": bool,
+    "xla_fsdp_grad_ckpt": bool,
+    "xla_fsdp_settings": dict[str, Any],
+    "xla_fsdp_v2": bool,
+}
+"""Names and types of the options in `fsdp_config`, without the prefix they may have."""
+
+# Other names, and other spellings of values, that configuration files in use hold.
+_RENAMED = {"backward_prefetch_policy": "backward_prefetch", "offload_params": "cpu_offload"}
+_SPELLINGS: dict[str, dict[str, str]] = {
+    "backward_prefetch": {"backward_pos": "backward_post"},
+    "sharding_strategy": {str(number): name for number, name in enumerate(SHARDING, start=1)},
+}
+
+
+class FsdpOptions(Constraint):
+    """A list of words, given as a list, as text ("full_shard auto_wrap") or as a truth value."""
+
+    bare = True
+    separator = " "
+
+    def before(self, value: Any) -> Any:
+        """Return the list of words."""
+        if value is None or value is False:
+            return []
+        if value is True:
+            return list(BARE)
+        if isinstance(value, str):
+            value = [value]
+        words = [word for item in value for word in re.split(r"[\s,]+", str(item).lower()) if word]
+        if len(words) == 1 and words[0] in ("true", "1"):
+            return list(BARE)
+        return [] if len(words) == 1 and words[0] in ("false", "0", "none") else words
+
+    def after(self, value: Any) -> Any:
+        """Return the words if they go together."""
+        for word in value:
+            if word not in OPTIONS:
+                raise RefusedError(
+                    f"needs words out of {', '.join(OPTIONS)}, not {word!r}{did_you_mean(word, OPTIONS)}"
+                )
+        chosen = [word for word in value if word in SHARDING]
+        if value and len(chosen) != 1:
+            raise RefusedError(f"needs exactly one of {', '.join(SHARDING)}")
+        return value
+
+
+class FsdpConfig(Constraint):
+    """A mapping of sharding options; prefixes are taken off, names and values are checked."""
+
+    def after(self, value: Any) -> Any:
+        """Return the options under their plain names, converted to their types."""
+        return normalize(value)
+
+
+def normalize(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sharding options under their plain names, converted.
+
+    Raises:
+        RefusedError: (a ValueError) an option is unknown, given twice, or has a value of the wrong kind.
+    """
+    plain: dict[str, Any] = {}
+    for given, value in config.items():
+        name = given.removeprefix("fsdp_")
+        name = _RENAMED.get(name, name)
+        if name not in KEYS:
+            raise RefusedError(f"has the unknown key {given}{did_you_mean(name, KEYS)}")
+        if name in plain:
+            raise RefusedError(f"has the key {name} twice, with and without its prefix or under two names; keep one")
+        if value is None:
+            continue
+        spelled = _SPELLINGS.get(name, {}).get(str(value).lower(), value)
+        try:
+            plain[name] = convert(spelled, KEYS[name])
+        except RefusedError as refusal:
+            raise RefusedError(f"at {given}={show(value)}: {refusal}") from None
+    return plain

@@ -1,0 +1,199 @@
+"""Find the checkpoints in a folder, and check one. Nothing here changes a file."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from tr_ckpt import files, manifest, names, reads, tensor_damage, untrusted
+from tr_ckpt.errors import DamagedCheckpointError, UnreadableError
+from tr_ckpt.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+# Sequence and step: of two checkpoints of ours the one with the higher age is the newer.
+Age = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder with a checkpoint's name, whatever is in it.
+
+    Attributes:
+        step: the step in its name; None for a folder that was named outright, whatever it is called.
+        name: its name, as messages give it.
+        path: where it is: not under its name if a run ended while replacing it.
+    """
+
+    step: int | None
+    name: str
+    path: Path
+
+
+def find(directory: Path, prefix: str) -> list[Found]:
+    """Return the checkpoints in `directory` by ascending step; an absent directory has none.
+
+    Raises:
+        UnreadableError: what is there cannot be found out.
+    """
+    found: dict[int, Found] = {}
+    for left in names.temporaries(directory):
+        step = names.step_of(left.target, prefix)
+        if left.kind == "replaced" and step is not None:
+            found[step] = Found(step, left.target, left.path)
+    for name in reads.names_in(directory):
+        step, path = names.step_of(name, prefix), directory / name
+        if step is not None and reads.is_folder(path) and (step not in found or not _is_being_removed(path)):
+            found[step] = Found(step, name, path)
+    return [found[step] for step in sorted(found)]
+
+
+def _is_being_removed(folder: Path) -> bool:
+    """Whether a folder is the rest of a checkpoint in whose place another waits: see `in_place.py`."""
+    return not reads.is_there(folder / names.MANIFEST) and not is_foreign(folder)
+
+
+def by_age(directory: Path, prefix: str) -> list[Found]:
+    """Return the checkpoints in `directory`, the newest last: by sequence, then by step.
+
+    One whose manifest cannot be read may be newer than all others and comes after them, so that it is noticed when
+    it is skipped. One of another program has no sequence and counts as 0: what was saved here after it, from
+    whatever step on, is newer.
+
+    Raises:
+        UnreadableError: which is newer cannot be found out.
+    """
+    found = find(directory, prefix)
+    ages = {each.name: age for each in found if (age := _age(each)) is not None}
+
+    def key(each: Found) -> tuple[bool, int, int]:
+        if each.name in ages:
+            return False, *ages[each.name]
+        return not is_foreign(each.path), 0, -1 if each.step is None else each.step
+
+    return sorted(found, key=key)
+
+
+def next_sequence(directory: Path, prefix: str, seen: dict[str, Age] | None = None) -> int:
+    """Return the sequence of a checkpoint that is saved now: one higher than any in `directory`.
+
+    Args:
+        directory: where it will be.
+        prefix: what the names of checkpoints begin with.
+        seen: ages that were read before, by name, for those that cannot be read now; those read now are added.
+
+    Raises:
+        UnreadableError: one that was not seen before cannot be read: it may have any sequence.
+    """
+    seen = {} if seen is None else seen
+    ages = [_age_or_seen(found, seen) for found in find(directory, prefix)]
+    return 1 + max((age[0] for age in ages if age is not None), default=0)
+
+
+def _age_or_seen(found: Found, seen: dict[str, Age]) -> Age | None:
+    try:
+        with reads.at_once() if found.name in seen else nullcontext():
+            age = _age(found)
+    except UnreadableError:
+        if found.name not in seen:
+            raise
+        return seen[found.name]
+    if age is not None:
+        seen[found.name] = age
+    return age
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether it looks like a checkpoint of another program: a trainer's state, and nothing that is only ours."""
+    ours = (names.MANIFEST, "model.json")
+    return reads.is_file(folder / "trainer_state.json") and not any(reads.is_there(folder / name) for name in ours)
+
+
+def _age(found: Found) -> Age | None:
+    age = manifest.read_age(found.path)
+    # Under the name of another step it is a copy of something: nothing says of what age.
+    return age if age is not None and found.step in (None, age[1]) else None
+
+
+def check_quickly(found: Found) -> Manifest:
+    """Check that a checkpoint is complete: a whole manifest, and every file has its size. Reads no content.
+
+    Raises:
+        DamagedCheckpointError: it is not; the message names every file that is wrong.
+        CheckpointError: a newer version wrote it.
+        UnreadableError: it cannot be looked at.
+    """
+    described = manifest.read(found.path)
+    if found.step is not None and described.step != found.step:
+        raise DamagedCheckpointError(f"its {names.MANIFEST} is that of step {described.step}")
+    check_sizes(found.path, described)
+    return described
+
+
+def check_sizes(folder: Path, described: Manifest) -> None:
+    """Check that every file is there and has its size.
+
+    Raises:
+        DamagedCheckpointError: the message names every file that is wrong, and by how much.
+        UnreadableError: one cannot be looked at.
+    """
+    raise_if_damaged([wrong for name in described.files if (wrong := _wrong_size(folder, described, name))])
+
+
+def verify(folder: Path, described: Manifest) -> None:
+    """Read every file and compare it with the manifest.
+
+    Raises:
+        DamagedCheckpointError: the message names every file that is wrong.
+        UnreadableError: one cannot be read.
+    """
+    raise_if_damaged(damages(folder, described, list(described.files)))
+
+
+def damages(folder: Path, described: Manifest, wanted: list[str]) -> list[str]:
+    """Read the files named and return what is wrong, one sentence a file.
+
+    Raises:
+        UnreadableError: one cannot be read.
+    """
+    each = (_wrong_size(folder, described, name) or _wrong_content(folder, described, name) for name in wanted)
+    return [damage for damage in each if damage]
+
+
+def raise_if_damaged(found: list[str]) -> None:
+    """Raise `DamagedCheckpointError` with all of `found`, if there is any."""
+    if found:
+        raise DamagedCheckpointError("; ".join(found))
+
+
+def _wrong_size(folder: Path, described: Manifest, name: str) -> str:
+    record = described.files[name]
+    try:
+        if problem := untrusted.file_kind_problem(folder, name):
+            return f"{name} {problem}"
+        actual = reads.status(folder / name).st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if actual == record.bytes:
+        return ""
+    if actual > record.bytes:
+        return f"{name} is {actual - record.bytes:,} bytes too long"
+    return f"{name} is {record.bytes - actual:,} bytes short{tensor_damage.where_cut(record.sections, actual)}"
+
+
+def _wrong_content(folder: Path, described: Manifest, name: str) -> str:
+    expected = described.files[name]
+    try:
+        if files.record(folder / name) == expected:
+            return ""
+        if files.record(folder / name) == expected:
+            logger.warning("%s was first read as it is not: see to the disk, the mount and the memory", folder / name)
+            return ""
+        changed = f"{name} was changed after it was written: its SHA-256 is another"
+        return changed + tensor_damage.where_changed(folder / name, expected.sections)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"

@@ -1,0 +1,233 @@
+"""Retry a step with smaller micro-batches if memory runs out, with the same samples in every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tr_core.data.limits import training_batches
+from tr_core.loop import run_epochs
+from tr_core.metric_means import separate_window
+from tr_core.plan import make_plan
+from tr_core.run import Run
+from tr_core.runtime.memory import free_memory, is_out_of_memory
+from tr_core.runtime.step_snapshot import ForwardState, restored_after
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+
+def run_epochs_within_memory(trainer: Trainer, run: Run) -> None:
+    """Train as `run_epochs` does; a step for which memory does not suffice is made again with smaller micro-batches.
+
+    Accumulation grows as the micro-batch shrinks, so a step keeps its samples, and what the failed attempt changed is
+    put back first: nothing is lost or used twice. Several ranks agree on a size before the first step.
+
+    Raises:
+        RuntimeError: one sample is too many, or memory ran out where a smaller micro-batch does not help.
+        ValueError: the optimizer applies gradients before the step's end, or the loader's batch size is its own.
+    """
+    optimizer = run.optimizer
+    if getattr(optimizer, "updates_in_backward", getattr(optimizer, "fused_in_backward", False)):
+        raise ValueError(
+            f"auto_find_batch_size=True cannot make a step again with {type(optimizer).__name__}, which changes "
+            "weights during the backward; set per_device_train_batch_size yourself"
+        )
+    if trainer.strategy.world_size > 1:
+        _find_common_size(trainer, run)
+    attempts = _Attempts(trainer, run)
+    trainer.callback_handler.add(attempts, first=True)
+    try:
+        while not _finishes(trainer, run, attempts):
+            attempts.rewind()
+            reduce_batch_size(trainer, run, _next_size(trainer))
+    finally:
+        trainer.callback_handler.pop(attempts)
+
+
+def reduce_batch_size(trainer: Trainer, run: Run, size: int) -> None:
+    """Go on from `run.position` with micro-batches of `size` samples a rank and as many more of them a step.
+
+    Raises:
+        ValueError: the loader's batch size does not follow the arguments.
+    """
+    args, strategy = trainer.args, trainer.strategy
+    before, order = args.train_batch_size, run.data.order_state()
+    args.gradient_accumulation_steps = args.gradient_accumulation_steps * before // size
+    args.per_device_train_batch_size = args.per_device_train_batch_size // before * size
+    run.note_arguments(args)
+    loader = trainer.get_train_dataloader()
+    data = training_batches(loader, args, strategy.world_size)
+    if data.per_micro_batch != size * strategy.world_size:
+        raise ValueError(
+            f"auto_find_batch_size=True set per_device_train_batch_size={args.per_device_train_batch_size}, but the "
+            f"loader that get_train_dataloader returned still gives {data.per_micro_batch} samples a micro-batch; "
+            "build it with that size, or leave auto_find_batch_size out"
+        )
+    data.restore_order(order, run.position.samples)
+    run.data, trainer.loaders["train_dataloader"] = data, loader
+    run.plan = make_plan(args, data).with_max_steps(run.plan.max_steps)
+    trainer.state.train_batch_size = size
+    trainer.logger.warning(
+        "memory suffices for fewer than %d samples a device and micro-batch: going on from step %d with %d, and %d "
+        "micro-batches a step; a step has the same samples as before",
+        before,
+        trainer.state.global_step,
+        size,
+        args.gradient_accumulation_steps,
+    )
+
+
+def check_batch_size_search(args: Any) -> None:
+    """Raise `ValueError` where a smaller micro-batch would change which samples are used."""
+    if not args.auto_find_batch_size:
+        return
+    reasons = []
+    if args.dataloader_drop_last:
+        reasons.append("dataloader_drop_last=True leaves out what does not fill a micro-batch")
+    if args.overfit_batches is not None:
+        reasons.append(f"overfit_batches={args.overfit_batches} is a number of micro-batches")
+    if reasons:
+        raise ValueError(
+            f"auto_find_batch_size=True keeps the samples of every step, but {' and '.join(reasons)}: with smaller "
+            "ones these would be other samples; leave one of the options out"
+        )
+
+
+class _Attempts:
+    """A callback, to be called before all others: knows where in a step the run is, and how to go back to its begin."""
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self._trainer, self._run = trainer, run
+        self._forward = ForwardState(trainer.model, trainer.strategy.device)
+        self._noted: list[tuple[Any, dict[str, Any]]] = []
+        self.is_in_step = self.is_in_optimizer = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note what a step changes before its optimizer does. Nothing is read from the device."""
+        self._forward.note()
+        run = self._run
+        parts = [part for part in (run, run.position, run.metrics, run.tokens) if part is not None]
+        self._noted = [(part, {name: _copy(value) for name, value in vars(part).items()}) for part in parts]
+        self.is_in_step = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """From here on weights change."""
+        self.is_in_step, self.is_in_optimizer = False, True
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """From here on a step is behind."""
+        self.is_in_optimizer = False
+
+    def rewind(self) -> None:
+        """Put everything back to the beginning of the step, and drop its gradients."""
+        self.is_in_step = False
+        for parameter in self._trainer.model.parameters():
+            parameter.grad = None
+        self._run.optimizer.zero_grad()  # some keep of gradients what is not in .grad
+        for part, values in self._noted:
+            vars(part).update(values)
+        self._forward.put_back()
+        self._run.reopens_pass = True
+
+
+def _finishes(trainer: Trainer, run: Run, attempts: _Attempts) -> bool:
+    """Train; False if memory ran out in a step that can be made again."""
+    try:
+        run_epochs(trainer, run)
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error) or not (attempts.is_in_step or attempts.is_in_optimizer):
+            raise
+        if (reason := _why_not(trainer, attempts)) is not None:
+            raise RuntimeError(reason) from error
+        free_memory(error, trainer.strategy.device)
+    return False
+
+
+def _why_not(trainer: Trainer, attempts: _Attempts) -> str | None:
+    """Return why a smaller micro-batch does not help; None if it may."""
+    size, step, strategy = trainer.args.train_batch_size, trainer.state.global_step, trainer.strategy
+    if attempts.is_in_optimizer:
+        return (
+            f"memory ran out in the optimizer at step {step}, where the micro-batch makes no difference and weights "
+            "may have changed already; use an optimizer with a smaller state, or shard it"
+        )
+    if strategy.world_size > 1:
+        return (
+            f"memory ran out on rank {strategy.rank} at step {step} with {size} samples a device and micro-batch, "
+            "which had fitted before the first step; the other ranks are in the middle of theirs, so the size cannot "
+            f"be changed now: set per_device_train_batch_size below {size} and resume"
+        )
+    if size == 1:
+        return (
+            f"memory ran out at step {step} with 1 sample a device and micro-batch, so there is no smaller one; set "
+            "activation_checkpointing=True, use shorter samples, a lower precision or a smaller model"
+        )
+    return None
+
+
+def _next_size(trainer: Trainer) -> int:
+    """Return the next smaller micro-batch of which whole ones make a step."""
+    size, accumulation = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
+    return next(smaller for smaller in range(size - 1, 0, -1) if size * accumulation % smaller == 0)
+
+
+def _find_common_size(trainer: Trainer, run: Run) -> None:
+    """Lower the micro-batch until every rank can compute its gradients; all ranks call it.
+
+    Raises:
+        RuntimeError: one sample is too many for a rank.
+    """
+    strategy = trainer.strategy
+    while True:
+        fits = strategy.gather_objects(_fits(trainer, run))
+        if all(fits):
+            return
+        size = trainer.args.train_batch_size
+        if size == 1:
+            raise RuntimeError(
+                f"memory ran out on ranks {[rank for rank, fit in enumerate(fits) if not fit]} with 1 sample a device "
+                "and micro-batch, so there is no smaller one; set activation_checkpointing=True, use shorter samples, "
+                "a lower precision or a smaller model"
+            )
+        reduce_batch_size(trainer, run, _next_size(trainer))
+
+
+def _fits(trainer: Trainer, run: Run) -> bool:
+    """Whether this rank can compute the gradients of the next micro-batch; nothing is kept of them.
+
+    The model is called without its wrapper, for a rank that runs out of memory would leave the others waiting.
+    """
+    strategy, model = trainer.strategy, trainer.model
+    position = run.position
+    batch = next(iter(run.data.iterate(position.epoch, position.samples)), None)
+    if batch is None:
+        return True
+    num_items = run.count_items([batch]) if run.count_items else None
+    trainer.scope.size = trainer.args.gradient_accumulation_steps
+    trainer.scope.weight = batch.weight
+    model.train()
+    try:
+        with restored_after(model, strategy.device), separate_window(trainer):
+            trainer.step_function(model, batch.inputs, num_items)
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        free_memory(error, strategy.device)
+        return False
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        run.optimizer.zero_grad()
+
+
+def _copy(value: Any) -> Any:
+    """Copy what a step may change in place; the rest is shared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,73 @@
+"""Choose the callbacks of every run: flow, progress, metrics on disk, and the requested trackers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tr_args import Duration
+from tr_core import plugins
+from tr_core.callbacks.ema import EMACallback
+from tr_core.callbacks.empty_cache import EmptyCacheCallback
+from tr_core.callbacks.flow import DefaultFlowCallback
+from tr_core.callbacks.group_lr import RuleRatesCallback
+from tr_core.callbacks.wall_time import WallTimeCallback
+from tr_core.protocols import Strategy
+from tr_log import MetricsFile, PrinterCallback, ProgressCallback, get_logger
+
+logger = get_logger(__name__)
+
+# Callbacks that have an option of their own: `report_to="all"` does not mean them.
+NOT_TRACKERS = ("hub", "neftune")
+
+
+def default_callbacks(args: Any, strategy: Strategy) -> list[Any]:
+    """Return the callbacks that the arguments ask for, in the order they are called.
+
+    Read are `disable_tqdm`, `report_to`, `neftune_noise_alpha`, `parameter_rules` and `push_to_hub`, and what
+    `steering` reads.
+
+    Raises:
+        tr_core.plugins.PluginError: a tracker in `report_to` is not installed.
+    """
+    named = trackers(args)
+    noise = [plugins.load("tr.callbacks", "neftune")(args)] if args.neftune_noise_alpha else []
+    hub = [plugins.load("tr.callbacks", "hub")(args)] if args.push_to_hub else []
+    display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
+    rates = [RuleRatesCallback()] if args.parameter_rules else []
+    return [DefaultFlowCallback(), *steering(args, strategy), *rates, *noise, MetricsFile(), *named, display, *hub]
+
+
+def steering(args: Any, strategy: Strategy) -> list[Any]:
+    """Return the callbacks that do what only some runs need: act by the clock, average weights, free memory.
+
+    Read are `max_time`, the strategies of logging, evaluating and saving, `ema_decay` and `torch_empty_cache_steps`.
+    """
+    wanted: list[Any] = []
+    times = (args.max_time, args.logging_strategy, args.eval_strategy, args.save_strategy)
+    if any(isinstance(time, Duration) for time in times):
+        wanted.append(WallTimeCallback(args, strategy))
+    if args.ema_decay is not None:
+        wanted.append(EMACallback.from_arguments(args))
+    if args.torch_empty_cache_steps is not None and strategy.device.type != "cpu":  # a CPU has no such cache
+        wanted.append(EmptyCacheCallback(strategy.device, args.torch_empty_cache_steps))
+    return wanted
+
+
+def trackers(args: Any) -> list[Any]:
+    """Return the trackers that `report_to` asks for: `none` is none of them, `all` every one that can be used.
+
+    Raises:
+        tr_core.plugins.PluginError: a named one is not installed.
+        ImportError: the library of a named one is not.
+    """
+    if "all" not in args.report_to:
+        return [plugins.load("tr.callbacks", name)(args) for name in args.report_to if name != "none"]
+    usable = []
+    for name in sorted(plugins.available("tr.callbacks")):
+        if name in NOT_TRACKERS:
+            continue
+        try:
+            usable.append(plugins.load("tr.callbacks", name)(args))
+        except ImportError as error:
+            logger.info("report_to='all' leaves out %s: %s", name, error)
+    return usable

@@ -1,0 +1,39 @@
+"""Log the learning rates of the parameters that rules name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tr_core.callback import TrainerCallback
+from tr_core.optim.parameter_rules import learning_rates
+from tr_core.state import TrainerControl, TrainerState
+
+
+class RuleRatesCallback(TrainerCallback):
+    """Add `learning_rate/<name of the rule>`, as the last step used it, to every log entry with a `learning_rate`.
+
+    It comes before those that write logs. The rates are saved with every checkpoint: a log that is due right after a
+    resume is of a step before it.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note the rates before the schedule changes them."""
+        self._rates = learning_rates(kwargs["optimizer"])
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add the rates to the entry, in the history too."""
+        logs = kwargs["logs"]
+        if "learning_rate" in logs:
+            logs.update(self._rates)
+            state.log_history[-1].update(self._rates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rates."""
+        return {"rates": self._rates}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Take over the rates."""
+        self._rates = dict(state_dict["rates"])

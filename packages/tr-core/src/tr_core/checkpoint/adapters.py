@@ -1,0 +1,147 @@
+"""Save and load what training changes in a model with an adapter (PEFT's), in the adapter's own format.
+
+In a checkpoint two parts represent the model. `adapter_model` is the adapter, with the names that PEFT gives its
+weights. So `PeftModel.from_pretrained` loads `adapter_model.safetensors` and `adapter_config.json` from the folder of
+the checkpoint. `unfrozen` is everything else that training may change: layers that are trained beside the adapter,
+further adapters, running statistics. Frozen weights are in neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tr_core.protocols import Checkpointer, Restored, Stateful
+
+ADAPTER, UNFROZEN = "adapter_model", "unfrozen"
+
+
+def is_adapter(model: nn.Module) -> bool:
+    """Whether a model is one of PEFT's, with its adapter in the form that PEFT saves."""
+    peft = sys.modules.get("peft")  # a model of PEFT's is there only if PEFT was imported
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def adapter_parts(model: nn.Module, whole: Stateful) -> dict[str, Stateful]:
+    """Return the parts of a checkpoint that stand for a model with an adapter.
+
+    Args:
+        model: the unwrapped model.
+        whole: the part with the state of all of it.
+    """
+    return {ADAPTER: _Adapter(model, whole), UNFROZEN: _Unfrozen(model, whole)}
+
+
+def restore_parts(
+    checkpointer: Checkpointer,
+    parts: Mapping[str, Stateful],
+    source: str | Path | None,
+    *,
+    optional: Collection[str] = (),
+    only_read: Collection[str] = (),
+) -> Restored:
+    """Restore `parts` as the checkpointer does, and check that an adapter got its weights.
+
+    Another program's checkpoint of an adapter has no part `unfrozen`. None is needed where nothing is trained beside
+    the adapter.
+
+    Raises:
+        ValueError: as the checkpointer raises, and where weights are trained that the checkpoint does not hold.
+    """
+    has_adapter = ADAPTER in parts
+    optional = {*optional, ADAPTER, UNFROZEN} if has_adapter else optional
+    step = checkpointer.restore(parts, source=source, optional=optional, only_read=only_read)
+    restored = cast("Restored", checkpointer.restored)
+    if not has_adapter or step is None:
+        return restored
+    missing = "adapter" if ADAPTER not in restored.loaded else ""
+    if not missing and UNFROZEN not in restored.loaded and parts[UNFROZEN].state_dict():
+        missing = "weights that are trained beside the adapter"
+    if missing:
+        raise ValueError(
+            f"the checkpoint of step {step} holds no {missing}; resume with the model that it was saved with, or begin "
+            "a new run"
+        )
+    return restored
+
+
+def write_adapter_config(model: Any, folder: Path) -> None:
+    """Write `adapter_config.json` of the adapter that is active, as one to be loaded for inference."""
+    config = copy.copy(model.peft_config[_active(model)])
+    base = model.get_base_model()
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    config.inference_mode = True
+    mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    # Without a task it is by its class that PEFT finds the model again.
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
+
+
+class _Part:
+    """Some tensors of a model's state, under names of their own."""
+
+    def __init__(self, model: nn.Module, whole: Stateful) -> None:
+        self._model, self._whole = model, whole
+
+    def _load(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        # Together with the rest as it is: a strategy loads whole models only.
+        self._whole.load_state_dict({**state, **tensors})
+
+
+class _Adapter(_Part):
+    def state_dict(self) -> dict[str, Any]:
+        return _as_peft_saves(self._model, self._whole.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        state = self._whole.state_dict()
+        own = _as_peft_saves(self._model, state)
+        if odd := sorted(set(own) ^ set(state_dict)):
+            raise ValueError(
+                f"the adapter is another than the one that was saved: {', '.join(odd[:3])}{', ...' if odd[3:] else ''} "
+                "are only in one of them; give the model an adapter with the configuration of then"
+            )
+        name_of = _names(own, state)
+        self._load({name_of[key]: value for key, value in state_dict.items() if key in name_of}, state)
+
+
+class _Unfrozen(_Part):
+    def state_dict(self) -> dict[str, Any]:
+        return self._of(self._whole.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        state = self._whole.state_dict()
+        if odd := sorted(set(self._of(state)) ^ set(state_dict)):
+            raise ValueError(
+                f"other weights are trained beside the adapter than when it was saved: {', '.join(odd[:3])}"
+                f"{', ...' if odd[3:] else ''}; freeze the same ones"
+            )
+        self._load(dict(state_dict), state)
+
+    def _of(self, state: dict[str, Any]) -> dict[str, Any]:
+        inside = set(_names(_as_peft_saves(self._model, state), state).values())
+        frozen = {name for name, p in self._model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: value for name, value in state.items() if name not in inside and name not in frozen}
+
+
+def _as_peft_saves(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the active adapter's part of a model's state under PEFT's names."""
+    save: Callable[..., dict[str, Any]] = sys.modules["peft"].get_peft_model_state_dict
+    # Left to itself, PEFT looks on the Hub whether the vocabulary grew. Embeddings that are trained are `unfrozen`.
+    return save(model, state_dict=dict(state), adapter_name=_active(model), save_embedding_layers=False)
+
+
+def _names(adapter: dict[str, Any], state: dict[str, Any]) -> dict[str, str]:
+    """Return the names in the model's state of what PEFT took from it as it is, by PEFT's names."""
+    places = {id(value): name for name, value in state.items()}
+    return {key: places[id(value)] for key, value in adapter.items() if id(value) in places}
+
+
+def _active(model: Any) -> str:
+    active = model.active_adapter
+    return active if isinstance(active, str) else active[0]

@@ -1,0 +1,239 @@
+"""Apply arguments that changed since the checkpoint to a restored run, or refuse them.
+
+Every changed argument is logged. A change of the data order is refused in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from tr_core.checkpoint import schedule_state as schedules
+from tr_core.checkpoint.optimizer_groups import GroupChange, apply_options, check_state_shapes, compare_groups
+from tr_core.checkpoint.settings import SAMPLES, Difference, Settings
+from tr_core.evaluation.best_metric import metric_name
+from tr_core.optim.schedules import FOLLOW_METRIC
+from tr_core.plan import steps_left
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+    from tr_core.run import Run
+    from tr_core.trainer.trainer import Trainer
+
+_OPTIMIZER_ARGUMENTS = {
+    "learning_rate": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "adam_beta1": ("betas",),
+    "adam_beta2": ("betas",),
+    "adam_epsilon": ("eps",),
+    "parameter_rules": (),
+    "optim_args": (),
+}
+"""Arguments of the optimizer, and what of its groups each of them sets; empty for anything."""
+
+_SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+_METRIC_ARGUMENTS = ("metric_for_best_model", "greater_is_better")
+
+
+def apply_changed_arguments(trainer: Trainer, run: Run, schedule_state: dict[str, Any]) -> None:
+    """Make optimizer, schedule, order and best model those of the arguments of now, as far as these have changed.
+
+    Args:
+        trainer: what is restored.
+        run: the call of `train` that begins.
+        schedule_state: the schedule's state in the checkpoint.
+
+    Raises:
+        ValueError: something changed that a run cannot go on with; the message names it, with both values.
+    """
+    settings = cast("Settings", run.settings)
+    if settings.saved is None:
+        check_state_shapes(run.optimizer, trainer.model)
+        trainer.logger.info("the checkpoint does not say what it was trained with: schedule and groups are as saved")
+        schedules.load_as_saved(run.schedule, schedule_state)
+        return
+    differences = settings.differences()
+    outcomes = resolve_order(trainer, run, settings.saved, differences)
+    groups = _restore_optimizer(trainer, run, settings)
+    change = _ArgumentChanges(trainer, run, settings, {difference.name for difference in differences}, groups)
+    change.continue_schedule(schedule_state)
+    change.forget_best()
+    for difference in differences:
+        outcome = outcomes.get(difference.name) or change.outcome(difference)
+        trainer.logger.info("%s (%s)", difference, outcome)
+    for line in change.further_lines():
+        trainer.logger.info("%s (applied)", line)
+
+
+def _restore_optimizer(trainer: Trainer, run: Run, settings: Settings) -> list[GroupChange]:
+    saved = cast("dict[str, Any]", settings.saved)
+    changes = compare_groups(saved["groups"], settings.groups)
+    check_state_shapes(run.optimizer, trainer.model)
+    if trainer.has_given_optimizer:
+        return []
+    apply_options(run.optimizer, changes)
+    return changes
+
+
+@dataclass
+class _ArgumentChanges:
+    """What changed between a checkpoint and the run that goes on from it."""
+
+    trainer: Trainer
+    run: Run
+    settings: Settings
+    names: set[str]
+    groups: Sequence[GroupChange]
+    place: int | None = None
+    begins_anew: bool = False
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        return cast("dict[str, Any]", self.settings.saved)
+
+    @property
+    def is_own_schedule(self) -> bool:
+        """Whether the schedule is one that the user made, of a kind whose options mean nothing here."""
+        return self.trainer.has_given_schedule or not schedules.is_known(self.run.schedule)
+
+    def continue_schedule(self, state: dict[str, Any] | None) -> None:
+        """Go on with the schedule, by its kind."""
+        schedule, rates = self.run.schedule, [change for change in self.groups if change.name == "learning_rate"]
+        then = self.saved["schedule"]
+        if then["kind"] != type(schedule).__name__:
+            state = None
+        self.begins_anew = state is None
+        if self.is_own_schedule:
+            if state is not None:
+                schedules.load_as_saved(schedule, state)
+            else:
+                schedules.begin_at_base(self.run.optimizer, self.settings.groups)
+        elif schedules.is_function(schedule):
+            self.begins_anew = False
+            self.place = self._place(state, rates)
+            schedules.continue_function(cast("LambdaLR", schedule), state, rates, self.place)
+        else:
+            if state is None:
+                schedules.begin_at_base(self.run.optimizer, self.settings.groups)
+                rates = []
+            self.begins_anew |= self._has_another_metric()
+            state = None if self.begins_anew else state
+            schedules.continue_following(cast("ReduceLROnPlateau", schedule), state, rates, then["options"])
+
+    def _place(self, state: Mapping[str, Any] | None, rates: Sequence[GroupChange]) -> int | None:
+        """Return the step of the schedule of now that the run is at; None if the saved schedule is that of now.
+
+        A run whose length is a number of passes is as far along its schedule as a run of these arguments would be at
+        this sample. One whose length is a number of steps is at the step it has reached.
+        """
+        saved, run, args = self.saved, self.run, self.trainer.args
+        is_same_length = (saved["steps"], saved["samples_per_step"]) == (self.settings.steps, run.plan.per_step)
+        if is_same_length and state is not None:
+            is_same = not rates and not self.names & set(_SCHEDULE_ARGUMENTS)
+            return None if is_same else int(state["last_epoch"])
+        by_passes = args.max_steps <= 0 and not args.ignore_data_skip
+        left = steps_left(args, run.data, run.position.epoch, run.position.samples) if by_passes else None
+        return self.trainer.state.global_step if left is None else max(self.settings.steps - left, 0)
+
+    def _has_another_metric(self) -> bool:
+        """Whether evaluations are judged by another metric, so that what is remembered of them means nothing."""
+        args, then = self.trainer.args, self.saved["arguments"]
+        watched = [(side["metric_for_best_model"], side["greater_is_better"]) for side in (then, args.to_dict())]
+        metrics = [(None if name is None else metric_name(name), is_greater) for name, is_greater in watched]
+        return None not in watched[0] and metrics[0] != metrics[1]
+
+    def forget_best(self) -> None:
+        """Begin to look for the best model anew where it is judged by another metric."""
+        state = self.trainer.state
+        if self._has_another_metric():
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+
+    def outcome(self, difference: Difference) -> str:
+        """Say in a few words what became of a changed argument."""
+        special: dict[str, Callable[[], str]] = {
+            **dict.fromkeys(_OPTIMIZER_ARGUMENTS, lambda: self._of_optimizer(difference.name)),
+            **dict.fromkeys(_SCHEDULE_ARGUMENTS, self._of_schedule),
+            **dict.fromkeys(_METRIC_ARGUMENTS, self._of_metric),
+            "seed": lambda: "no effect: random states are those of the checkpoint",
+            "fp16": lambda: (
+                f"applied; the {'loss scale begins anew' if difference.now else 'saved one is passed over'}"
+            ),
+        }
+        return special.get(difference.name, lambda: "applied")()
+
+    def _of_optimizer(self, name: str) -> str:
+        if self.trainer.has_given_optimizer:
+            return f"not applied: {type(self.run.optimizer).__name__} was given, and its saved state goes on"
+        if name == "learning_rate" and self.is_own_schedule:
+            return f"not applied: the saved state of {type(self.run.schedule).__name__}, your own schedule, goes on"
+        options = _OPTIMIZER_ARGUMENTS[name]
+        has_effect = any(change.name in options or not options for change in self.groups)
+        return "applied" if has_effect else "no effect: no parameter group depends on it"
+
+    def _of_schedule(self) -> str:
+        name = type(self.run.schedule).__name__
+        if self.is_own_schedule:
+            return f"{name} begins anew" if self.begins_anew else f"not applied: the saved state of {name} goes on"
+        return "applied; the schedule begins anew" if self.begins_anew else "applied"
+
+    def _of_metric(self) -> str:
+        if not self._has_another_metric():
+            return "applied"
+        follows = str(self.trainer.args.lr_scheduler_type) in FOLLOW_METRIC
+        return f"applied; the best so far is forgotten{', and the schedule begins anew' if follows else ''}"
+
+    def further_lines(self) -> list[str]:
+        """Return what changed and is no argument: places on the schedule, and groups that code of the user's built."""
+        lines, then, now = [], self.saved["steps"], self.settings.steps
+        if self.place is not None and then != now:
+            lines.append(f"steps of the schedule: {then} -> {now}, of which {self.place} count as done")
+        if not self.names & {"optim", *_OPTIMIZER_ARGUMENTS}:
+            lines += [f"{c.name} of parameter group {c.group}: {c.then} -> {c.now}" for c in self.groups]
+        return lines
+
+
+_ORDER_ARGUMENTS = ("data_seed", "train_sampling_strategy", "overfit_batches", "length_column_name", SAMPLES)
+
+
+def resolve_order(
+    trainer: Trainer, run: Run, saved: Mapping[str, Any], differences: Sequence[Difference]
+) -> dict[str, str]:
+    """Return what becomes of changed arguments that the order of the data depends on, by their names.
+
+    Between two passes they are applied. A pass that was saved complete stays so when the data has another length.
+
+    Raises:
+        ValueError: they have changed in the middle of a pass; the message names them with both values.
+    """
+    args = trainer.args
+    found = {change.name: change for change in differences}
+    changed = {name: found[name] for name in _ORDER_ARGUMENTS if name in found}
+    if args.train_sampling_strategy != "group_by_length":
+        changed.pop("length_column_name", None)
+    changed.pop("data_seed", None)
+    seeds = [_data_seed(arguments) for arguments in (saved["arguments"], args.to_dict())]
+    is_seeded = run.data.order_state().get("strategy", "sequential") != "sequential"  # iterable data has its own order
+    if is_seeded and seeds[0] != seeds[1]:  # by whichever of the two it is given
+        name = "data_seed" if "data_seed" in found else "seed"
+        changed[name] = found[name]
+    if args.ignore_data_skip:
+        return dict.fromkeys(changed, "applied: the pass begins anew")
+    if saved["is_between_passes"]:
+        if SAMPLES in changed and run.position.samples:
+            run.position.samples = run.data.num_samples or run.position.samples
+        return dict.fromkeys(changed, "applied from the next pass on")
+    if changed:
+        raise ValueError(
+            f"the checkpoint is {run.position.samples} samples into a pass over the data, whose order changes with "
+            f"{'; '.join(map(str, changed.values()))}. Going on would repeat samples and leave others out: resume with "
+            "the value of then, from a checkpoint between two passes, or with ignore_data_skip=True, which begins the "
+            "pass anew"
+        )
+    return {}
+
+
+def _data_seed(arguments: Mapping[str, Any]) -> Any:
+    seed = arguments.get("data_seed")
+    return arguments.get("seed") if seed is None else seed

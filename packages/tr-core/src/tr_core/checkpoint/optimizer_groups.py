@@ -1,0 +1,185 @@
+"""Read and compare the parameter groups of an optimizer, and apply changed options to a restored one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# Options that say how a step is computed, not what: no state belongs to them.
+_IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a parameter group was built with.
+
+    Attributes:
+        parameters: the names of its parameters, in its order.
+        rate: its base learning rate.
+        options: the optimizer's other options.
+    """
+
+    parameters: list[str]
+    rate: float
+    options: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        options = {name: _plain(value) for name, value in self.options.items()}
+        return {"parameters": self.parameters, "learning_rate": self.rate, "options": options}
+
+
+@dataclass(frozen=True)
+class GroupChange:
+    """One value of one group that the arguments of now make another.
+
+    Attributes:
+        group: place of the group.
+        name: `learning_rate`, or an option.
+        then: what the arguments of the checkpoint made it.
+        now: what those of now make it.
+    """
+
+    group: int
+    name: str
+    then: Any
+    now: Any
+
+
+def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]:
+    """Return the groups of an optimizer that was just built, and its schedule with it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        Group(
+            [names.get(id(parameter), "") for parameter in group["params"]],
+            float(group.get("initial_lr", group["lr"])),
+            {name: group[name] for name in optimizer.defaults if name in group and name not in ("lr", "params")},
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def compare_groups(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> list[GroupChange]:
+    """Return what differs between the groups of a checkpoint's settings and those of now.
+
+    Raises:
+        ValueError: the same parameters come in another order, by which an optimizer tells their states apart.
+    """
+    _check_order(then, now)
+    changes = []
+    for place, (old, group) in enumerate(zip(then, now, strict=False)):  # other numbers of groups: torch refuses them
+        if old["learning_rate"] != group.rate:
+            changes.append(GroupChange(place, "learning_rate", old["learning_rate"], group.rate))
+        for name, value in group.options.items():
+            if name in old["options"] and old["options"][name] != _plain(value):
+                changes.append(GroupChange(place, name, old["options"][name], value))
+    return changes
+
+
+def apply_options(optimizer: torch.optim.Optimizer, changes: Sequence[GroupChange]) -> None:
+    """Give a restored optimizer the options that changed; learning rates are the schedule's affair.
+
+    Raises:
+        ValueError: an option needs a state of each parameter that the checkpoint does not hold.
+    """
+    changes = [change for change in changes if change.name != "learning_rate"]
+    for change in changes:
+        optimizer.param_groups[change.group][change.name] = change.now
+    for change in changes:
+        if change.name not in (*_IMPLEMENTATION_OPTIONS, "weight_decay"):
+            _check_state_suffices(optimizer, change)
+    if any(change.name in _IMPLEMENTATION_OPTIONS for change in changes):
+        optimizer.load_state_dict(optimizer.state_dict())  # where the count of steps lies depends on these
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's learning rate, in place where it is a tensor."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def check_state_shapes(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise where what an optimizer of torch remembers of a parameter has another shape than the parameter.
+
+    Raises:
+        ValueError: the message names the first such parameter.
+    """
+    if type(optimizer) not in _SHAPED_AS_PARAMETERS:
+        return
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the optimizer's state does not fit the model: {key} of {name} has the shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}; resume with the model that it was "
+                    "saved with, its parameters in the same order"
+                )
+
+
+_SHAPED_AS_PARAMETERS = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+
+def _check_order(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> None:
+    old = [name for group in then for name in group["parameters"]]
+    new = [name for group in now for name in group.parameters]
+    if old == new or sorted(old) != sorted(new):  # other names altogether: the model's own state tells
+        return
+    before, after = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+    raise ValueError(
+        f"the optimizer's state is kept by the order of the parameters, and {after} comes where {before} came when it "
+        "was saved; give the model its layers, and the optimizer its parameter groups, in the order of then"
+    )
+
+
+def _check_state_suffices(optimizer: torch.optim.Optimizer, change: GroupChange) -> None:
+    group = optimizer.param_groups[change.group]
+    # What the change adds to a state: what else a trial's holds may depend on a parameter's shape.
+    before = _state_names(type(optimizer), {**group, change.name: change.then})
+    needed = _state_names(type(optimizer), group) - before
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter)
+        if state and (missing := sorted(needed - set(state))):
+            raise ValueError(
+                f"{change.name}: {change.then} -> {change.now} needs {' and '.join(missing)} of every parameter, which "
+                f"the checkpoint does not hold; resume with {change.name}={change.then}"
+            )
+
+
+def _state_names(kind: Callable[..., torch.optim.Optimizer], group: Mapping[str, Any]) -> set[str]:
+    """Return the names of what an optimizer remembers of a parameter, as one of its kind does after a step."""
+    taken = set(inspect.signature(kind).parameters) - {"params", "lr", *_IMPLEMENTATION_OPTIONS}
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.zeros(2, 2)
+    try:
+        trial = kind([parameter], lr=0.0, **{name: value for name, value in group.items() if name in taken})
+        trial.step()
+    except Exception:  # one that is built otherwise cannot be asked
+        return set()
+    return set(trial.state[parameter])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

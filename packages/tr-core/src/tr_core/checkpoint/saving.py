@@ -1,0 +1,243 @@
+"""Save models, checkpoints, metrics and the trainer's state to the output folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from tr_core import plugins
+from tr_core.callbacks.evaluation_weights import evaluation_weights, optimizer_in_evaluation, weight_parts
+from tr_core.checkpoint.adapters import adapter_parts, is_adapter, write_adapter_config
+from tr_core.loss import takes_argument
+from tr_core.model import model_part
+from tr_core.model_io import base_model
+from tr_core.protocols import Checkpointer, Stateful
+from tr_core.runtime.run_context import original_use_cache
+from tr_log.formatting import printable
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer.trainer import Trainer
+
+WEIGHTS_NAME = "model.safetensors"
+
+
+def build_checkpointer(trainer: Trainer) -> Checkpointer:
+    """Return the checkpointer that the arguments name.
+
+    Raises:
+        ValueError: none of that name is installed; the message says what to install, or how to do without.
+    """
+    args = trainer.args
+    try:
+        factory = plugins.load("tr.checkpointers", str(args.checkpointer))
+    except plugins.PluginError as error:
+        raise ValueError(
+            f"{error}. Checkpoints are asked for by save_strategy={str(args.save_strategy)!r}; to train without them "
+            "set save_strategy='no'"
+        ) from error
+    return factory(args, trainer.strategy)
+
+
+def checkpointer_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments that a checkpointer is made of: where one of them changes, another one is made."""
+    names = ("checkpointer", "output_dir", "save_total_limit", "save_keep_every", "save_async", "save_on_each_node")
+    return {name: getattr(args, name) for name in names}
+
+
+def save_model(trainer: Trainer, folder: Path) -> None:
+    """Write weights in safetensors, configuration and tokenizer; rank 0 writes, all ranks call."""
+    strategy = trainer.strategy
+    with evaluation_weights(trainer), original_use_cache(trainer):
+        state = strategy.whole_state(trainer.model_wrapped)
+        if strategy.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            model = trainer.model
+            save_pretrained: Any = getattr(model, "save_pretrained", None)
+            if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
+                save_pretrained(str(folder), state_dict=state)
+            elif save_pretrained is not None and _holds(model, state):
+                save_pretrained(str(folder))
+            else:
+                save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
+            save_companions(trainer, folder)
+    strategy.barrier()
+
+
+def save_companions(trainer: Trainer, folder: Path) -> None:
+    """Write what belongs to a model beside its weights: configuration, tokenizer, and the arguments as JSON."""
+    model = trainer.model
+    # The configuration of a model inside an adapter wrapper is not the wrapper's: beside an adapter it would have
+    # from_pretrained look for the weights of the whole model.
+    owner = model if base_model(model) is model else None
+    for companion in (
+        getattr(owner, "config", None),
+        getattr(owner, "generation_config", None),
+        _processor(trainer),
+    ):
+        save = getattr(companion, "save_pretrained", None)
+        if callable(save):
+            with original_use_cache(trainer):
+                save(str(folder))
+    (folder / "training_args.json").write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
+
+
+def _processor(trainer: Trainer) -> Any:
+    """Return the tokenizer or processor of the model: the Trainer's, or the one that only its collator knows."""
+    if trainer.processing_class is not None:
+        return trainer.processing_class
+    names = ("processing_class", "processor", "tokenizer", "feature_extractor", "image_processor")
+    held = (getattr(trainer.data_collator, name, None) for name in names)
+    return next((each for each in held if callable(getattr(each, "save_pretrained", None))), None)
+
+
+def save_checkpoint(trainer: Trainer, run: Run) -> None:
+    """Save everything that the run needs to go on from here, through the checkpointer."""
+    state = trainer.state
+    checkpointer = trainer.checkpointer()
+    run.collect_window(state)
+    run.has_saved = True
+    run.ends_epoch_early = trainer.control.should_epoch_stop and not run.is_at_epoch_end
+    best = state.best_global_step
+    if best is not None:
+        _record_best_checkpoint(trainer, checkpointer, best)
+    parts = checkpoint_parts(trainer, run)
+    if trainer.args.save_only_model:
+        parts = {name: parts[name] for name in (*model_parts(trainer), *weight_parts(trainer), "trainer_state")}
+
+    def write_extra(path: Path) -> None:
+        save_companions(trainer, path)
+        if is_adapter(trainer.model):
+            write_adapter_config(trainer.model, path)
+
+    # An optimizer with two sets of weights is saved with those to judge, so that they can be loaded as the best.
+    with optimizer_in_evaluation(trainer):
+        checkpointer.save(
+            state.global_step,
+            parts,
+            write_extra=write_extra,
+            protected=() if best is None else (best,),
+            on_commit=partial(_report_checkpoint, trainer, step=state.global_step),
+        )
+
+
+def _record_best_checkpoint(trainer: Trainer, checkpointer: Checkpointer, best: int) -> None:
+    state = trainer.state
+    try:
+        if best == state.global_step or best in checkpointer.steps():
+            state.best_model_checkpoint = str(checkpointer.path(best))
+    except ValueError as error:  # one that cannot be read now must not keep the run from saving
+        trainer.logger.warning("where the checkpoint of the best step %d is was not looked up: %s", best, error)
+
+
+def _report_checkpoint(trainer: Trainer, folder: Path, *, step: int) -> None:
+    """Say that a checkpoint is complete; with `save_async` that is later than its step, in the thread that wrote it."""
+    trainer.logger.info("saved checkpoint %s", folder)
+    trainer.callback_handler.announce(folder, step)
+
+
+def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
+    """Name everything stateful of a run: this dict is what a checkpoint holds, and nothing else is.
+
+    Raises:
+        ValueError: a callback gives a part the name of one of these.
+    """
+    others = trainer.strategy.stateful(trainer.model_wrapped, run.optimizer)
+    del others["model"]
+    parts = {
+        # Restored first, for it tells whether the others fit.
+        **({} if run.settings is None else {"settings": run.settings}),
+        **model_parts(trainer),
+        **others,
+        "scheduler": run.schedule,
+        "rng": trainer.random_state,
+        "run": run,
+        "callbacks": trainer.callback_handler,
+        "trainer_state": trainer.state,
+    }
+    weights = weight_parts(trainer)
+    if taken := sorted(set(weights) & set(parts)):
+        raise ValueError(f"a callback gives its part of the checkpoint the name {taken[0]!r}, which is taken")
+    return {**parts, **weights}
+
+
+def model_parts(trainer: Trainer) -> dict[str, Stateful]:
+    """Return what holds the model in a checkpoint, by name: all of it, or what an adapter leaves to be trained."""
+    model = model_part(trainer)
+    return adapter_parts(trainer.model, model) if is_adapter(trainer.model) else {"model": model}
+
+
+def find_hub(callbacks: Sequence[Any], args: Any) -> Any:
+    """Return the callback that pushes to the Hub, or a new one where the run has none."""
+    pushing = (callback for callback in callbacks if callable(getattr(callback, "push_to_hub", None)))
+    return next(pushing, None) or plugins.load("tr.callbacks", "hub")(args)
+
+
+def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:
+    """Write `<split>_results.json`, and merge the metrics into `all_results.json` if `combined`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / f"{split}_results.json", metrics)
+    if combined:
+        merged = folder / "all_results.json"
+        earlier = json.loads(merged.read_text(encoding="utf-8")) if merged.exists() else {}
+        _write_json(merged, {**earlier, **metrics})
+
+
+def format_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics as people read them: run times as h:m:s, operations in GF, numbers to four places."""
+    readable: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if name.endswith("_runtime"):
+            minutes, seconds = divmod(value, 60)
+            hours, minutes = divmod(int(minutes), 60)
+            readable[name] = f"{hours}:{minutes:02d}:{seconds:05.2f}"
+        elif name == "total_flos":
+            readable[name] = f"{value / 2**30:.0f}GF"
+        elif "_mem_" in name:
+            readable[name] = f"{value >> 20}MB"
+        else:
+            readable[name] = round(value, 4) if isinstance(value, float) else value
+    return readable
+
+
+def metric_lines(readable: dict[str, Any]) -> list[str]:
+    """Return one aligned line for each of the metrics that `format_metrics` returned, sorted by name."""
+    texts = {printable(name): printable(str(value)) for name, value in readable.items()}
+    names, values = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
+    return [f"  {name:<{names}} = {texts[name]:>{values}}" for name in sorted(texts)]
+
+
+def _holds(model: Any, state: dict[str, Any]) -> bool:
+    """Whether a model's own weights are those of `state` and whole, so that a method of its own can write them."""
+    # Not by its state_dict(): under a strategy that is an exchange, and this is rank 0 alone.
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    return all(
+        name in own and not hasattr(own[name], "full_tensor") and own[name].shape == tensor.shape
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _without_aliases(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Keep one name of each tensor that several names share: tied weights are tied again by the module."""
+    seen: set[tuple[Any, ...]] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        kept[name] = tensor.detach().contiguous()
+    return kept

@@ -1,0 +1,118 @@
+"""Continue a learning-rate schedule in a resumed run.
+
+It is either the current function at the current position, or the saved state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from tr_core.checkpoint.optimizer_groups import Group, GroupChange, set_rate
+from tr_core.optim.greedy import GreedyLR
+
+# Functions of the number of steps, and those that remember evaluations. Any other schedule is the user's own affair.
+_FUNCTIONS = (LambdaLR,)
+_FOLLOWING = (ReduceLROnPlateau, GreedyLR)
+
+
+def is_function(schedule: LRScheduler) -> bool:
+    """Whether a schedule's rates are a function of the number of steps."""
+    return type(schedule) in _FUNCTIONS
+
+
+def is_known(schedule: LRScheduler) -> bool:
+    """Whether it is known what a changed argument means for a schedule."""
+    return type(schedule) in (*_FUNCTIONS, *_FOLLOWING)
+
+
+def describe_schedule(schedule: LRScheduler) -> dict[str, Any]:
+    """Return the kind of a schedule that was just built, and its options, as JSON has them."""
+    held = vars(schedule).items() if type(schedule) in _FOLLOWING else ()
+    options = {name: value for name, value in held if not name.startswith("_") and _is_plain(value)}
+    return {"kind": type(schedule).__name__, "options": options}
+
+
+def load_as_saved(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Give a schedule a saved state as it is.
+
+    Raises:
+        ValueError: it is the state of a schedule of another kind.
+    """
+    for kind, sign in ((LambdaLR, "lr_lambdas"), (ReduceLROnPlateau, "num_bad_epochs")):
+        if isinstance(schedule, kind) != (sign in state):
+            raise ValueError(
+                f"the checkpoint's schedule is of another kind than {type(schedule).__name__}, which the arguments "
+                "make now; resume with the lr_scheduler_type of then"
+            )
+    schedule.load_state_dict(dict(state))
+
+
+def continue_function(
+    schedule: LambdaLR, state: Mapping[str, Any] | None, rates: Sequence[GroupChange], place: int | None
+) -> None:
+    """Go on with a function of the steps.
+
+    Args:
+        schedule: as the arguments of now make it.
+        state: that of the checkpoint; None where its schedule was of another kind.
+        rates: base learning rates that changed.
+        place: steps of the schedule that count as done; None leaves schedule and rates as they were saved.
+    """
+    if state is not None:
+        load_as_saved(schedule, state)
+    for change in rates:
+        schedule.base_lrs[change.group] = change.now
+    if place is None:
+        return
+    schedule.last_epoch = place
+    schedule._step_count = place + 1
+    groups = schedule.optimizer.param_groups
+    for group, base, function in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["initial_lr"] = base
+        set_rate(group, float(base) * function(place))
+    schedule._last_lr = [group["lr"] for group in groups]
+
+
+def continue_following(
+    schedule: ReduceLROnPlateau,
+    state: Mapping[str, Any] | None,
+    rates: Sequence[GroupChange],
+    options_then: Mapping[str, Any],
+) -> None:
+    """Go on with a schedule that remembers evaluations; rates that it has lowered stay lower by the same factor.
+
+    Args:
+        schedule: as the arguments of now make it.
+        state: that of the checkpoint; None has it begin anew, at the rates as they are.
+        rates: base learning rates that changed.
+        options_then: what the arguments of the checkpoint made its options.
+    """
+    made = dict(vars(schedule))
+    if state is not None:
+        load_as_saved(schedule, state)
+        changed = {n: v for n, v in options_then.items() if n in made and _is_plain(made[n]) and made[n] != v}
+        vars(schedule).update({name: made[name] for name in changed})
+        schedule._init_is_better(schedule.mode, schedule.threshold, schedule.threshold_mode)
+    groups = schedule.optimizer.param_groups
+    for change in rates:
+        group = groups[change.group]
+        rate = float(group["lr"])  # sync: at a resume, where an optimizer keeps its rates on the device
+        set_rate(group, rate * (change.now / change.then) if change.then else change.now)
+    schedule._last_lr = [group["lr"] for group in groups]
+
+
+def begin_at_base(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
+    """Set the rates that a new schedule begins with."""
+    for group, made in zip(optimizer.param_groups, groups, strict=True):
+        set_rate(group, made.rate)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))

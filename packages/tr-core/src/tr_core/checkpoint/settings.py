@@ -1,0 +1,260 @@
+"""Save what a run is trained with, and compare it with the settings of a resumed run.
+
+A checkpoint of an adapter does not hold the frozen weights under it. A fingerprint of them tells whether they are those
+that the adapter was trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tr_args.fields.evaluation import LoggingFields
+from tr_args.fields.saving import HubFields, SavingFields
+from tr_args.fields.training import ScriptFields
+from tr_core.checkpoint.adapters import is_adapter
+from tr_core.checkpoint.optimizer_groups import read_groups
+from tr_core.checkpoint.schedule_state import describe_schedule
+from tr_core.data.loaders import has_length
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer.trainer import Trainer
+
+FORMAT = 1
+
+# Arguments that change no number of a run, beside whole groups of them. Every other one is compared.
+_NO_NUMBERS = {
+    "output_dir",
+    "overwrite_output_dir",
+    "max_time",
+    "fast_dev_run",
+    "skip_memory_metrics",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+    "ddp_backend",
+    "ddp_timeout",
+    "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb",
+    "ddp_static_graph",
+    "local_rank",
+    "debug",
+    "torch_empty_cache_steps",
+    "auto_find_batch_size",
+}
+_NO_NUMBERS |= {
+    field.name for group in (HubFields, LoggingFields, SavingFields, ScriptFields) for field in fields(group)
+}
+# And those of such groups that do.
+_NO_NUMBERS -= {"on_nonfinite", "metric_for_best_model", "greater_is_better"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One argument, or figure of the run, that is another than when the checkpoint was saved.
+
+    Attributes:
+        name: what it is called.
+        then: its value in the checkpoint.
+        now: its value now.
+    """
+
+    name: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_shown(self.then)} -> {_shown(self.now)}"
+
+
+class Settings:
+    """What a run is trained with, as the part `settings` of its checkpoints: plain JSON, without secrets.
+
+    Args:
+        trainer: what trains.
+        run: the call of `train` that begins; its optimizer and schedule were just built.
+
+    Attributes:
+        groups: the optimizer's parameter groups, as they were built.
+        steps: optimizer steps that the schedule was built for.
+        saved: what a checkpoint holds; None before one was restored, and where it holds none.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self._trainer, self._run = trainer, run
+        self.groups = read_groups(run.optimizer, trainer.model)
+        self.steps = run.plan.max_steps
+        self.saved: dict[str, Any] | None = None
+        self._described, self._schedule = run.schedule, describe_schedule(run.schedule)
+        self._frozen: dict[str, Any] | None = None
+
+    def note_changes(self) -> None:
+        """Take in groups that were added to the optimizer, and another schedule, since the run began."""
+        self.groups += read_groups(self._run.optimizer, self._trainer.model)[len(self.groups) :]
+        if self._run.schedule is not self._described:  # one that has made steps is not as it was built
+            self._described, self._schedule = self._run.schedule, describe_schedule(self._run.schedule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it. The first call reads the frozen weights of a model with an adapter."""
+        trainer, run = self._trainer, self._run
+        if self._frozen is None:
+            self._frozen = _fingerprint_of(trainer)
+        return {
+            "format": FORMAT,
+            "arguments": shaping_arguments(trainer.args),
+            "figures": figures(trainer),
+            "groups": [group.plain() for group in self.groups],
+            "optimizer": type(run.optimizer).__name__,
+            "schedule": self._schedule,
+            "steps": self.steps,
+            "samples_per_step": run.plan.per_step,
+            "is_between_passes": run.position.samples == 0 or run.is_pass_complete(),
+            "frozen": self._frozen,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Take over what a checkpoint holds.
+
+        Raises:
+            ValueError: its optimizer state, or its adapter, cannot be that of this run.
+        """
+        kind, args = type(self._run.optimizer).__name__, self._trainer.args
+        if state_dict["optimizer"] != kind:
+            then = state_dict["arguments"].get("optim")
+            raise ValueError(
+                f"its optimizer was {state_dict['optimizer']} (optim={then!r}) and is {kind} now "
+                f"(optim={str(args.optim)!r}): what the one remembers means nothing to the other. Resume with the "
+                "optimizer of then, or begin a new run from the weights in the checkpoint"
+            )
+        own, saved = ([group.parameters for group in self.groups], [g["parameters"] for g in state_dict["groups"]])
+        if len(saved) > len(own) and saved[: len(own)] == own:
+            raise ValueError(
+                f"its optimizer had {len(saved)} parameter groups, and this run's has {len(own)}: groups that were "
+                "added during the run have to be there when it resumes; add them in an override of create_optimizer, "
+                "or to what create_optimizer() returns before train()"
+            )
+        self._frozen = _fingerprint_of(self._trainer)
+        check_fingerprint(state_dict["frozen"], self._frozen)
+        self.saved = state_dict
+
+    def differences(self) -> list[Difference]:
+        """Return what differs from the checkpoint that was restored, in the order of the arguments."""
+        if self.saved is None:
+            return []
+        then = {**self.saved["arguments"], **self.saved["figures"]}
+        now = {**shaping_arguments(self._trainer.args), **figures(self._trainer)}
+        # An argument that only one of two versions has is not known to have changed.
+        return [Difference(name, then[name], now[name]) for name in now if name in then and then[name] != now[name]]
+
+
+def shaping_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments that the numbers of a run depend on, as JSON has them; secret ones are not among them."""
+    passed_over = _NO_NUMBERS if args.eval_strategy == "steps" else {*_NO_NUMBERS, "eval_steps"}
+    return {name: value for name, value in args.to_dict().items() if name not in passed_over}
+
+
+PROCESSES, SAMPLES = "number of processes", "samples of the training data"
+
+
+def figures(trainer: Trainer) -> dict[str, Any]:
+    """Return what else the numbers of a run depend on: how many processes and samples there are."""
+    dataset: Any = trainer.train_dataset
+    if dataset is None or isinstance(dataset, dict):
+        dataset = getattr(trainer.loaders["train_dataloader"], "dataset", None)
+    return {PROCESSES: trainer.strategy.world_size, SAMPLES: len(dataset) if has_length(dataset) else None}
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _fingerprint_of(trainer: Trainer) -> dict[str, Any] | None:
+    """Return what tells the weights under an adapter from others. Collective where they are divided."""
+    gathered = getattr(trainer.strategy, "gathered", None)
+    return fingerprint(trainer.model) if gathered is None else fingerprint(trainer.model, gathered)
+
+
+# Bytes that are looked at together, a multiple of 8: what is made of them takes three times as much, and on a CPU stays
+# in its cache.
+_CHUNK_BYTES = {"cpu": 1 << 20}
+_CHUNK_BYTES_ELSEWHERE = 1 << 26
+# Constants of splitmix64, as signed numbers.
+# Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", figure 16.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+def fingerprint(
+    model: nn.Module, gathered: Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]] = nullcontext
+) -> dict[str, Any] | None:
+    """Return what tells the frozen weights of a model with an adapter from others; None for any other model.
+
+    Every byte counts. Weights are summed where they lie, so this takes one pass over them and one read.
+
+    Args:
+        model: with or without an adapter.
+        gathered: gives one parameter whole, for as long as its block lasts; collective where ranks have shards.
+    """
+    if not is_adapter(model):
+        return None
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    digest = hashlib.sha256()
+    shapes, sums = [], []
+    for parameter in frozen.values():
+        with gathered(parameter) as whole:
+            shapes.append(whole.shape)
+            sums.append(_checksum(whole.detach()))
+    for (name, parameter), shape, value in zip(frozen.items(), shapes, sums, strict=True):
+        # Where an adapter sits, the module is one level down: which adapter it is, is told elsewhere.
+        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        # sync: once a run, and not in a step
+        digest.update(f"{name} {parameter.dtype} {tuple(shape)} {value.tolist()}\n".encode())
+    count = sum(shape.numel() for shape in shapes)
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in frozen.values()})
+    return {"digest": digest.hexdigest(), "weights": count, "dtypes": kinds}
+
+
+def check_fingerprint(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+    """Raise where an adapter would go on upon other weights than those that it was trained on.
+
+    Raises:
+        ValueError: the message says what is known of the difference.
+    """
+    if then is None or now is None or then["digest"] == now["digest"]:
+        return
+    figures = [f"{side['weights']:,} of {', '.join(side['dtypes'])}" for side in (then, now)]
+    what = f"{figures[0]} then, {figures[1]} now" if figures[0] != figures[1] else f"{figures[0]}, with other values"
+    raise ValueError(
+        f"the frozen weights under the adapter are not those that it was trained on ({what}), and the checkpoint does "
+        "not hold them; give the base model, its revision and its dtype of then, with the same layers frozen"
+    )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of a tensor's bits, each 8 bytes mixed with their place: one 64-bit number where it lies.
+
+    Mixed, because weights that all change by as much, or blocks that change places, cancel in a plain weighted sum.
+    """
+    if tensor.device.type not in ("cpu", "cuda"):  # others lack views of 64-bit integers
+        tensor = tensor.cpu()
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    start = 0
+    for chunk in data.split(_CHUNK_BYTES.get(tensor.device.type, _CHUNK_BYTES_ELSEWHERE)):
+        words = torch.cat([chunk, chunk.new_zeros(-len(chunk) % 8)]).view(torch.int64)
+        words += torch.arange(start, start + len(words), device=tensor.device).mul_(_GOLDEN)
+        for shift, factor in _MIXING:
+            words ^= words >> shift
+            words *= factor
+        total += words.sum()
+        start += len(words)
+    return total

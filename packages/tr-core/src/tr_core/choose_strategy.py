@@ -1,0 +1,125 @@
+"""Choose the strategy that the arguments and the launcher ask for.
+
+Arguments that the launcher set are logged. A launch is refused if it started fewer processes than requested. Whether
+XLA is needed is found out without loading torch_xla, which would occupy the device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tr_args.launcher_settings import filled_by_launcher
+from tr_args.process import read_topology
+from tr_core import plugins
+from tr_core.protocols import Strategy
+from tr_core.single_device import choose_device
+from tr_log import get_logger, info_once
+
+
+def choose_strategy(args: Any) -> Strategy:
+    """Return the strategy called `args.strategy`.
+
+    `auto` is `deepspeed` where there is a configuration for it, `xla` where a TPU is (see `belongs_on_xla`), `fsdp`
+    where the arguments say how to shard, else `ddp` under a launcher of several processes, else `mps` on a Mac's GPU if
+    that is installed, else `single`.
+
+    Raises:
+        tr_core.plugins.PluginError: it is not installed.
+        ValueError: `single` was asked for, but a launcher started several processes; or a launcher was asked for
+            several and started one; or `parallelism_config` is for another number of them.
+    """
+    return plugins.load("tr.strategies", _name(args))(args)
+
+
+def _name(args: Any) -> str:
+    name = str(args.strategy)
+    sizes = args.parallelism_config or {}
+    world_size = read_topology().world_size if os.environ.get("WORLD_SIZE") != "" else 1
+    if name == "auto":
+        sharded = "deepspeed" if args.deepspeed else "xla" if belongs_on_xla(args) else "fsdp" if args.fsdp else ""
+        name = sharded or ("ddp" if world_size > 1 else _of_one_process(args))
+    if world_size == 1:
+        check_processes_started(os.environ)
+    if sizes and math.prod(sizes.values()) != world_size:
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"parallelism_config spreads samples over {shown} processes, and {world_size} were started (WORLD_SIZE); "
+            "start as many as their product, or leave it out"
+        )
+    if name == "single" and world_size > 1:
+        raise ValueError(
+            f"strategy='single' in one of {world_size} processes (WORLD_SIZE) would train {world_size} unrelated "
+            "models; start one process, or set strategy='auto' or 'ddp'"
+        )
+    return name
+
+
+def _of_one_process(args: Any) -> str:
+    is_on_mac = choose_device(args.use_cpu).type == "mps"
+    return "mps" if is_on_mac and "mps" in plugins.available("tr.strategies") else "single"
+
+
+logger = get_logger(__name__)
+
+
+def log_launcher_settings(args: Any) -> None:
+    """Log, once, the arguments that were silent and follow the launcher's variables."""
+    if filled := filled_by_launcher(args):
+        listed = ", ".join(f"{name}={getattr(args, name)!r} ({variable})" for name, variable in filled.items())
+        info_once(logger, "the launcher set what the arguments leave open: %s", listed)
+
+
+def check_processes_started(environ: Mapping[str, str]) -> None:
+    """Raise where `accelerate launch` was asked for several processes and started one, as it does without GPUs.
+
+    Raises:
+        ValueError: the message says how to start them.
+    """
+    is_launched = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_PORT" in environ
+    if is_launched and "RANK" not in environ and "WORLD_SIZE" not in environ:
+        raise ValueError(
+            "accelerate launch was asked for several processes (it set MASTER_PORT), but it started one, as it does "
+            "where it finds no GPUs; start them with accelerate launch --multi_gpu, or with trainer launch --nproc N"
+        )
+
+
+_FALSE_VALUES = ("0", "false", "f", "no", "n", "off")
+_GOOGLE_PCI_VENDOR = "0x1ae0"
+# PCI numbers of TPUs: v2 and v3, two for tests, v4, v5e, v6e, v7x.
+_TPU_PCI_DEVICES = ("0x0027", "0x0056", "0x0062", "0x005e", "0x0063", "0x006f", "0x0076")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def belongs_on_xla(args: Any, environ: Mapping[str, str] | None = None, devices: Path = _PCI_DEVICES) -> bool:
+    """Whether `strategy="auto"` is `xla`: `fsdp_config` says so, or torch_xla is there and a device for it.
+
+    That torch_xla can be imported is not enough: PJRT_DEVICE names a device, or the machine has a TPU. Neither counts
+    with `use_cpu` or USE_TORCH_XLA=0.
+
+    Args:
+        args: the training arguments.
+        environ: variables; None takes this process's.
+        devices: where the system lists its PCI devices.
+    """
+    if args.fsdp_config.get("xla"):
+        return True
+    environ = os.environ if environ is None else environ
+    if args.use_cpu or environ.get("USE_TORCH_XLA", "").lower() in _FALSE_VALUES or find_spec("torch_xla") is None:
+        return False
+    return bool(environ.get("PJRT_DEVICE")) or has_tpu(devices)
+
+
+def has_tpu(devices: Path = _PCI_DEVICES) -> bool:
+    """Whether this machine has a TPU, by the numbers of its PCI devices."""
+    for vendor in devices.glob("*/vendor"):
+        if (
+            vendor.read_text().strip() == _GOOGLE_PCI_VENDOR
+            and (vendor.parent / "device").read_text().strip() in _TPU_PCI_DEVICES
+        ):
+            return True
+    return False

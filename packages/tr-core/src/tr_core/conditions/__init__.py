@@ -1,1 +1,0 @@
-"""What surrounds a run and is undone after it: compilation, memory, precision."""

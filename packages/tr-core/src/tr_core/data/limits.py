@@ -1,0 +1,170 @@
+"""Limit a run to a part of its data: `overfit_batches` and `fast_dev_run`.
+
+`overfit_batches` repeats the first micro-batches of the training data in one order. `fast_dev_run` makes a step or two,
+and leaves no files.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from tr_core.data.batches import Batches, batches_of
+from tr_core.data.sampler import MicroBatch
+from tr_log import get_logger
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+class FirstBatches:
+    """Passes over the first micro-batches of other data: every pass is the beginning of that data's first pass.
+
+    What is drawn at random while they are loaded is the same in every pass too.
+
+    Args:
+        batches: passes over the whole data.
+        number: micro-batches of a pass; all of them where there are fewer.
+    """
+
+    def __init__(self, batches: Batches, number: int) -> None:
+        self._batches, self._number = batches, number
+        self.per_micro_batch = batches.per_micro_batch
+        whole, samples = batches.num_batches, batches.num_samples
+        self.num_batches = None if whole is None else min(whole, number)
+        self.num_samples = None if samples is None else min(samples, number * self.per_micro_batch)
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("the data has no length")
+        return self.num_batches
+
+    def remaining(self, position: int) -> int | None:
+        """Count the micro-batches of a pass after `position` samples; None where that cannot be known."""
+        left = self._batches.remaining(position)
+        return None if left is None else max(min(left, self._left(position)), 0)
+
+    def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a pass after `position` samples, whatever the pass."""
+        return islice(self._batches.iterate(0, position), max(self._left(position), 0))
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold for a later run to have the same order."""
+        return self._batches.order_state()
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Go on in the order of a saved `order_state`."""
+        self._batches.restore_order(state, position)
+
+    def place_state(self) -> Any:
+        """Return where this rank's data is in its pass, as the data itself says it."""
+        return self._batches.place_state()
+
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+        """Have the next pass begin at a place that was saved."""
+        self._batches.restore_place(places, rank, world_size, in_epoch=in_epoch)
+
+    def _left(self, position: int) -> int:
+        # Rounded up: a short micro-batch, which ends the pass, counts as one.
+        return self._number - -(-position // self.per_micro_batch)
+
+
+def training_batches(loader: Any, args: Any, world_size: int) -> Batches:
+    """Return the passes over a training loader, shortened to what `overfit_batches` says; the log says so too.
+
+    Raises:
+        ValueError: that is a share of data without a length.
+    """
+    batches = _limited_batches(loader, args, world_size)
+    if args.overfit_batches is not None:
+        number = args.overfit_batches if batches.num_batches is None else batches.num_batches
+        logger.info(
+            "overfit_batches=%s: every pass is the first %s micro-batches of the training data, in the same order%s",
+            args.overfit_batches,
+            number,
+            "" if args.eval_strategy == "no" else "; evaluations use them too",
+        )
+    return batches
+
+
+def evaluation_source(trainer: Trainer, eval_dataset: Any) -> Any:
+    """Return what an evaluation goes through: its loader, or where `overfit_batches` is set the training batches.
+
+    Args:
+        trainer: whose loaders are taken.
+        eval_dataset: as of `Trainer.evaluate`, and not a dict; data that is not the Trainer's own is always itself.
+    """
+    args = trainer.args
+    is_own = eval_dataset is None or isinstance(eval_dataset, str)
+    if args.overfit_batches is None or args.eval_strategy == "no" or not is_own:
+        return trainer.get_eval_dataloader(eval_dataset)
+    return _limited_batches(trainer.get_train_dataloader(), args, trainer.strategy.world_size)
+
+
+def _limited_batches(loader: Any, args: Any, world_size: int) -> Batches:
+    batches = batches_of(loader, args.train_batch_size, world_size, trains=True)
+    return (
+        batches
+        if args.overfit_batches is None
+        else FirstBatches(batches, _number_of_batches(args.overfit_batches, batches))
+    )
+
+
+def _number_of_batches(wanted: float, batches: Batches) -> int:
+    if wanted >= 1:
+        return int(wanted)
+    if batches.num_batches is None:
+        raise ValueError(
+            f"overfit_batches={wanted} is a share of the training data, which has no length; give a number of "
+            "micro-batches, such as overfit_batches=2"
+        )
+    return math.ceil(wanted * batches.num_batches)
+
+
+def dev_run_arguments(args: Any) -> Any:
+    """Return the arguments of the short run that `fast_dev_run` asks for, or `args` themselves without it.
+
+    They say: so many steps, each logged, evaluations from the first step on; no checkpoints, no resuming, no trackers,
+    no Hub, no best model at the end; and `output_dir` is a temporary folder, which goes with the returned object.
+    """
+    steps = int(args.fast_dev_run)
+    if not steps:
+        return args
+    trial, output_dir = copy.copy(args), args.output_dir
+    folder = tempfile.mkdtemp(prefix="fast_dev_run-")
+    changes = {
+        "output_dir": folder,
+        "max_steps": steps if args.max_steps <= 0 else min(steps, args.max_steps),
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "eval_delay": 0,
+        "save_strategy": "no",
+        "load_best_model_at_end": False,
+        "enable_jit_checkpoint": False,
+        "report_to": [],
+        "push_to_hub": False,
+    }
+    for name, value in changes.items():
+        setattr(trial, name, value)
+    weakref.finalize(trial, shutil.rmtree, folder, ignore_errors=True)
+    logger.info(
+        "fast_dev_run=%r: %d training steps, and as many batches of every evaluation and prediction; no checkpoints, "
+        "trackers, Hub or best model. %s is not touched: what is saved goes to a temporary folder",
+        args.fast_dev_run,
+        trial.max_steps,
+        output_dir,
+    )
+    return trial
+
+
+def dev_run_batches(batches: Any, args: Any) -> Any:
+    """Return the batches that an evaluation or prediction goes through: all, or as many as a trial run takes."""
+    return islice(batches, int(args.fast_dev_run)) if args.fast_dev_run else batches

@@ -1,0 +1,361 @@
+"""Choose which samples each micro-batch uses, in a seeded order or in the order of a user's sampler.
+
+The seeded order is a pure function of seed, epoch and position. All ranks share one order of the samples. A micro-batch
+of all ranks together is a contiguous part of that order, and each rank takes its slice of it. The position counts
+samples, so a run resumes at the same sample with another batch size or world size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from tr_core.data.length_grouping import LengthGrouping
+from tr_core.random_state import derive_seed, find_generators, read_states, separate_randomness, write_states
+from tr_log import get_logger
+
+logger = get_logger(__name__)
+
+
+class Slice(NamedTuple):
+    """One rank's share of a micro-batch.
+
+    Attributes:
+        start: first place of the share in the global order.
+        stop: one past its last place.
+        end: one past the last place of the micro-batch of all ranks: the position once it is consumed.
+        weight: what a mean over this share must be multiplied by, so that the mean over ranks is the mean over all
+            the micro-batch's samples; 1 but for a short last micro-batch that does not divide evenly.
+    """
+
+    start: int
+    stop: int
+    end: int
+    weight: float
+
+
+def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order of an epoch, int64 of shape (samples,): the one the reference Trainer uses for the same seed."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(num_samples, generator=generator)
+
+
+def num_micro_batches(num_samples: int, per_step: int, drop_last: bool) -> int:
+    """Count the micro-batches that `num_samples` make, `per_step` samples of all ranks in each."""
+    return num_samples // per_step if drop_last else -(-num_samples // per_step)
+
+
+def take_slice(index: int, start: int, num_samples: int, batch_size: int, rank: int, world_size: int) -> Slice:
+    """Return a rank's share of the `index`-th micro-batch after position `start`.
+
+    A full micro-batch gives each rank `batch_size` samples in a row. A short one is divided as evenly as can be; a
+    rank that would go empty repeats the first sample with weight 0, because every rank must take part in the step.
+    """
+    per_step = batch_size * world_size
+    begin = start + index * per_step
+    end = min(begin + per_step, num_samples)
+    count = end - begin
+    lower, upper = begin + rank * count // world_size, begin + (rank + 1) * count // world_size
+    if lower == upper:
+        return Slice(begin, begin + 1, end, 0.0)
+    return Slice(lower, upper, end, (upper - lower) * world_size / count)
+
+
+class Batch(list[int]):
+    """Indices of one micro-batch.
+
+    Attributes:
+        seed: seed for whatever is drawn while they are loaded.
+        epoch: the epoch that the data set is to be in; None leaves it as it is.
+    """
+
+    seed: int = 0
+    epoch: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to worker processes with the seed and the epoch."""
+        return _batch, (list(self), self.seed, self.epoch)
+
+
+def _batch(indices: list[int], seed: int, epoch: int | None) -> Batch:
+    batch = Batch(indices)
+    batch.seed, batch.epoch = seed, epoch
+    return batch
+
+
+class EpochSampler(Sampler[list[int]]):
+    """Batch sampler over one epoch's global order, for one rank, from any position.
+
+    Args:
+        num_samples: samples of the data set.
+        batch_size: samples per rank and micro-batch.
+        shuffle: permute by seed and epoch; else the data set's own order.
+        grouping: brings shuffled samples of similar length together.
+        seed: seed of the order and of what is drawn while loading.
+        drop_last: leave out a short last micro-batch.
+        rank: this process's number.
+        world_size: number of processes.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        grouping: LengthGrouping | None = None,
+    ) -> None:
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.grouping = grouping
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self.start = 0, 0
+        self._names_epoch = False
+
+    def seek(self, epoch: int, position: int = 0, *, names_epoch: bool = False) -> None:
+        """Make the next iteration begin at `position` samples into `epoch`, at no cost.
+
+        Args:
+            epoch: the epoch, from 0.
+            position: samples of all ranks.
+            names_epoch: have each micro-batch name the epoch, for a data set that follows it.
+        """
+        self.epoch, self.start, self._names_epoch = epoch, position, names_epoch
+
+    def __len__(self) -> int:
+        per_step = self.batch_size * self.world_size
+        return num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)
+
+    @property
+    def strategy(self) -> str:
+        """The order's name, as `train_sampling_strategy` has it."""
+        if not self.shuffle:
+            return "sequential"
+        return "random" if self.grouping is None else "group_by_length"
+
+    def order(self) -> torch.Tensor:
+        """Return all samples of the epoch in order, int64: the same on every rank, wherever the iteration begins."""
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        shuffled = permutation(self.num_samples, self.seed, self.epoch)
+        return shuffled if self.grouping is None else self.grouping.arrange(shuffled)
+
+    def drawn_from(self) -> dict[str, Any] | None:
+        """Return the states of generators that the order comes from; None where it is a function of the arguments."""
+        return None
+
+    def restore_drawn_from(self, state: Mapping[str, Any]) -> None:
+        """Take nothing: there is nothing to restore."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order().numpy()  # the same memory; as a list of numbers it would take 4 times as much
+        first_seed = derive_seed(self.seed, self.epoch)
+        size, total, rank, world_size = self.batch_size, self.num_samples, self.rank, self.world_size
+        for index in range(len(self)):
+            lower = self.start + index * size * world_size + rank * size
+            upper = lower + size
+            if upper + (world_size - rank - 1) * size > total:
+                lower, upper, *_ = take_slice(index, self.start, total, size, rank, world_size)
+            batch = Batch(order[lower:upper].tolist())
+            batch.seed = first_seed + lower
+            batch.epoch = self.epoch if self._names_epoch else None
+            yield batch
+
+
+class MicroBatch(NamedTuple):
+    """One rank's collated samples, still where the loader left them.
+
+    Attributes:
+        inputs: what the collator made, with host tensors.
+        weight: what a mean loss over it is multiplied by (see `Slice`).
+        end: position in the pass, in samples of all ranks, once it is consumed.
+        total: samples it holds for all ranks; None where only the ranks themselves know.
+    """
+
+    inputs: Any
+    weight: float
+    end: int
+    total: int | None
+
+
+class SampledBatches:
+    """A map-style data set in the Trainer's own order: any position costs the same.
+
+    Args:
+        loader: its batch sampler is `sampler`.
+        sampler: gives the order.
+        set_epoch: is given the number of each epoch before its first sample; None leaves the data as it is.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sampler: EpochSampler, set_epoch: Callable[[int], object] | None = None
+    ) -> None:
+        self._loader, self._sampler, self._set_epoch = loader, sampler, set_epoch
+        # A sampler of the user's own may draw from data that grows.
+        self._length = len(loader.dataset) if type(sampler) is EpochSampler else None  # type: ignore[arg-type]
+        sampler.seek(0)
+        self.num_batches: int | None = len(sampler)
+        self.per_micro_batch = sampler.batch_size * sampler.world_size
+        self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.per_micro_batch)
+
+    def remaining(self, position: int) -> int:
+        """Count the micro-batches of a pass after `position` samples."""
+        sampler = self._sampler
+        return num_micro_batches(max(sampler.num_samples - position, 0), self.per_micro_batch, sampler.drop_last)
+
+    def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a pass after `position` samples.
+
+        Raises:
+            ValueError: the data set has another length than when the run began.
+        """
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
+        self._check_length(epoch)
+        self._sampler.seek(epoch, position, names_epoch=self._set_epoch is not None)
+        sampler, full = self._sampler, self.per_micro_batch
+        for index, inputs in enumerate(self._loader):
+            begin = position + index * full
+            if begin + full <= sampler.num_samples:
+                yield MicroBatch(inputs, 1.0, begin + full, full)
+            else:
+                share = take_slice(0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size)
+                yield MicroBatch(inputs, share.weight, share.end, share.end - begin)
+
+    def _check_length(self, epoch: int) -> None:
+        if self._length is not None and (length := len(self._loader.dataset)) != self._length:  # type: ignore[arg-type]
+            raise ValueError(
+                f"the data set held {self._length} samples when the run began and holds {length} where epoch {epoch} "
+                f"begins; the order and the length of the run are those of {self._length}. Change its samples and keep "
+                "their number, override _get_train_sampler, which may draw from data that grows, or call train() again "
+                "with the changed data"
+            )
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what the order depends on beside the arguments that a resumed run may not change."""
+        grouping, drawn_from = self._sampler.grouping, self._sampler.drawn_from()
+        return {
+            "strategy": self._sampler.strategy,
+            "samples_per_step": None if grouping is None else grouping.samples_per_step,
+            **({} if drawn_from is None else {"drawn_from": drawn_from}),
+        }
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Go on in the order of a saved `order_state`, at `position` samples into a pass.
+
+        Raises:
+            ValueError: the pass was begun in another order than the arguments ask for now.
+        """
+        sampler, grouping = self._sampler, self._sampler.grouping
+        # Empty if the data was iterable then, or its loader the user's own.
+        saved = state.get("strategy", sampler.strategy)
+        if saved != sampler.strategy and position > 0 and self.remaining(position) > 0:
+            raise ValueError(
+                f"the checkpoint is {position} samples into a pass with train_sampling_strategy={saved!r}; going on "
+                f"with {sampler.strategy!r} would repeat samples and leave others out. Resume with {saved!r}"
+            )
+        if grouping is not None and state.get("samples_per_step") is not None:
+            sampler.grouping = LengthGrouping(grouping.lengths, state["samples_per_step"])
+        if state.get("drawn_from") is not None and saved == sampler.strategy:
+            sampler.restore_drawn_from(state["drawn_from"])
+
+    def place_state(self) -> dict[str, Any] | None:
+        """Return the states of generators that data set and collator have of their own, None where there are none."""
+        states = read_states(self._generators())
+        return {"generators": states} if states else None
+
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+        """Put back what data set and collator draw from themselves; any position is reached at once."""
+        place = places[rank] if len(places) == world_size else None
+        if place is None:
+            return
+        write_states(self._generators(), place["generators"])
+        if in_epoch and self._loader.num_workers:
+            logger.warning(
+                "data set or collator have random number generators of their own (%s), which worker processes have "
+                "copies of: the rest of this epoch draws other numbers than it would have. Draw from the global "
+                "generators, which are seeded for each micro-batch, or set dataloader_num_workers=0",
+                ", ".join(sorted(place["generators"])),
+            )
+
+    def _generators(self) -> dict[str, Any]:
+        return find_generators({"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn})
+
+
+class UserSampler(EpochSampler):
+    """Batch sampler over the order of another sampler, for one rank, from any position.
+
+    The other one is gone through anew for every epoch, with random numbers that depend on seed and epoch alone: so all
+    ranks have one order, and a resumed run has the one it had. A sampler with a generator of its own has its numbers
+    from there: the generator's state at the beginning of the epoch is part of a checkpoint. A sampler with `set_epoch`
+    is given the epoch.
+
+    Args:
+        sampler: gives indices of samples, and has a length.
+        batch_size: samples per rank and micro-batch.
+        **options: further arguments of `EpochSampler`.
+
+    Raises:
+        ValueError: the sampler has no length.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, **options: Any) -> None:
+        try:
+            count = len(sampler)
+        except TypeError:
+            raise ValueError(
+                f"{type(sampler).__name__}, which a sampler method of the Trainer returned, has no length; give it "
+                "__len__, the number of samples it goes through"
+            ) from None
+        super().__init__(count, batch_size, shuffle=True, **options)
+        self._sampler = sampler
+        self._begun: dict[str, Any] | None = None  # the epoch of the last order, and what it was drawn from
+
+    @property
+    def strategy(self) -> str:
+        """The order's name, in saved positions."""
+        return f"own: {type(self._sampler).__name__}"
+
+    def order(self) -> torch.Tensor:
+        """Return all samples of the epoch in order, int64.
+
+        Raises:
+            ValueError: they are more or fewer than the sampler's length.
+        """
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(self.epoch)
+        generators = find_generators(self._sampler)
+        if self._begun is not None and self._begun["epoch"] == self.epoch:
+            write_states(generators, self._begun["generators"])
+        else:
+            self._begun = {"epoch": self.epoch, "generators": read_states(generators)}
+        with separate_randomness(derive_seed(self.seed, self.epoch)):
+            indices = [int(index) for index in self._sampler]
+        if len(indices) != self.num_samples:
+            raise ValueError(
+                f"{type(self._sampler).__name__} gave {len(indices)} samples in epoch {self.epoch} and has the length "
+                f"{self.num_samples}; both must be the same"
+            )
+        return torch.tensor(indices, dtype=torch.int64)
+
+    def drawn_from(self) -> dict[str, Any]:
+        """Return the states of the sampler's own generators: of now, and of the beginning of the epoch."""
+        return {"begun": self._begun, "generators": read_states(find_generators(self._sampler))}
+
+    def restore_drawn_from(self, state: Mapping[str, Any]) -> None:
+        """Go on from the states that were saved."""
+        self._begun = state["begun"]
+        write_states(find_generators(self._sampler), state["generators"])
+
+
+def call_sampler_method(method: Callable[..., Any], dataset: Any) -> Any:
+    """Return what a `_get_train_sampler` or `_get_eval_sampler` gives; older ones take no data set."""
+    return method(dataset) if inspect.signature(method).parameters else method()

@@ -1,0 +1,348 @@
+"""Iterate over a loader that the user made, and resume inside its epoch with the same batches.
+
+A data set or loader with a `state_dict` of its own resumes from that, so that nothing is read twice. Any other one is
+read from the beginning of the epoch, and batches are skipped up to the position.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import fetch
+
+from tr_core.data.fetch import epoch_listeners
+from tr_core.data.sampler import MicroBatch
+from tr_core.random_state import RandomState, find_generators, read_states, write_states
+from tr_log import get_logger, progress
+
+logger = get_logger(__name__)
+
+_END = object()
+
+
+class EpochStart(TypedDict):
+    """What a loader draws its order from, right before it was iterated over.
+
+    Attributes:
+        epoch: the epoch.
+        host: the host's global generators.
+        generators: those that the loader holds, by the way to them.
+        workers_live: whether its worker processes were there already (`persistent_workers`).
+    """
+
+    epoch: int
+    host: dict[str, Any]
+    generators: dict[str, Any]
+    workers_live: bool
+
+
+class UserLoader:
+    """Epochs over a loader of the user's own: its order is its own.
+
+    A sampler draws its order from a global generator, or from one that the loader holds, when an epoch begins. So the
+    states of that moment belong to a checkpoint: they are put back, the loader is iterated over and its batches are
+    dropped up to the position, and then all else that draws goes on as it was at the save. A loader that knows its
+    place by a `state_dict` is put back there instead.
+
+    What cannot be repeated: an order drawn batch by batch from torch's global generator, which dropout draws from in
+    between; and what worker processes that live on (`persistent_workers`) draw themselves.
+
+    Args:
+        loader: anything that can be iterated over.
+        per_micro_batch: samples of all ranks in each of its batches.
+        follows_epoch: give a map-style data set with `set_epoch` the number of each epoch.
+    """
+
+    def __init__(self, loader: Any, per_micro_batch: int, *, follows_epoch: bool = False) -> None:
+        self._loader, self.per_micro_batch, self._follows_epoch = loader, per_micro_batch, follows_epoch
+        self._place, self._is_there, self._is_resumed = StatefulSource(loader), False, False
+        self._beginning: EpochStart | None = None
+        self._workers_lived = False  # at the save that the run goes on from
+        try:
+            self.num_batches: int | None = len(loader)
+        except TypeError:  # no length, or that of an iterable data set
+            self.num_batches = None
+        self.num_samples = None if self.num_batches is None else self.num_batches * per_micro_batch
+
+    def remaining(self, position: int) -> int | None:
+        """Count the micro-batches of an epoch after `position` samples; None where that cannot be known."""
+        if self.num_batches is None:
+            return None
+        return max(self.num_batches - position // self.per_micro_batch, 0)
+
+    def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch after `position` samples."""
+        self._set_epoch(epoch)
+        if self._is_there and position == 0:
+            self._come_to_the_end()
+        first, batches = self._begin(epoch, 0 if self._is_there else position // self.per_micro_batch)
+        while True:
+            inputs = first.pop() if first else self._next(batches, epoch, position)
+            if inputs is _END:
+                return
+            position += self.per_micro_batch
+            yield MicroBatch(inputs, 1.0, position, None)
+
+    def order_state(self) -> dict[str, Any]:
+        """Return nothing: what the order comes from is this rank's own, part of its place."""
+        return {}
+
+    def restore_order(self, state: Mapping[str, Any], position: int) -> None:
+        """Take nothing: there is nothing to restore."""
+
+    def place_state(self) -> dict[str, Any]:
+        """Return the loader's own state, where it has one, and the states of what it draws from."""
+        return {
+            "state": self._place.take(),
+            "beginning": self._beginning,
+            "generators": read_states(find_generators(self._loader)),
+            "workers_live": self._has_live_workers(),
+        }
+
+    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+        """Have the next epoch begin at this rank's place, or the epoch after a whole one draw as it would have."""
+        if len(places) != world_size:
+            if in_epoch:
+                logger.warning(
+                    "the checkpoint is inside an epoch of %d processes over a loader of your own, now there are %d: "
+                    "what its order was drawn from is another one's and is not restored, so that samples may be "
+                    "repeated or left out where the order is random",
+                    len(places),
+                    world_size,
+                )
+            return
+        place = places[rank]
+        if place is None or "beginning" not in place:  # of another kind of data
+            if in_epoch:
+                logger.warning(
+                    "the checkpoint does not hold what the order of your own loader was drawn from: the rest of this "
+                    "epoch has the samples that were left only where the order is not random"
+                )
+            return
+        self._workers_lived = place["workers_live"]
+        if in_epoch:
+            self._beginning, self._is_resumed = place["beginning"], True
+            if self._place.is_known and place["state"] is not None and _state_has_order(self._loader):
+                self._place.put_back(place["state"])  # it may draw
+                self._is_there = True
+        generators = find_generators(self._loader)
+        self._check_same(generators, place["generators"])
+        write_states(generators, place["generators"])
+
+    def _begin(self, epoch: int, skipped: int) -> tuple[list[Any], Iterator[Any]]:
+        """Return the batches after the first `skipped`, the first one perhaps apart.
+
+        An epoch that was begun before has the order that it had then.
+        """
+        beginning, is_resumed, is_there = self._beginning, self._is_resumed, self._is_there
+        self._is_resumed = self._is_there = False
+        generators = find_generators(self._loader)
+        if beginning is None or beginning["epoch"] != epoch:
+            if self._workers_lived:
+                self._have_workers(live=True)
+            states, live = read_states(generators), self._has_live_workers()
+            host = _host().state_dict()
+            self._beginning = EpochStart(epoch=epoch, host=host, generators=states, workers_live=live)
+            return [], _skip(iter(self._loader), skipped)
+        self._have_workers(live=beginning["workers_live"])
+        now, held = _all().state_dict(), read_states(generators)
+        _host().load_state_dict(beginning["host"])
+        write_states(generators, beginning["generators"])
+        batches = _skip(iter(self._loader), skipped)
+        # Samplers draw when their first index is asked for. What was put back to its place has done so already.
+        draws_at_first = not skipped and (not is_there or _skips_lazily(batches))
+        first = [next(batches, _END)] if draws_at_first else []
+        _all().load_state_dict(now)
+        if is_resumed:  # something else may draw from them too
+            write_states(generators, held)
+        return first, batches
+
+    def _next(self, batches: Iterator[Any], epoch: int, position: int) -> Any:
+        try:
+            return next(batches)
+        except StopIteration as stop:
+            if self._was_raised_by_data(stop):
+                raise RuntimeError(
+                    f"{self._where(epoch, position)}: the data set or the collator raised StopIteration, which ends "
+                    "the epoch there and would leave samples out; raise another error, such as IndexError"
+                ) from stop
+            return _END
+        except Exception as error:
+            error.add_note(f"raised in {self._where(epoch, position)}")
+            raise
+
+    def _where(self, epoch: int, position: int) -> str:
+        name = type(self._loader).__name__
+        return f"batch {position // self.per_micro_batch} of epoch {epoch} of a {name} of your own"
+
+    def _was_raised_by_data(self, stop: StopIteration) -> bool:
+        if not isinstance(self._loader, DataLoader) or isinstance(self._loader.dataset, IterableDataset):
+            return False
+        if "in DataLoader worker process" in str(stop):
+            return True
+        trace = stop.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == fetch.__file__:
+                return True
+            trace = trace.tb_next
+        return False
+
+    def _set_epoch(self, epoch: int) -> None:
+        listeners = _samplers(self._loader)
+        if self._follows_epoch:
+            inside = epoch_listeners(getattr(self._loader, "dataset", None))
+            listeners += inside
+            if inside and epoch and self._has_live_workers():
+                logger.warning(
+                    "the worker processes of your loader live on (persistent_workers=True) and keep the copy of the "
+                    "data set that they were started with: set_epoch(%d) does not reach it. Leave persistent_workers "
+                    "out, or have the Trainer build the loader",
+                    epoch,
+                )
+        for listener in {id(listener): listener for listener in listeners}.values():
+            listener.set_epoch(epoch)
+
+    def _come_to_the_end(self) -> None:
+        """Have a loader that was put back to the end of an epoch come to that end."""
+        self._iterate_apart()
+        self._is_there = False
+
+    def _iterate_apart(self) -> None:
+        """Begin to iterate over the loader, without a trace in what draws."""
+        now, generators = _all().state_dict(), find_generators(self._loader)
+        held = read_states(generators)
+        next(iter(self._loader), None)
+        _all().load_state_dict(now)
+        write_states(generators, held)
+
+    def _has_live_workers(self) -> bool:
+        loader = self._loader
+        is_kept = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0)
+        return bool(is_kept) and getattr(loader, "_iterator", None) is not None
+
+    def _have_workers(self, *, live: bool) -> None:
+        """Have worker processes that live on be there already, or not: the first iteration draws more than others."""
+        if live == self._has_live_workers():
+            return
+        if not live:
+            self._loader._iterator = None
+            return
+        logger.info(
+            "the worker processes of your loader live on (persistent_workers=True): what they draw at random went on "
+            "from epoch to epoch, and begins again in the resumed run. The order of the samples is what it was"
+        )
+        self._iterate_apart()
+
+    def _check_same(self, generators: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        if missing := sorted(set(saved) - set(generators)):
+            logger.warning(
+                "the loader of the saved run had random number generators at %s, this one has none there: what it "
+                "draws may be something else",
+                missing,
+            )
+
+
+def _host() -> RandomState:
+    return RandomState(torch.device("cpu"))
+
+
+def _all() -> RandomState:
+    """Return the state of the host and of the GPU in use: skipped batches may draw from both."""
+    return RandomState(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+
+
+def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:
+    """Draw and drop `number` batches, showing how far it is: this can take as long as the training did."""
+    for _ in progress(range(number), total=number, description="passing over data already used") if number else ():
+        next(batches, None)
+    return batches
+
+
+def _state_has_order(loader: Any) -> bool:
+    """Whether a loader's state has the order of its samples: torchdata's asks samplers without one to draw twice."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return all(
+        type(sampler).__module__.split(".")[0] in ("torch", "torchdata", "builtins") or hasattr(sampler, "state_dict")
+        for sampler in samplers
+    )
+
+
+def _skips_lazily(batches: Iterator[Any]) -> bool:
+    # torchdata passes over a sampler without a state by `islice`, which has not drawn the order yet.
+    return type(getattr(batches, "_sampler_iter", None)).__name__ == "islice"
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return what takes the number of the epoch: the loader, and its samplers inside each other."""
+    found, owner = [], loader
+    for _ in range(3):
+        found += [owner, getattr(owner, "sampler", None)]
+        owner = getattr(owner, "batch_sampler", None)
+    return [each for each in found if callable(getattr(each, "set_epoch", None))]
+
+
+# Parts of the `datasets` library whose state leaves out what waits in their buffer: samples would be lost.
+_LOSE_SAMPLES = ("BufferShuffled",)
+_INNER = "ex_iterable"
+
+
+class StatefulSource:
+    """The place of a data set or loader in its pass, by its own `state_dict` and `load_state_dict`.
+
+    Args:
+        source: data that may have these methods.
+
+    Attributes:
+        is_known: whether it can tell its place, and all of it.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._beginning = source, None
+        has_methods = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.is_known = has_methods and not _loses_samples(source)
+
+    def take(self) -> Any:
+        """Return the place after the last sample that was read; None where it is not known."""
+        if not self.is_known:
+            return None
+        try:
+            return copy.deepcopy(self._source.state_dict())
+        except Exception as error:  # accelerate's loaders have the method, and not always a state
+            self.is_known = False
+            logger.info(
+                "state_dict of %s raised %s (%s): a resumed run will read its data from the beginning of the epoch to "
+                "its place",
+                type(self._source).__name__,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def put_back(self, place: Any) -> None:
+        """Go to a place: the next iteration begins there."""
+        self._beginning = self.take()
+        self._source.load_state_dict(place)
+
+    def begin(self) -> None:
+        """Have the next iteration begin at the beginning: some data would begin at a place put back for ever."""
+        if self._beginning is not None:
+            self._source.load_state_dict(self._beginning)
+            self._beginning = None
+
+
+def _loses_samples(source: Any) -> bool:
+    inner = getattr(source, "_ex_iterable", None)
+    while inner is not None:
+        if type(inner).__name__.startswith(_LOSE_SAMPLES):
+            logger.info(
+                "the samples in the shuffle buffer of %s are not part of its state: a resumed run will read its data "
+                "from the beginning of the pass to its place, and go on with the same samples",
+                type(source).__name__,
+            )
+            return True
+        inner = getattr(inner, _INNER, None)
+    return False

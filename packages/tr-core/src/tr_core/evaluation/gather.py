@@ -1,0 +1,107 @@
+"""Map over the outputs of a model, and gather those of all ranks in the order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tr_core.protocols import Strategy
+
+PADDING = -100
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor inside tuples, lists and mappings; other leaves become None."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, list | tuple):
+        return tuple(map_tensors(function, item) for item in tree)
+    if hasattr(tree, "items"):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    return None
+
+
+def map_objects(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor inside tuples, lists and mappings, which keep their kind, as other leaves do."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, list | tuple):
+        items = [map_objects(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, Mapping):
+        return {key: map_objects(function, value) for key, value in tree.items()}
+    return tree
+
+
+def gather_tree(tree: Any, strategy: Strategy, count: int | None) -> Any:
+    """Join the rows of every tensor in a tree, as `gather_rows`; leaves that are no tensors become None."""
+    return None if tree is None else map_tensors(lambda tensor: gather_rows(tensor, strategy, count), tree)
+
+
+def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: bool) -> Any:
+    """Join a tree that holds other things than tensors: those become lists of all ranks' objects.
+
+    A list holds one object a sample; anything else that is no tensor is one object of its batch. Tuples and mappings
+    are gone through, tensors in them are joined as `gather_rows` does.
+
+    Args:
+        tree: this rank's outputs.
+        strategy: how to gather.
+        count: as in `gather_rows`.
+        counts: whether this rank's samples are its own; False where they only fill up.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, torch.Tensor):
+        return gather_rows(tree, strategy, count)
+    if isinstance(tree, tuple):
+        return tuple(gather_objects(item, strategy, count, counts) for item in tree)
+    if isinstance(tree, Mapping):
+        return {key: gather_objects(value, strategy, count, counts) for key, value in tree.items()}
+    # Pickled with its tensors: on the host, where every rank can take them.
+    mine = map_objects(lambda tensor: tensor.detach().cpu(), tree)  # sync: evaluation only
+    objects = mine if isinstance(mine, list) else [mine]
+    return [each for rank in strategy.gather_objects(objects if counts else []) for each in rank]
+
+
+def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> torch.Tensor:
+    """Join the rows of all ranks in the order of the data, without the rows that only fill up.
+
+    Args:
+        tensor: this rank's rows, shape `(rows, ...)`; ranks may differ in rows and in the second dimension, which is
+            padded with -100.
+        strategy: how to gather.
+        count: rows of all ranks together where they are divided as `tr_core.data.sampler.take_slice` does; None asks
+            them.
+    """
+    world = strategy.world_size
+    if world == 1:
+        return tensor
+    tensor = torch.atleast_1d(tensor)
+    width = tensor.shape[1] if tensor.dim() > 1 else 0
+    mine = torch.tensor([[tensor.shape[0], width]], device=strategy.device)
+    shapes = strategy.gather(mine).tolist()  # sync: evaluation only
+    rows = [shape[0] for shape in shapes]
+    if count is not None:  # a rank whose share is empty holds another's sample, only to take part
+        rows = [n if rank * count // world < (rank + 1) * count // world else 0 for rank, n in enumerate(rows)]
+    widths = {shape[1] for shape in shapes}
+    if len(widths) > 1 and not tensor.dtype.is_signed:
+        tensor = tensor.long()  # which can hold the padding
+    height = max(shape[0] for shape in shapes)
+    gathered = strategy.gather(_pad(tensor, height, max(widths)))
+    return torch.cat([gathered[rank * height : rank * height + number] for rank, number in enumerate(rows)])
+
+
+def _pad(tensor: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    shape = [height, *tensor.shape[1:]]
+    if tensor.dim() > 1:
+        shape[1] = width
+    if list(tensor.shape) == shape:
+        return tensor.contiguous()
+    # A type that cannot hold the padding has one width on all ranks: only rows that are cut off again are filled.
+    padded = tensor.new_full(shape, PADDING if tensor.dtype.is_signed else 0)
+    corner = tuple(slice(0, size) for size in tensor.shape)
+    padded[corner] = tensor
+    return padded

@@ -1,0 +1,296 @@
+"""Compute the loss and the metrics of an evaluation batch by batch.
+
+The loss is a mean over samples, or over targets where the loss is one of targets. Streaming metrics are updated with
+every batch, so that no prediction is kept. They have the methods of torchmetrics: `update(preds, target)`, `compute()`,
+`reset()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from tr_core.evaluation.gather import map_objects
+from tr_core.protocols import Strategy
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+# Losses of so many batches are made one tensor: a scalar on an accelerator takes half a kilobyte.
+_CHUNK = 1024
+_NO_MEAN_OVER_TOKENS = (
+    "eval_perplexity=True needs a mean over tokens, but the loss does not depend on num_items_in_batch, the number of "
+    "tokens: it is a mean of another kind. Divide a summed loss by num_items_in_batch, or set eval_perplexity=False"
+)
+_WEIGHTS_UNKNOWN = (
+    "the loss of this evaluation is {} if its batches count by their samples and {} if they count by their targets, "
+    "and which it is cannot be seen: num_items_in_batch was read as a number, by int(), float(), .item() or the like, "
+    "which leaves no trace in the loss. If the loss is a mean over targets, divide by num_items_in_batch itself, which "
+    "is a tensor; if not, do not read it in an evaluation (model.training is False), or train first"
+)
+
+
+class EvaluationLoss:
+    """The losses of the batches of an evaluation, on the device until `mean` reads them.
+
+    A batch counts by its targets where its loss, or those of training, depend on the number of targets, else by its
+    samples: the mean does not depend on the batch size.
+
+    Args:
+        trainer: whose loss rule, strategy and arguments are used.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._rule, self._strategy, self._args = trainer.loss_rule, trainer.strategy, trainer.args
+        self._takes_count = trainer._loss_takes_count
+        self._losses: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
+        self._other_weights: list[torch.Tensor] = []
+        self._chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, loss: torch.Tensor | None, inputs: Any, rows: int) -> None:
+        """Take in a batch.
+
+        Args:
+            loss: its mean loss, a scalar; None where it has no labels.
+            inputs: the batch, on the device.
+            rows: its samples; 0 where they are another rank's.
+
+        Raises:
+            ValueError: perplexity is asked for, and the labels are no tokens.
+        """
+        if loss is None:
+            return
+        targets = self._rule.count_inputs(inputs) if rows and self._rule.counts else None
+        by_targets = self._rule.weighs_targets(self._takes_count) if targets is not None else False
+        if self._args.eval_perplexity and rows:
+            _check_tokens(inputs)
+            if by_targets is False:
+                raise ValueError(_NO_MEAN_OVER_TOKENS)
+        samples = torch.full((), rows, device=self._strategy.device)
+        self._losses.append(loss.detach().float())
+        self._weights.append(samples if targets is None or not by_targets else targets)
+        # Where it is not known which of the two weighs the loss, it must not matter.
+        self._other_weights.append(targets if targets is not None and by_targets is None else self._weights[-1])
+        if len(self._losses) == _CHUNK:
+            self._close_chunk()
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Return `<prefix>_loss`, and `<prefix>_perplexity` if that is asked for; nothing if there was no loss.
+
+        Every rank calls it, and gets the mean over all ranks.
+        """
+        mean = self._mean()
+        if mean is None:
+            return {}
+        found = {f"{prefix}_loss": mean}
+        if self._args.eval_perplexity:
+            found[f"{prefix}_perplexity"] = perplexity(mean)
+        return found
+
+    def _mean(self) -> float | None:
+        self._close_chunk()
+        values, weights, others = torch.zeros(0), torch.zeros(0), torch.zeros(0)
+        if self._chunks:
+            parts = zip(*self._chunks, strict=True)
+            values, weights, others = (torch.cat(part).cpu() for part in parts)  # sync: once an evaluation
+        parts = [*self._sums(values, weights), *self._sums(values, others)]
+        sums = self._strategy.gather_objects((parts, len(values)))
+        total, counted, other_total, other_counted = (
+            sum(numbers) for numbers in zip(*(p for p, _ in sums), strict=True)
+        )
+        if not counted:  # nothing that counts, or no loss that is a number
+            return math.nan if sum(batches for _, batches in sums) else None
+        mean, other = total / counted, other_total / other_counted if other_counted else math.nan
+        if not math.isclose(mean, other, rel_tol=1e-6) and math.isfinite(mean):
+            raise ValueError(_WEIGHTS_UNKNOWN.format(mean, other))
+        return mean
+
+    def _sums(self, losses: torch.Tensor, weights: torch.Tensor) -> tuple[float, float]:
+        keep, weights = weights > 0, weights.double()
+        if self._args.logging_nan_inf_filter:
+            keep &= torch.isfinite(losses)
+        return float((losses.double()[keep] * weights[keep]).sum()), float(weights[keep].sum())
+
+    def _close_chunk(self) -> None:
+        if self._losses:
+            self._chunks.append(
+                (torch.stack(self._losses), torch.stack(self._weights), torch.stack(self._other_weights))
+            )
+            self._losses, self._weights, self._other_weights = [], [], []
+
+
+def perplexity(mean_loss: float) -> float:
+    """Return `exp(mean_loss)`, infinite where that is beyond what a float can hold."""
+    try:
+        return math.exp(mean_loss)
+    except OverflowError:
+        return math.inf
+
+
+def _check_tokens(inputs: Any) -> None:
+    named = inputs if isinstance(inputs, Mapping) else {}
+    given = [named[name] for name in ("shift_labels", "labels") if isinstance(named.get(name), torch.Tensor)]
+    if any(labels.dim() > 1 and not labels.is_floating_point() for labels in given):
+        return
+    kinds = [f"{tuple(labels.shape)} of {labels.dtype}" for labels in given] or ["none"]
+    raise ValueError(
+        "eval_perplexity=True needs a loss over tokens: whole-number labels of shape (samples, length), not "
+        f"{', '.join(kinds)}; set eval_perplexity=False"
+    )
+
+
+@runtime_checkable
+class StreamingMetric(Protocol):
+    """A metric that is updated batch by batch."""
+
+    def update(self, preds: Any, target: Any, /) -> Any:
+        """Take in the predictions and labels of a batch, on the device; nothing of them need be kept."""
+        ...
+
+    def compute(self) -> Any:
+        """Return the value over all batches since `reset`: a number, a tensor, or a mapping of names to such."""
+        ...
+
+    def reset(self) -> Any:
+        """Forget all batches."""
+        ...
+
+
+def is_streaming(metrics: Any) -> bool:
+    """Whether `compute_metrics` is such an object or a mapping of names to such, and not a function.
+
+    An object that can be called with `compute_result` is a function that is told of every batch.
+    """
+    if isinstance(metrics, StreamingMetric):
+        kind: Any = type(metrics)  # of an object whose class is compiled no signature can be had
+        return not callable(metrics) or "compute_result" not in inspect.signature(kind.__call__).parameters
+    return isinstance(metrics, Mapping)
+
+
+def check_streaming(metrics: Any) -> None:
+    """Raise where something in a mapping of metrics is no metric.
+
+    Raises:
+        TypeError: the message names it.
+    """
+    if isinstance(metrics, StreamingMetric):
+        return
+    wrong = {name: metric for name, metric in metrics.items() if not isinstance(metric, StreamingMetric)}
+    if wrong or not metrics:
+        kinds = ", ".join(f"{name!r} is a {type(metric).__name__}" for name, metric in wrong.items())
+        raise TypeError(
+            "compute_metrics is a mapping, so each of its values must have update(preds, target), compute() and "
+            f"reset(); {kinds or 'it is empty'}. A function of all predictions is passed alone, not in a mapping"
+        )
+
+
+class StreamingMetrics:
+    """The metrics of one evaluation, forgetting what they saw of an earlier one.
+
+    In several processes a metric of torchmetrics is updated with each process's own samples and combines itself in
+    `compute`. Any other metric is updated with the samples of all processes, in the order of the data, in each of
+    them: that is right whatever the metric keeps.
+
+    Args:
+        metrics: what `is_streaming` says yes to.
+        strategy: where to compute, and how values travel.
+
+    Raises:
+        ValueError: some metrics of a collection combine themselves and others do not.
+    """
+
+    def __init__(self, metrics: Any, strategy: Strategy) -> None:
+        self._strategy = strategy
+        single = isinstance(metrics, StreamingMetric)
+        self._metrics: dict[str, Any] = {"": metrics} if single else dict(metrics)
+        self._of_own_rows = {n: m for n, m in self._metrics.items() if strategy.world_size == 1 or combines_itself(m)}
+        self._of_all_rows = {n: m for n, m in self._metrics.items() if n not in self._of_own_rows}
+        self._was_updated = False
+        for metric in self._metrics.values():
+            metric.reset()
+            if isinstance(metric, nn.Module):
+                metric.to(strategy.device)
+
+    def update(self, preds: Any, target: Any, counts: bool, gather: Callable[[Any], Any]) -> None:
+        """Feed a batch; without predictions or labels there is nothing to feed.
+
+        Args:
+            preds: predictions for this rank's samples.
+            target: their labels.
+            counts: whether the samples are this rank's own; False where they only fill up.
+            gather: joins the samples of all ranks.
+        """
+        if preds is None or target is None:
+            return
+        self._was_updated |= counts
+        with torch.no_grad():
+            if counts:
+                for metric in self._of_own_rows.values():
+                    metric.update(_readable(preds), _readable(target))
+            if self._of_all_rows:
+                preds, target = gather(preds), gather(target)
+                for metric in self._of_all_rows.values():
+                    metric.update(_readable(preds), _readable(target))
+
+    def compute(self) -> dict[str, Any]:
+        """Return the values by name, as numbers and lists; empty where no batch had predictions and labels.
+
+        A value of the only metric is named after its class, values of a mapping by its names.
+
+        Raises:
+            ValueError: some ranks had no sample, and a metric combines itself, which would then wait for ever.
+        """
+        had_samples = self._strategy.gather_objects(self._was_updated)
+        if not any(had_samples):
+            return {}
+        if self._of_own_rows and not all(had_samples):
+            ranks = ", ".join(str(rank) for rank, had in enumerate(had_samples) if not had)
+            raise ValueError(
+                f"rank {ranks} of {len(had_samples)} had no sample of this evaluation, and metrics that combine "
+                "themselves over processes need one each; evaluate at least as many samples as there are processes"
+            )
+        values: dict[str, Any] = {}
+        for name, metric in self._metrics.items():
+            value = metric.compute()  # sync: once an evaluation
+            if isinstance(value, Mapping):
+                values |= {f"{name}_{key}" if name else str(key): _plain(item) for key, item in value.items()}
+            else:
+                values[name or type(metric).__name__] = _plain(value)
+        return values
+
+
+def combines_itself(metric: Any) -> bool:
+    """Whether a metric combines its state over all processes in `compute`, as those of torchmetrics do.
+
+    Raises:
+        ValueError: it is a collection in which some do and some do not.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    parts = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
+    settings = {bool(part.sync_on_compute) for part in parts if hasattr(part, "sync_on_compute")}
+    if len(settings) > 1:
+        raise ValueError(
+            f"of the metrics in {type(metric).__name__} some have sync_on_compute=True and some False; in several "
+            "processes give them one value, or pass them apart, in a mapping of names to metrics"
+        )
+    return settings == {True}
+
+
+def _readable(tree: Any) -> Any:
+    """Turn bfloat16 into float32, as predictions that are kept are."""
+    return map_objects(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor, tree)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # tensors and arrays
+        return value.tolist()
+    return value

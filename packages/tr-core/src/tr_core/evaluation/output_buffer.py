@@ -1,0 +1,237 @@
+"""Collect the outputs of evaluation batches, on their way from the device to the host.
+
+Outputs are moved to the host now and then, and joined once at the end. Each row is written once, to its final
+address.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from tr_core.evaluation.gather import PADDING, map_objects, map_tensors
+
+# Outputs stay on an accelerator until they hold this much, so that a batch costs no wait and memory stays bounded.
+DEVICE_LIMIT_BYTES = 256 * 2**20
+
+_NOTHING_YET = object()
+
+
+class OutputBuffer:
+    """The outputs of one kind, batch by batch, until `arrays` joins them.
+
+    A list in them holds objects of any kind; tuples and dicts hold tensors, lists, and None.
+
+    Args:
+        expected: samples that there will be, None where that is not known.
+        concatenate: join the batches; else they stay apart, one entry a batch.
+    """
+
+    def __init__(self, expected: int | None = None, *, concatenate: bool = True) -> None:
+        self._expected, self._concatenate = expected, concatenate
+        self._on_device: list[Any] = []
+        self._bytes = 0
+        self._joined: Any = _NOTHING_YET
+        self._batches: list[Any] = []
+
+    def add(self, tree: Any, flush: bool = False) -> None:
+        """Keep a batch's outputs; `flush` moves everything held on the device to the host now.
+
+        Raises:
+            ValueError: they are made up otherwise than those of earlier batches.
+        """
+        self._on_device.append(tree)
+        self._is_on_host = True
+        map_tensors(self._weigh, tree)
+        # What is on the host already is put away while it is in the processor's cache.
+        if flush or self._is_on_host or self._bytes > DEVICE_LIMIT_BYTES:
+            self._flush()
+
+    def arrays(self) -> Any:
+        """Return NumPy arrays of all samples, shaped as the outputs, and forget them; None if there were none.
+
+        Batches are joined, with the second dimension padded with -100, or a list with one entry a batch.
+        """
+        self._flush()
+        if not self._concatenate:
+            return None if all(batch is None for batch in self._batches) else self._batches
+        joined, self._joined = self._joined, _NOTHING_YET
+        return None if joined is _NOTHING_YET else _join(joined)
+
+    def _weigh(self, tensor: torch.Tensor) -> None:
+        self._bytes += tensor.numel() * tensor.element_size()
+        self._is_on_host = self._is_on_host and tensor.device.type == "cpu"
+
+    def _flush(self) -> None:
+        for tree in self._on_device:
+            if self._concatenate:
+                self._joined = _append(self._joined, tree, self._expected)
+            else:
+                self._batches.append(_apart(tree))
+        self._on_device.clear()
+        self._bytes = 0
+
+
+def _append(kept: Any, tree: Any, expected: int | None) -> Any:
+    """Add a batch to what is kept of all before it and return that."""
+    is_first = kept is _NOTHING_YET
+    if not is_first and _outline(kept) != _outline(tree):
+        raise ValueError(
+            f"the outputs of two batches of an evaluation have different structures: {_outline(kept)} before, "
+            f"{_outline(tree)} now; leave out what differs with ignore_keys or preprocess_logits_for_metrics"
+        )
+    if isinstance(tree, torch.Tensor):
+        rows = Rows(expected) if is_first else kept
+        rows.add(tree)
+        return rows
+    if isinstance(tree, list):
+        objects = [] if is_first else kept
+        objects += map_objects(_object_to_numpy, tree)
+        return objects
+    if isinstance(tree, tuple):
+        parts = (_NOTHING_YET,) * len(tree) if is_first else kept
+        return tuple(_append(part, item, expected) for part, item in zip(parts, tree, strict=True))
+    if isinstance(tree, dict):
+        named = dict.fromkeys(tree, _NOTHING_YET) if is_first else kept
+        return {key: _append(named[key], value, expected) for key, value in tree.items()}
+    return None
+
+
+def _outline(tree: Any) -> str:
+    if isinstance(tree, dict):
+        return f"a dict of {sorted(map(str, tree))}"
+    if isinstance(tree, tuple):
+        return f"a tuple of {len(tree)}"
+    if tree is None:
+        return "nothing"
+    return "a list of objects" if isinstance(tree, list) else "a tensor"
+
+
+def _join(kept: Any) -> Any:
+    if isinstance(kept, Rows):
+        return kept.join()
+    if isinstance(kept, tuple):
+        return tuple(_join(part) for part in kept)
+    if isinstance(kept, dict):
+        return {key: _join(part) for key, part in kept.items()}
+    return kept
+
+
+def _apart(tree: Any) -> Any:
+    """Return one batch as arrays, shaped as the outputs."""
+    if isinstance(tree, torch.Tensor):
+        rows = Rows(len(tree) if tree.dim() else 1)
+        rows.add(tree)
+        return rows.join()
+    if isinstance(tree, tuple):
+        return tuple(_apart(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _apart(value) for key, value in tree.items()}
+    return map_objects(_object_to_numpy, tree)
+
+
+def _object_to_numpy(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+# Rows whose number is not known beforehand are kept in pieces of this size.
+BLOCK_BYTES = 64 * 2**20
+
+_KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
+
+
+class Rows:
+    """The rows of one output, in the order in which they were added.
+
+    They are written into one block that is as large as all of them will be, where their number is known and no batch
+    is wider than the first: `join` then copies nothing. Else they are in several blocks, each of which is freed as
+    `join` copies it. Either way a row is written at most three times, however many there are.
+
+    Args:
+        expected: how many rows there will be; None where that is not known. It need not be right.
+    """
+
+    def __init__(self, expected: int | None = None) -> None:
+        self._expected = expected or 0
+        # Of torch, not of NumPy: the latter asks for huge pages, and waits for them where memory is in pieces.
+        self._blocks: list[torch.Tensor] = []
+        self._used = 0  # rows of the last block
+        self._total = 0
+
+    def add(self, batch: torch.Tensor) -> None:
+        """Copy a batch of shape `(rows, ...)` to the host; a scalar is a row of its own.
+
+        Raises:
+            ValueError: its shape differs from that of others beyond the second dimension.
+        """
+        batch = torch.atleast_1d(batch.detach())
+        if batch.dtype.is_floating_point and batch.dtype not in _KNOWN_TO_NUMPY:
+            batch = batch.float()
+        if not self._blocks or not self._fits(batch, self._blocks[-1]):
+            self._open_block(batch)
+        end = self._used + len(batch)
+        _write(batch, self._blocks[-1][self._used : end])
+        self._used, self._total = end, self._total + len(batch)
+
+    def join(self) -> np.ndarray:
+        """Return all rows as one array and forget them; the second dimension is padded with -100."""
+        self._close_block()
+        if len(self._blocks) == 1:
+            return self._blocks.pop().numpy()
+        dtype = self._blocks[0].dtype
+        for block in self._blocks:
+            dtype = torch.promote_types(dtype, block.dtype)
+        shape = [self._total, *self._blocks[0].shape[1:]]
+        if len(shape) > 1:
+            widths = {block.shape[1] for block in self._blocks}
+            shape[1] = max(widths)
+            if len(widths) > 1 and not dtype.is_signed:
+                dtype = torch.int64  # which can hold the padding
+        joined = torch.empty(shape, dtype=dtype)
+        self._blocks.reverse()
+        row = 0
+        while self._blocks:
+            block = self._blocks.pop()
+            _write(block, joined[row : row + len(block)])
+            row += len(block)
+        return joined.numpy()
+
+    def _fits(self, batch: torch.Tensor, block: torch.Tensor) -> bool:
+        if batch.dim() != block.dim() or batch.shape[2:] != block.shape[2:]:
+            raise ValueError(
+                f"an output has shape {tuple(batch.shape)} in one batch of an evaluation and (..., "
+                f"{', '.join(map(str, block.shape[1:]))}) in another; only the first two dimensions may differ. Leave "
+                "it out with ignore_keys, or make it even in preprocess_logits_for_metrics"
+            )
+        if batch.dtype != block.dtype or self._used + len(batch) > len(block):
+            return False
+        if batch.dim() == 1 or batch.shape[1] == block.shape[1]:
+            return True
+        return batch.shape[1] < block.shape[1] and batch.dtype.is_signed
+
+    def _open_block(self, batch: torch.Tensor) -> None:
+        self._close_block()
+        row_bytes = max(math.prod(batch.shape[1:]) * batch.element_size(), 1)
+        left = self._expected - self._total
+        rows = left if left > 0 else BLOCK_BYTES // row_bytes
+        # Memory of rows that are not written yet is not taken from the system either.
+        self._blocks.append(torch.empty((max(rows, len(batch)), *batch.shape[1:]), dtype=batch.dtype))
+        self._used = 0
+
+    def _close_block(self) -> None:
+        if self._blocks and self._used < len(self._blocks[-1]):
+            used = self._blocks[-1][: self._used]
+            # A block that is mostly empty would hold addresses that many others need, too.
+            self._blocks[-1] = used.clone() if 2 * self._used < len(self._blocks[-1]) else used
+
+
+def _write(rows: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy rows to where there is room for them, and for columns that are filled up with the padding."""
+    if rows.dim() > 1 and rows.shape[1] < place.shape[1]:
+        place[:, rows.shape[1] :] = PADDING
+        place = place[:, : rows.shape[1]]
+    place.copy_(rows)  # sync: evaluation only

@@ -1,1 +1,0 @@
-"""What a loss is, and what it is divided by."""

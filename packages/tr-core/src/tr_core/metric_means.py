@@ -1,0 +1,203 @@
+"""Average logged metrics over a window of steps and over all ranks, without waiting for the device.
+
+Scalars on a device are read in one transfer, when a log is due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tr_core.protocols import Collectives
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+# Name -> weighted sum of its values, and sum of their weights.
+Sums = dict[str, tuple[float, float]]
+
+# What entries of the log hold already: training's, the last one's, and behind their prefix those of evaluations.
+RESERVED_NAMES = frozenset(
+    {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "epoch",
+        "step",
+        "skipped_steps",
+        "num_input_tokens_seen",
+        "total_flos",
+        "train_loss",
+        "train_runtime",
+        "train_samples_per_second",
+        "train_steps_per_second",
+        "train_tokens_per_second",
+        "runtime",
+        "samples_per_second",
+        "steps_per_second",
+        "model_preparation_time",
+    }
+)
+
+
+class MetricWindow:
+    """Weighted means of named scalars since the last log.
+
+    What is added as a tensor stays on its device until the window is read.
+
+    Args:
+        collectives: how ranks exchange what they hold.
+
+    Attributes:
+        holds_back: whether parts of a step's loss wait for `settle`, which says whether the step counts.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.holds_back = False
+        self._held: list[tuple[str, torch.Tensor, float]] = []
+        self._on_host: dict[str, list[float]] = {}
+        self._on_device: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
+        """Add a value of a metric: a number or a tensor with one element, as the weight is.
+
+        Raises:
+            ValueError: the name is taken or no name, the value is no scalar, or the weight is negative.
+            TypeError: value or weight is no number.
+        """
+        check_name(name)
+        scalar, factor = _scalar(name, "value", value), _scalar(name, "weight", weight)
+        if isinstance(factor, float) and not 0 <= factor < math.inf:
+            raise ValueError(f"log_metric({name!r}) was given weight={weight!r}; a weight is finite and not negative")
+        if isinstance(factor, float) and factor in (0.0, 1.0):
+            return self.add_sum(name, scalar, factor) if factor else None
+        if isinstance(scalar, torch.Tensor):
+            scalar = scalar.to(accumulator_dtype(scalar.device))  # a product in 16 bits would be rounded to them
+        return self.add_sum(name, scalar * factor, factor)
+
+    def add_sum(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor) -> None:
+        """Add a weighted sum of values and the sum of their weights."""
+        for index, number in enumerate((total, weight)):
+            if isinstance(number, torch.Tensor):
+                self._device_sums(name)[index].add_(number.detach())
+            else:
+                self._on_host.setdefault(name, [0.0, 0.0])[index] += number
+
+    def add_part(self, name: str, share: torch.Tensor, size: int) -> None:
+        """Add a part of a loss: one of `size` shares, over all ranks, that make a step's value."""
+        if self.holds_back:
+            self._held.append((name, share, 1 / size))
+        else:
+            self.add_sum(name, share, 1 / size)
+
+    def settle(self, skip: torch.Tensor) -> None:
+        """Take in what was held back of a step, unless a flag on the device says that the step does not count."""
+        counts = skip.logical_not()
+        for name, share, weight in self._held:
+            self.add_sum(name, torch.where(skip, 0.0, share), counts * weight)
+        self._held.clear()
+
+    def read(self) -> Sums:
+        """Return this rank's sums; the device is read once, if anything is there."""
+        sums = {name: (total, weight) for name, (total, weight) in self._on_host.items()}
+        tensors = list(self._on_device.items())
+        numbers = iter(read_scalars([tensor for _, pair in tensors for tensor in pair]))
+        for (name, _), total, weight in zip(tensors, numbers, numbers, strict=True):
+            on_host = sums.get(name, (0.0, 0.0))
+            sums[name] = (on_host[0] + total, on_host[1] + weight)
+        return sums
+
+    def clear(self) -> None:
+        """Begin a new window."""
+        self._on_host.clear()
+        self._on_device.clear()
+        self._held.clear()
+
+    def load(self, sums: Mapping[str, Sequence[float]]) -> None:
+        """Go on with a window that was read earlier."""
+        self.clear()
+        self._on_host.update({name: [float(total), float(weight)] for name, (total, weight) in sums.items()})
+
+    def means(self) -> dict[str, float]:
+        """Read the window of all ranks; every rank calls it."""
+        return weighted_means(self._collectives.gather_objects(self.read()))
+
+    def _device_sums(self, name: str) -> list[torch.Tensor]:
+        if name not in self._on_device:
+            device = self._collectives.device
+            # Made as plain tensors wherever this is called: they are added to outside inference mode too.
+            with torch.inference_mode(mode=False):
+                zeros = [torch.zeros((), dtype=accumulator_dtype(device), device=device) for _ in range(2)]
+            self._on_device[name] = zeros
+        return self._on_device[name]
+
+
+def weighted_means(sums_of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return each name's mean over what ranks hold of it; a rank may hold none, names without weight are left out."""
+    total: dict[str, list[float]] = {}
+    for sums in sums_of_ranks:
+        for name, (value, weight) in sums.items():
+            entry = total.setdefault(name, [0.0, 0.0])
+            entry[0] += value
+            entry[1] += weight
+    return {name: value / weight for name, (value, weight) in total.items() if weight != 0}
+
+
+@contextmanager
+def separate_window(trainer: Trainer) -> Iterator[MetricWindow]:
+    """Have what is logged within go to a window of its own, not to that of the training around it."""
+    outer = trainer.metric_window
+    window = trainer.metric_window = MetricWindow(trainer.strategy)
+    try:
+        yield window
+    finally:
+        trainer.metric_window, trainer.scope.weight = outer, 1.0
+
+
+def check_name(name: str) -> None:
+    """Raise unless a metric may have this name."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name of a metric is a text, not {name!r}")
+    if name in RESERVED_NAMES:
+        raise ValueError(
+            f"{name!r} cannot be the name of a metric: entries of the log have a value of that name already; choose "
+            f"another than {', '.join(sorted(RESERVED_NAMES))}"
+        )
+
+
+def _scalar(name: str, role: str, value: Any) -> float | torch.Tensor:
+    """Return a float, or a detached tensor without dimensions."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"log_metric({name!r}) was given a {role} of shape {tuple(value.shape)}; it needs a number or a tensor "
+                "with one element, as .mean() gives"
+            )
+        return value.detach().reshape(())
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"log_metric({name!r}) was given {role}={value!r}; it needs a number or a tensor with one element"
+        ) from error
+
+
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """Return what sums are kept in: 64 bits where the device has them."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Read scalar tensors of one device in one transfer, however many they are.
+
+    32-bit values come out as they are; whole numbers up to 2**53 too (2**24 on MPS, which has no 64-bit floats).
+    """
+    if not scalars:
+        return []
+    dtype = accumulator_dtype(scalars[0].device)
+    return torch.stack([scalar.detach().reshape(()).to(dtype) for scalar in scalars]).tolist()  # sync: once a call

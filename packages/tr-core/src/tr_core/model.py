@@ -1,0 +1,159 @@
+"""Place a model on its device, keep it in training mode during a run, and save all of its state.
+
+- A model stays where its loader placed it, if that was on purpose.
+- Every micro-batch is computed in training mode, whatever mode a callback or a loss left the model in.
+- A checkpoint holds the whole model, even if its `state_dict` was replaced by one that returns less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tr_core.protocols import Stateful
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+
+def model_part(trainer: Trainer) -> Stateful:
+    """Return the part of a checkpoint that is the whole model."""
+    part = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
+    return WholeState(part, trainer.model) if _gives_another_state(trainer.model) else part
+
+
+class WholeState:
+    """A model's part whose state is that of all its parameters and buffers, under their own names.
+
+    Scripts replace a model's `state_dict` so that `save_pretrained` writes an adapter alone. What they leave out, or
+    give another name, could not be loaded again by `load_state_dict`, so a checkpoint does not go by it.
+
+    Args:
+        part: what a strategy saves and restores the model by; it calls the model's own methods.
+        model: the unwrapped model.
+    """
+
+    def __init__(self, part: Stateful, model: nn.Module) -> None:
+        self._part, self._model = part, model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state."""
+        with _own_methods(self._model):
+            return self._part.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Load a whole state."""
+        with _own_methods(self._model):
+            self._part.load_state_dict(state_dict)
+
+
+def _gives_another_state(model: nn.Module) -> bool:
+    return "state_dict" in vars(model) or _class_gives_another(model)
+
+
+def _class_gives_another(model: nn.Module) -> bool:
+    """Whether a class changes which names its state has, and not how it is loaded."""
+    kind = type(model)
+    if kind.state_dict is nn.Module.state_dict or kind.load_state_dict is not nn.Module.load_state_dict:
+        return False
+    return set(kind.state_dict(model)) != set(nn.Module.state_dict(model))
+
+
+@contextmanager
+def _own_methods(model: nn.Module) -> Iterator[None]:
+    held = vars(model)
+    replaced = held.pop("state_dict", None)
+    if _class_gives_another(model):
+        held["state_dict"] = MethodType(nn.Module.state_dict, model)
+    try:
+        yield
+    finally:
+        held.pop("state_dict", None)
+        if replaced is not None:
+            held["state_dict"] = replaced
+
+
+def is_left_in_place(model: nn.Module) -> bool:
+    """Whether a model's parts were put where they are to be: `device_map` of transformers, weights of bitsandbytes.
+
+    Where a map has several entries, hooks on the modules bring inputs to the device of each.
+    """
+    places = getattr(model, "hf_device_map", None)
+    is_divided = isinstance(places, Mapping) and len(places) > 1
+    return is_divided or "disk" in _devices_of(places) or getattr(model, "quantization_method", None) == "bitsandbytes"
+
+
+def place_on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device, unless it is to be left where it is.
+
+    Raises:
+        ValueError: all of it was loaded onto another accelerator.
+    """
+    if is_left_in_place(model):
+        return model
+    for where in map(torch.device, _devices_of(getattr(model, "hf_device_map", None))):
+        if where.type != "cpu" and (where.type, where.index or 0) != (device.type, device.index or 0):
+            raise ValueError(
+                f"{type(model).__name__} was loaded onto {where} (hf_device_map), and training computes on {device}; "
+                f"load it with device_map={{'': {str(device)!r}}} or without, or show this process that device alone, "
+                "as with CUDA_VISIBLE_DEVICES"
+            )
+    return model.to(device)
+
+
+def _devices_of(places: Any) -> list[Any]:
+    return list(places.values()) if isinstance(places, Mapping) else []
+
+
+class TrainingMode:
+    """The mode of a model's modules while a run trains.
+
+    - A run puts the whole model into training mode when it begins. Norm layers with running statistics stay in
+      evaluation mode where they are in it although the module around them is not: they were frozen by hand.
+    - Modules that are put into evaluation mode during the run stay in it, as long as the model itself is in training
+      mode.
+    - A model that was left in evaluation mode as a whole, as by `model.eval()` in a callback that generates text, is
+      put back into training mode before its next micro-batch, but for the modules that were in evaluation mode when
+      the run, or its last epoch, began.
+
+    Args:
+        model: the unwrapped model.
+        wrapped: the model as the strategy wrapped it.
+    """
+
+    def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
+        self._model, self._wrapped = model, wrapped
+        self._frozen: list[nn.Module] = []
+
+    def begin(self) -> None:
+        """Put the model into training mode, frozen norm layers excepted."""
+        self._frozen = _frozen_norms(self._model)
+        self.restore()
+
+    def note(self) -> None:
+        """Remember which modules are in evaluation mode, unless the model as a whole is."""
+        if self._model.training:
+            self._frozen = [module for module in self._model.modules() if not module.training]
+
+    def restore(self) -> None:
+        """Put the model back into training mode, but for the modules that are to stay in evaluation mode."""
+        self._wrapped.train()
+        self._model.train()
+        for module in self._frozen:
+            module.training = False
+
+
+def _frozen_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the norm layers with running statistics that are in evaluation mode inside a module that is not."""
+    return [
+        child
+        for module in model.modules()
+        if module.training
+        for child in module.children()
+        if not child.training and hasattr(child, "running_mean")
+    ]

@@ -1,0 +1,1 @@
+"""Optimizers, rules for parameters, learning-rate schedules, and steps that are skipped."""

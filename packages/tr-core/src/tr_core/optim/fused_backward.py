@@ -1,0 +1,159 @@
+"""Train with an optimizer that consumes gradients during the backward pass.
+
+The optimizer then does what a strategy usually does with gradients. A wrapper replaces the strategy during such a run,
+and the loop is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from tr_core.protocols import InBackward, Strategy
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer.trainer import Trainer
+
+
+class FusedBackwardStrategy:
+    """A strategy whose backward, clipping and step are those of an optimizer that consumes gradients.
+
+    All else is the strategy's own.
+
+    Args:
+        strategy: what places the model and talks to the other ranks.
+        optimizer: a `tr_core.protocols.InBackward`.
+        model: what the strategy's `prepare` returned.
+        tell: called with a sentence, once, if the gradient norm is an estimate.
+    """
+
+    def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, tell: Any) -> None:
+        self._strategy, self._tell = strategy, tell
+        self._optimizer = cast("InBackward", optimizer)
+        self._scaler = cast("Any", strategy.stateful(model, None).get("scaler"))
+        self._flag = _OverflowFlag(self._optimizer, strategy.device)
+        # What else the strategy's replica does at the end of a step; it takes a micro-batch that exchanges no gradients
+        # for one in the middle of a step.
+        self._share_buffers = getattr(getattr(model, "_orig_mod", model), "share_buffers", None)
+        # What a strategy has that divides gradients itself, so that hooks get parts of their means.
+        self._hand_over = getattr(strategy, "hand_over", None)
+        self._is_last = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is the strategy's own."""
+        return getattr(self._strategy, name)
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
+        """Surround one micro-batch; gradients stay local where the optimizer averages them itself."""
+        self._is_last = sync
+        local = sync and not self._optimizer.reduces_own_gradients
+        around = self._hand_over(model) if self._hand_over else self._strategy.accumulate(model, sync=local)
+        with around:
+            yield
+        if sync and self._share_buffers is not None:
+            self._share_buffers()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Have the optimizer compute and consume the gradients."""
+        scale = None if self._scaler is None else self._scaler.scale(self._flag.one)
+        self._optimizer.backward(loss, last=self._is_last, scale=scale)
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Have the optimizer measure, and scale what it kept down to `max_norm`."""
+        norm = self._optimizer.clip_grad_norm(max_norm)
+        self._flag.note(norm)
+        if self._tell is not None and self._optimizer.norm_is_estimated:
+            self._tell(
+                "grad_norm is an estimate, and so is what max_grad_norm clips by: the whole gradient is never there at "
+                "once where micro-batches are accumulated, or ranks exchange projections only"
+            )
+            self._tell = None
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the update; under float16 one that overflowed is left out."""
+        if getattr(optimizer, "leaves_out_nonfinite", False):
+            skip = None  # left out already, by the same rule; a strategy would have to read the flag
+        if self._scaler is None:
+            return self._strategy.step(optimizer, skip=skip)
+        return self._strategy.step(cast("torch.optim.Optimizer", self._flag), skip=skip)
+
+
+@contextmanager
+def fused_backward(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Surround training: if the run's optimizer consumes gradients, it takes over what the strategy does with them.
+
+    Raises:
+        ValueError: the arguments ask for what such an optimizer cannot do.
+    """
+    optimizer, strategy = run.optimizer, trainer.strategy
+    if not getattr(optimizer, "fused_in_backward", False):
+        yield
+        return
+    _check(trainer, run)
+    consuming = cast("InBackward", optimizer)
+    consuming.bind(strategy)
+    if consuming.updates_in_backward:
+        cast("Any", consuming).clip_to(run.max_grad_norm)
+    wrapper = FusedBackwardStrategy(strategy, optimizer, trainer.model_wrapped, trainer.logger.info)
+    trainer.strategy = run.strategy = cast("Strategy", wrapper)
+    run.update_strategy = run.guard or run.strategy
+    try:
+        yield
+    finally:
+        trainer.strategy = run.strategy = strategy
+        consuming.detach()
+        consuming.zero_grad()
+
+
+def _check(trainer: Trainer, run: Run) -> None:
+    name = f"optim={str(trainer.args.optim)!r}"
+    if trainer.has_given_optimizer:
+        name = type(run.optimizer).__name__
+    if not isinstance(run.optimizer, InBackward):
+        missing = sorted(
+            member
+            for member in ("bind", "backward", "clip_grad_norm", "detach", "reduces_own_gradients", "norm_is_estimated")
+            if not hasattr(run.optimizer, member)
+        )
+        raise ValueError(
+            f"{name} says that it consumes gradients in the backward pass (fused_in_backward), but has no "
+            f"{', '.join(missing)}; tr_core.protocols.InBackward says what it needs"
+        )
+    if run.syncs_each_batch:
+        raise ValueError(
+            f"sync_each_batch=True cannot be used with {name}, which exchanges its gradients once a step; leave it out "
+            "of accelerator_config"
+        )
+    if run.strategy.world_size > 1 and not run.optimizer.reduces_own_gradients:
+        raise ValueError(
+            f"{name} does not average gradients over ranks, and they are consumed before {type(run.strategy).__name__} "
+            "could; train on one process, or use another optimizer"
+        )
+
+
+class _OverflowFlag:
+    """What a loss scaler takes for an optimizer: one number whose gradient is infinite where the norm was.
+
+    The scaler looks for overflows in `.grad`, where nothing is left.
+    """
+
+    def __init__(self, optimizer: InBackward, device: torch.device) -> None:
+        self.one = torch.ones((), device=device)
+        self._parameter = nn.Parameter(torch.zeros((), device=device))
+        self._optimizer = optimizer
+        self.param_groups = [{"params": [self._parameter]}]
+
+    def note(self, norm: torch.Tensor) -> None:
+        self._parameter.grad = torch.where(norm.isfinite(), 0.0, torch.inf)
+
+    def step(self) -> Any:
+        return self._optimizer.step()

@@ -1,0 +1,246 @@
+"""Skip a step, or raise, if its loss or gradient norm is NaN or infinite.
+
+This is decided on the device, and identically on all ranks. With `on_nonfinite="log"` nothing here is used: the loop
+applies every update, and counts. For the other two a guard replaces the strategy where gradients are clipped and
+applied.
+
+An update is skipped by a flag on the device. `tr_dist/skipping.py` has the same code on purpose, because neither
+package imports the other. The flag is an argument of `Strategy.step`: with float16 a strategy updates its scaler also
+if it skips the update.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from tr_core.metric_means import read_scalars
+from tr_core.model_io import takes_argument
+from tr_core.protocols import Strategy
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer.trainer import Trainer
+
+_NAMES_SHOWN = 5
+
+
+class UpdateGuard(Protocol):
+    """Stands before a run's strategy where updates are made, and leaves out or notes those that are not finite."""
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Do what the strategy's does."""
+        ...
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply a step's update, or not; nothing is read from the device that the optimizer does not need.
+
+        Called with the step's loss, gradient norm and number where the loop has put them.
+
+        Returns:
+            False where a float16 overflow left the update out, else True.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise `FloatingPointError` if the run must not go on; reads the device once. Every rank calls it."""
+        ...
+
+
+class SkippingGuard:
+    """Leave out every update whose step's loss, on any rank, or gradient norm is not finite.
+
+    Parameters and the optimizer's state stay as they are; the schedule goes on, as `global_step` does, for whether an
+    update was applied is known to the device alone. The window's loss, and the parts of it that `compute_loss` gives,
+    are those of the steps that were applied.
+
+    Args:
+        trainer: where the step's loss is.
+        run: what is trained by.
+
+    Raises:
+        ValueError: the strategy or the optimizer cannot leave out an update.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        strategy, optimizer = run.strategy, run.optimizer
+        too_late = getattr(optimizer, "updates_in_backward", getattr(optimizer, "fused_in_backward", False))
+        if too_late and not getattr(optimizer, "leaves_out_nonfinite", False):
+            raise ValueError(
+                f"on_nonfinite='skip' cannot leave out an update of {type(optimizer).__name__}: it is made during the "
+                "backward, before loss and norm are known; use on_nonfinite='raise', or another optimizer"
+            )
+        if not takes_argument(strategy.step, "skip"):
+            raise ValueError(
+                f"on_nonfinite='skip' needs a strategy whose step(optimizer, skip=...) can leave out an update; that "
+                f"of {type(strategy).__name__} cannot. Use on_nonfinite='raise', or another strategy"
+            )
+        self._trainer, self._run = trainer, run
+        run.metrics.holds_back = True
+        # torch's schedules warn where the first of all updates was left out; here that is what was asked for.
+        vars(optimizer)["_opt_called"] = True
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Do what the strategy's does."""
+        return self._run.strategy.clip_grad_norm(model, optimizer, max_norm)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply a step's update if everything is finite."""
+        run = self._run
+        skip = on_any_rank(is_nonfinite(*_loss_and_norm(self._trainer, run)), run.strategy)
+        applied = run.strategy.step(optimizer, skip=skip)
+        run.loss_sum = torch.where(skip, run.loss_before_step, run.loss_sum)
+        run.num_skipped += skip
+        run.metrics.settle(skip)
+        return applied
+
+    def check(self) -> None:
+        """Do nothing: what is not finite was left out."""
+
+
+class RaisingGuard:
+    """Note the first step whose loss or gradient norm is not finite, and raise at the next boundary.
+
+    Nothing is read in a step. Where the optimizer can leave out an update on the device (see `skips_on_device`), that
+    of the first such step and all later ones are left out, so that the weights are those of the last good step.
+
+    Args:
+        trainer: where the step's loss is, and the model, whose parameters are named in the error.
+        run: what is trained by.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        strategy, model, optimizer = run.strategy, trainer.model_wrapped, run.optimizer
+        self._trainer, self._run = trainer, run
+        self._named = [(name, p) for name, p in strategy.unwrap(model).named_parameters() if p.requires_grad]
+        # A scaler leaves out what overflowed as a matter of course: there the loss alone is judged.
+        self._has_scaler = "scaler" in strategy.stateful(model, optimizer)
+        can_skip = self._has_scaler or skips_on_device(optimizer)
+        self.protects_weights = can_skip and takes_argument(strategy.step, "skip")
+        device = strategy.device
+        self._step = torch.zeros((), dtype=torch.int64, device=device)  # the first bad one; 0 for none
+        self._loss = self._norm = self._none = torch.zeros((), device=device)
+        self._bad_gradients = self._bad_now = torch.zeros(len(self._named), dtype=torch.bool, device=device)
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Look at the gradients first: clipping by a norm that is NaN makes all of them NaN."""
+        gradients = [self._none if p.grad is None else _local(p.grad) for _, p in self._named]
+        self._bad_now = ~torch.stack(torch._foreach_norm(gradients)).isfinite()
+        return self._run.strategy.clip_grad_norm(model, optimizer, max_norm)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply a step's update, unless something was not finite and the optimizer can leave it out."""
+        strategy = self._run.strategy
+        loss, norm = _loss_and_norm(self._trainer, self._run)
+        bad = on_any_rank(is_nonfinite(loss, loss if self._has_scaler else norm), strategy)
+        is_first = bad & (self._step == 0)
+        self._step = torch.where(is_first, self._trainer.state.global_step + 1, self._step)
+        self._loss = torch.where(is_first, loss, self._loss)
+        self._norm = torch.where(is_first, norm, self._norm)
+        self._bad_gradients = torch.where(is_first, self._bad_now, self._bad_gradients)
+        if not self.protects_weights:
+            return strategy.step(optimizer)
+        return strategy.step(optimizer, skip=self._step > 0)
+
+    def check(self) -> None:
+        """Raise if a step was not finite.
+
+        Raises:
+            FloatingPointError: the message says which step, with what loss and norm, where it shows, and what to do.
+        """
+        step, loss, norm = read_scalars([self._step, self._loss, self._norm])
+        if step > 0:
+            raise FloatingPointError(self._describe(int(step), loss, norm))
+
+    def _describe(self, step: int, loss: float, norm: float) -> str:
+        losses = self._run.strategy.gather_objects(loss)
+        shown = f"{loss:g}" if len(losses) == 1 else ", ".join(f"{each:g} on rank {n}" for n, each in enumerate(losses))
+        bad = self._bad_gradients.tolist()  # sync: the run ends here
+        names = [name for (name, _), is_bad in zip(self._named, bad, strict=True) if is_bad]
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        where = ", ".join(names[:_NAMES_SHOWN]) + more if names else "none of the parameters that hold one"
+        weights = (
+            f"This update and those after it were left out: the weights are those of step {step - 1}"
+            if self.protects_weights
+            else f"{type(self._run.optimizer).__name__} cannot leave out an update without waiting for the device in "
+            "every step, so this one and those after it were applied, and the weights may be lost"
+        )
+        return (
+            f"step {step}: the loss is {shown}, the gradient norm {norm:g}; gradients that are not finite: {where}. "
+            f"{weights}; no checkpoint was saved since. Continue from the last one with a lower learning_rate, a lower "
+            "max_grad_norm or a longer warmup, or with on_nonfinite='skip' to leave such updates out; to find the "
+            "operation it begins with, train under torch.autograd.set_detect_anomaly(True)"
+        )
+
+
+def build_guard(trainer: Trainer, run: Run) -> UpdateGuard | None:
+    """Return what `on_nonfinite` asks for; None where every update is applied."""
+    kinds = {"skip": SkippingGuard, "raise": RaisingGuard}
+    kind = kinds.get(trainer.args.on_nonfinite)
+    return None if kind is None else kind(trainer, run)
+
+
+def is_nonfinite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Return where either of two tensors of one shape is NaN or infinite; it stays on the device."""
+    return torch.ne(loss - loss, norm - norm)  # what is finite less itself is 0; all else is NaN: unequal to anything
+
+
+def on_any_rank(flag: torch.Tensor, strategy: Strategy) -> torch.Tensor:
+    """Return, on every rank, whether a flag is set on any; it stays on the device."""
+    return flag if strategy.world_size == 1 else strategy.sum(flag.to(torch.int32)) > 0
+
+
+def _loss_and_norm(trainer: Trainer, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss and the gradient norm of the step that is being made."""
+    return cast("torch.Tensor", trainer.scope.loss), cast("torch.Tensor", run.grad_norm)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient that is sharded over ranks."""
+    to_local: Any = getattr(gradient, "to_local", None)
+    return gradient if to_local is None else to_local()
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves out an update by a flag on the device: torch's fused ones, by `found_inf`.
+
+    Not with momentum in SGD: of the first update, even one it leaves out, it keeps uninitialised memory for the buffer.
+    Not on the mps device, where versions of torch apply what is to be left out.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_scaler(type(optimizer)):
+        return False
+    groups = optimizer.param_groups
+    return not any(group.get("momentum") or any(p.is_mps for p in group["params"][:1]) for group in groups)
+
+
+def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Apply an update unless a flag is set; parameters and state then stay as they are, bit for bit.
+
+    Args:
+        skip: scalar on the device. It is read only where the optimizer cannot do that (see `skips_on_device`).
+        optimizer: whose `step` is called.
+    """
+    if skips_on_device(optimizer):
+        vars(optimizer).update(grad_scale=None, found_inf=skip.to(torch.float32))
+        try:
+            optimizer.step()
+        finally:
+            del vars(optimizer)["grad_scale"], vars(optimizer)["found_inf"]
+    elif not skip.item():  # sync: every step, with an optimizer that cannot leave out an update by itself
+        optimizer.step()
+
+
+@cache
+def _takes_scaler(kind: type[Any]) -> bool:
+    # An older protocol, in which an optimizer asks the scaler itself.
+    return "grad_scaler" in inspect.signature(kind.step).parameters

@@ -1,0 +1,215 @@
+"""Build the optimizer that the arguments name, with groups for parameters with and without weight decay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _foreach_utils
+
+from tr_args import parse_optim_args
+from tr_core import plugins
+from tr_core.optim.parameter_rules import Groups, Rule, assign, check_groups_on_load, groups_of, resolve_options
+
+# Biases and the scales of norms are not weights to be shrunk: whole LayerNorm modules, and by name the others.
+_NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that weight decay applies to, by the reference Trainer's rule."""
+    inside_norms = {
+        f"{module_name}.{name}" if module_name else name
+        for module_name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters()
+    }
+    return [
+        name for name, _ in model.named_parameters() if name not in inside_norms and not _NO_DECAY_NAME.search(name)
+    ]
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, decayed: list[str] | None = None, rules: Sequence[Rule] = ()
+) -> Groups:
+    """Divide the trainable parameters into groups with and without weight decay, and by the rules that they have.
+
+    Frozen parameters are left out. The first two groups, of parameters without a rule, are always there, though one may
+    be empty, so that saved optimizer states keep their shape.
+
+    Args:
+        model: the model to train.
+        weight_decay: of the parameters in `decayed`.
+        decayed: names of the parameters that weight decay applies to; None is `decay_parameter_names`.
+        rules: what is different for some parameters (see `tr_core.optim.parameter_rules`).
+
+    Raises:
+        ValueError: nothing is trainable, or a rule matches nothing.
+    """
+    decay_names = set(decay_parameter_names(model) if decayed is None else decayed)
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        total = sum(1 for _ in model.parameters())
+        raise ValueError(
+            f"none of the {total} parameters of {type(model).__name__} is trainable; set requires_grad where "
+            "training is to change something"
+        )
+    rule_of = assign(model, rules)
+
+    def members(rule: Rule | None, decays: bool) -> list[nn.Parameter]:
+        return [p for n, p in trainable.items() if rule_of.get(n) is rule and (n in decay_names) == decays]
+
+    groups: Groups = [
+        {"params": members(None, True), "weight_decay": weight_decay},
+        {"params": members(None, False), "weight_decay": 0.0},
+    ]
+    for rule in rules:
+        groups += groups_of(rule, members(rule, True), members(rule, False), weight_decay)
+    return groups
+
+
+def optimizer_factory(
+    args: Any, model: nn.Module | None = None
+) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """Return what builds `args.optim` of parameter groups, and the keyword arguments to call it with.
+
+    For an optimizer of torch that is its class; for one that an installed package offers, a function of the groups.
+    What a package offers is called with groups and arguments; with the model too, if its attribute `needs_model` is
+    True. One that acts on `optim_target_modules` has a true `takes_target_modules`.
+
+    Args:
+        args: the training arguments.
+        model: whose parameters the groups will hold.
+
+    Raises:
+        tr_core.plugins.PluginError: nothing offers the name; the message says which package would.
+        ValueError: `optim_args` has what the optimizer does not take, or it takes no target modules and is given some.
+    """
+    name = str(args.optim)
+    if name in _TORCH:
+        _refuse_targets(args)
+        return _where_it_is(model, *_TORCH[name](args))
+    factory = plugins.load("tr.optimizers", name, built_in=_TORCH)
+    if not getattr(factory, "takes_target_modules", False):
+        _refuse_targets(args)
+    return partial(_build, factory, args, model), {}
+
+
+def build_optimizer(
+    kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], groups: Groups, rules: Sequence[Rule] = ()
+) -> torch.optim.Optimizer:
+    """Build an optimizer over parameter groups, and hold it to their rules.
+
+    Args:
+        kind: a class, or a function of parameter groups.
+        options: keyword arguments; `params`, `model` or `optimizer_dict` among them takes the groups' place.
+        groups: what `parameter_groups` returned.
+        rules: those that the groups are made of.
+
+    Raises:
+        ValueError: a rule has what the optimizer does not take.
+    """
+    options = dict(options)
+    for name in ("params", "model", "optimizer_dict"):
+        groups = options.pop(name, groups)
+    optimizer = kind(groups, **options)
+    resolve_options(optimizer, rules)
+    check_groups_on_load(optimizer)
+    return optimizer
+
+
+def describe(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer's class and the numbers it was built with, without the learning rate and what is unset."""
+    passed_over = ("lr", "weight_decay", "params")
+    known = {name: value for name, value in optimizer.defaults.items() if name not in passed_over}
+    settings = [f"{name}={value}" for name, value in known.items() if value is not None and value is not False]
+    return type(optimizer).__name__ + (f" ({', '.join(settings)})" if settings else "")
+
+
+def has_fused(device: torch.device) -> bool:
+    """Whether torch's fused optimizers run on a device, by torch's own list; they say so themselves in a step only."""
+    return device.type in _foreach_utils._get_fused_kernels_supported_devices()
+
+
+def optimizer_names() -> list[str]:
+    """List every name that `optim` can have with what is installed."""
+    return sorted({*_TORCH, *plugins.available("tr.optimizers")})
+
+
+def _build(
+    factory: Callable[..., torch.optim.Optimizer], args: Any, model: nn.Module | None, groups: Groups
+) -> torch.optim.Optimizer:
+    if not getattr(factory, "needs_model", False):
+        return factory(groups, args)
+    if model is None:
+        raise ValueError(
+            f"optim={str(args.optim)!r} looks for its parameters in the model; pass it too, as in "
+            "Trainer.get_optimizer_cls_and_kwargs(args, model)"
+        )
+    return factory(groups, args, model)
+
+
+def _refuse_targets(args: Any) -> None:
+    if getattr(args, "optim_target_modules", None) is not None:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} has no effect on optim={str(args.optim)!r}, which "
+            "updates all parameters alike; leave it out, or use an optimizer that projects gradients, as galore_adamw"
+        )
+
+
+Factory = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
+
+
+def _where_it_is(
+    model: nn.Module | None, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
+) -> Factory:
+    """Leave out what the model's device does not know."""
+    place = None if model is None else next(model.parameters(), None)
+    if place is not None and not has_fused(place.device):
+        options = {name: value for name, value in options.items() if name != "fused"}
+    return kind, options
+
+
+def _adamw(args: Any, **variant: Any) -> Factory:
+    own = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return torch.optim.AdamW, {**own, **variant, **_extra(args, {"amsgrad", "maximize", "capturable"})}
+
+
+def _adamw_fused(args: Any) -> Factory:
+    return _adamw(args, fused=True)
+
+
+def _sgd(args: Any) -> Factory:
+    options = _extra(args, {"momentum", "dampening", "nesterov"})
+    return torch.optim.SGD, {"lr": args.learning_rate, **options}
+
+
+def _adagrad(args: Any) -> Factory:
+    options = _extra(args, {"lr_decay", "initial_accumulator_value", "eps"})
+    return torch.optim.Adagrad, {"lr": args.learning_rate, **options}
+
+
+def _rmsprop(args: Any) -> Factory:
+    options = _extra(args, {"alpha", "eps", "momentum", "centered"})
+    return torch.optim.RMSprop, {"lr": args.learning_rate, **options}
+
+
+_TORCH: dict[str, Callable[[Any], Factory]] = {
+    "adamw_torch": _adamw,
+    "adamw_torch_fused": _adamw_fused,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+}
+
+
+def _extra(args: Any, allowed: set[str]) -> dict[str, Any]:
+    given = parse_optim_args(args.optim_args)
+    if unknown := sorted(set(given) - allowed):
+        raise ValueError(
+            f"optim_args has {unknown}, which optim={str(args.optim)!r} does not take; it takes {sorted(allowed)}"
+        )
+    return given

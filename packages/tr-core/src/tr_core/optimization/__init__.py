@@ -1,1 +1,0 @@
-"""What is optimized and how fast: optimizers, rules for parameters, schedules, steps that are left out."""

@@ -1,0 +1,172 @@
+"""Compute the length of a run in optimizer steps, and when gradients are synchronised.
+
+Shares of a run become numbers of steps here. `accelerator_config` is checked here too: some of its settings act, and
+the others are refused with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tr_core.data.batches import Batches
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How long a run is.
+
+    Attributes:
+        max_steps: optimizer steps of the whole run.
+        num_epochs: passes over the data that are begun at most.
+        batches_per_epoch: micro-batches that make `state.epoch` grow by one.
+        num_samples: samples that the whole run uses, of all ranks, as the speed metrics count them.
+        per_step: samples of a full step, of all ranks.
+    """
+
+    max_steps: int
+    num_epochs: int
+    batches_per_epoch: int
+    num_samples: float
+    per_step: int
+
+    def with_max_steps(self, max_steps: int) -> TrainingPlan:
+        """Return the plan with another length."""
+        return replace(self, max_steps=max_steps)
+
+
+def resolve_steps(value: float | None, max_steps: int) -> int:
+    """Return a number of steps that an argument gives: as it is, as a share of the run if below 1, or once in the run.
+
+    Args:
+        value: the argument; None is the whole run.
+        max_steps: optimizer steps of the run.
+    """
+    if value is None:
+        return max_steps
+    return max(math.ceil(value * max_steps) if value < 1 else int(value), 1)
+
+
+def make_plan(args: Any, data: Batches) -> TrainingPlan:
+    """Reckon the length of a run from `max_steps`, `num_train_epochs`, accumulation and the data's length.
+
+    Raises:
+        ValueError: there is nothing to train on, or no length is known and `max_steps` is not set.
+    """
+    accumulation = args.gradient_accumulation_steps
+    per_step = data.per_micro_batch * accumulation
+    if data.num_batches is None:
+        if args.max_steps <= 0:
+            raise ValueError(
+                f"the training data has no length and max_steps={args.max_steps}; set max_steps to the number of "
+                "optimizer steps to train"
+            )
+        steps = args.max_steps
+        return TrainingPlan(steps, sys.maxsize, steps * accumulation, float(steps * per_step), per_step)
+    if data.num_batches == 0:
+        raise ValueError(
+            f"the training data gives no batch: {data.num_samples} samples used at {data.per_micro_batch} a "
+            "micro-batch; add data, lower per_device_train_batch_size, or set dataloader_drop_last=False"
+        )
+    steps_per_epoch = math.ceil(data.num_batches / accumulation)
+    if args.max_steps > 0:
+        epochs = math.ceil(args.max_steps / steps_per_epoch)
+        return TrainingPlan(args.max_steps, epochs, data.num_batches, float(args.max_steps * per_step), per_step)
+    samples = (data.num_samples or 0) * args.num_train_epochs
+    return TrainingPlan(
+        math.ceil(args.num_train_epochs * steps_per_epoch),
+        math.ceil(args.num_train_epochs),
+        data.num_batches,
+        samples,
+        per_step,
+    )
+
+
+def steps_left(args: Any, data: Batches, epoch: int, position: int) -> int | None:
+    """Count the optimizer steps from `position` in `epoch` to the end of `num_train_epochs`; None if unknown.
+
+    With unchanged batch size, accumulation and world size this agrees with what `make_plan` said at the start.
+    """
+    if data.num_batches is None:
+        return None
+    accumulation = args.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(data.num_batches / accumulation)
+    left_here = math.ceil((data.remaining(position) or 0) / accumulation)
+    later = args.num_train_epochs - epoch - 1
+    if later >= 0:
+        return left_here + math.ceil(later * steps_per_epoch)
+    done_here = steps_per_epoch - left_here
+    return max(math.ceil((args.num_train_epochs - epoch) * steps_per_epoch) - done_here, 0)
+
+
+_REFUSED = {
+    "dispatch_batches": (
+        (None, False),
+        "each rank reads its own share of every micro-batch, and the place in the data is a count of samples that all "
+        "ranks share; leave it out",
+    ),
+    "even_batches": (
+        (True,),
+        "every rank takes part in every step, and no sample counts twice: a rank left without one adds nothing; leave "
+        "it out",
+    ),
+    "use_seedable_sampler": (
+        (True,),
+        "the order of the data follows from seed and epoch alone, or a run could not be resumed; leave it out",
+    ),
+    "use_configured_state": (
+        (False,),
+        "there is no state of the process to keep: a process group that exists is used in any case; leave it out",
+    ),
+}
+_ACCUMULATION = ("num_steps", "sync_each_batch")
+
+
+def check_accelerator_config(args: Any, world_size: int) -> None:
+    """Raise for settings that cannot be, all at once.
+
+    `split_batches` divides the given batch sizes by the number of ranks, `non_blocking` is how batches are always
+    copied, and `gradient_accumulation_kwargs["sync_each_batch"]` has gradients exchanged after every micro-batch.
+
+    Args:
+        args: the training arguments.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: the message names each with the reason.
+    """
+    if problems := list(_problems(args, world_size)):
+        raise ValueError("accelerator_config cannot be used as it is:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def syncs_each_batch(args: Any) -> bool:
+    """Whether gradients are to be exchanged after every micro-batch, and not after the last of a step only."""
+    return bool((args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False))
+
+
+def _problems(args: Any, world_size: int) -> Iterator[str]:
+    config = args.accelerator_config
+    for name, (accepted, reason) in _REFUSED.items():
+        if (value := getattr(config, name)) not in accepted:
+            yield f"{name}={value!r}: {reason}"
+    if config.split_batches:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            if (size := getattr(args, name)) % world_size:
+                yield (
+                    f"split_batches=True: {name}={size} cannot be divided among {world_size} processes; make it a "
+                    "multiple of their number"
+                )
+    accumulation = config.gradient_accumulation_kwargs or {}
+    if unknown := sorted(set(accumulation) - set(_ACCUMULATION)):
+        yield f"gradient_accumulation_kwargs has {unknown}; it takes {list(_ACCUMULATION)}"
+    steps = accumulation.get("num_steps", args.gradient_accumulation_steps)
+    if steps != args.gradient_accumulation_steps:
+        yield (
+            f"gradient_accumulation_kwargs has num_steps={steps!r}, but gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}; set only the latter"
+        )
+    if not isinstance(sync := accumulation.get("sync_each_batch", False), bool):
+        yield f"gradient_accumulation_kwargs has sync_each_batch={sync!r}; it needs true or false"

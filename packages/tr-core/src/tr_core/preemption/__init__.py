@@ -1,0 +1,1 @@
+"""Save and stop at a step boundary, on all ranks together."""

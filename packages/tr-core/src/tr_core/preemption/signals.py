@@ -1,0 +1,209 @@
+"""Record the signals that ask a process to stop. A second one ends the process at once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from tr_log import get_logger, info_once
+
+logger = get_logger(__name__)
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+# A launcher that gets a signal passes it on to processes that the system sent it to already: the same signal once more
+# within this time is the same request. Ctrl-C is pressed by a person, who means it.
+_REPEATED_WITHIN_S = 1.0
+
+
+class Interrupted(SystemExit):
+    """Ends `Trainer.train` after a signal; left alone it ends the process with code 128 + the signal's number.
+
+    Attributes:
+        signal: the signal.
+        step: completed optimizer steps.
+        checkpoint: folder of the checkpoint of that step.
+    """
+
+    def __init__(self, number: int, step: int, checkpoint: Path) -> None:
+        super().__init__(number, step, checkpoint)
+        self.signal, self.step, self.checkpoint = signal.Signals(number), step, checkpoint
+        self.code = 128 + number
+
+    def __str__(self) -> str:
+        return f"{self.signal.name} at step {self.step}, saved as {self.checkpoint}"
+
+
+class KeyboardInterrupted(Interrupted, KeyboardInterrupt):
+    """Ends `Trainer.train` after Ctrl-C: also a `KeyboardInterrupt`, for those who catch that."""
+
+
+def interrupted(number: int, step: int, checkpoint: Path) -> Interrupted:
+    """Return the exception of a signal."""
+    kind = KeyboardInterrupted if number == signal.SIGINT else Interrupted
+    return kind(number, step, checkpoint)
+
+
+class StopSignals:
+    """Inside this block SIGTERM, SIGUSR1 and SIGINT set a flag; a second of them ends the process at once.
+
+    Taken over are signals that nobody has a use for yet: one that is ignored stays so, as in a job that the shell put
+    into the background, and one with a handler of the user's or of a library's keeps it. Outside of the main thread,
+    where Python allows no handlers, none are set. Afterwards everything is as it was.
+
+    A process forked in this block has the handlers too; there they act as the former ones would.
+
+    Args:
+        notify: called, once, by the handler of the first signal. It may come between any two operations of the main
+            thread.
+        watches: have a thread end the process at the second signal also while the main thread is in a call that Python
+            cannot interrupt, as in an exchange with another rank that does not come.
+
+    Attributes:
+        number: the first signal that came; 0 if none has.
+    """
+
+    def __init__(self, notify: Callable[[], None], *, watches: bool = False) -> None:
+        self._notify = notify
+        self._watch = _Watch() if watches and os.name != "nt" else None
+        self._process = os.getpid()
+        self._former: dict[int, Any] = {}
+        self._came: list[int] = []
+        self._first_s = math.inf
+
+    @property
+    def number(self) -> int:
+        """The first signal that came; 0 if none has."""
+        return self._came[0] if self._came else 0
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            info_once(
+                logger,
+                "train() is not called in the main thread, so signals act as ever: no checkpoint is written for them",
+            )
+            return self
+        for number in SIGNALS:
+            former = signal.getsignal(number)
+            if former in (signal.SIG_DFL, signal.default_int_handler) and not _is_caught_outside_of_python(number):
+                self._former[number] = signal.signal(number, self._handle)
+            elif former != signal.SIG_IGN:
+                info_once(
+                    logger,
+                    "%s has a handler already, which stays: no checkpoint is written for it unless that one asks for "
+                    "it. signal.signal(signal.%s, signal.SIG_DFL) before train() takes it away",
+                    *[signal.Signals(number).name] * 2,
+                )
+        if self._watch is not None and self._former:
+            self._watch.start(frozenset(self._former))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            signal.signal(number, self._former.get(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
+            return
+        self._came.append(number)  # before anything is asked: another signal's handler may come in between
+        now_s = time.monotonic()
+        if len(self._came) == 1:
+            self._first_s = now_s
+            self._notify()
+        elif _is_another(number, self._came[0], now_s - self._first_s):
+            _end_at_once(number)
+
+
+class _Watch:
+    """Counts signals in a thread, which gets them from the system in the moment they come."""
+
+    _current: _Watch | None = None
+
+    def __init__(self) -> None:
+        self._read, self._write = -1, -1
+
+    def start(self, numbers: frozenset[int]) -> None:
+        """Begin, unless somebody else is given the signals, as an event loop is."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        former = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if former != -1:
+            signal.set_wakeup_fd(former)
+            os.close(self._read)
+            os.close(self._write)
+            return
+        _Watch._current = self
+        threading.Thread(target=self._count, args=(self._read, numbers), daemon=True, name="second signals").start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        if _Watch._current is self:
+            signal.set_wakeup_fd(-1)
+            _Watch._current = None
+            os.write(self._write, b"\0")  # not by its end: children may have it open
+            os.close(self._write)
+
+    @staticmethod
+    def _count(read: int, numbers: frozenset[int]) -> None:
+        first, first_s = 0, math.inf
+        while number := os.read(read, 1)[0]:
+            if number not in numbers:
+                continue
+            now_s = time.monotonic()
+            if not first:
+                first, first_s = number, now_s
+            elif _is_another(number, first, now_s - first_s):
+                _end_at_once(number)
+        os.close(read)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Count nothing in a copy of the process, whose signals are no matter of the thread's."""
+        if cls._current is not None:
+            cls._current = None
+            signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Watch.forget)
+
+
+def _is_another(number: int, first: int, after_s: float) -> bool:
+    """Whether a signal so long after the first one is another request, and not the same once more."""
+    return number != first or number == signal.SIGINT or after_s >= _REPEATED_WITHIN_S
+
+
+def _end_at_once(number: int) -> None:
+    """End this process and those that it started, without another line of Python."""
+    with contextlib.suppress(Exception):
+        for child in multiprocessing.active_children():
+            child.kill()
+    name = signal.Signals(number).name
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{name}, the second signal: stopping at once; complete checkpoints stay as they are\n".encode())
+    os._exit(128 + number)
+
+
+def _is_caught_outside_of_python(number: int) -> bool:
+    """Whether something that is not Python code has a handler, as `faulthandler.register` sets one; known on Linux."""
+    try:
+        status = Path("/proc/self/status").read_text("ascii")
+    except (OSError, ValueError):
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    is_caught = bool(int(caught, 16) >> (number - 1) & 1)
+    return is_caught and signal.getsignal(number) == signal.SIG_DFL

@@ -1,0 +1,182 @@
+"""Run the checks, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tr_args import ArgumentsError
+from tr_core.callback import CallbackList
+from tr_core.preflight.argument_checks import (
+    check_device,
+    check_events,
+    check_options,
+    check_output_folder,
+    check_plugins,
+    check_resume,
+    check_schedule,
+)
+from tr_core.preflight.context import CheckContext
+from tr_core.preflight.data_checks import check_first_batch, check_labels, check_length, check_pickling
+from tr_core.preflight.evaluation_checks import check_evaluation
+from tr_core.preflight.model_checks import check_forward_backward, check_loss_division, check_trainable
+from tr_core.preflight.origins import Origins, last_line, raised_at
+from tr_core.preflight.report import Problem, Report
+from tr_core.preflight.resource_checks import check_disk_space, check_memory, check_optimizer, estimate
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+Check = Callable[[CheckContext], Iterator[Problem]]
+
+# Of arguments alone.
+_ARGUMENT_CHECKS: tuple[Check, ...] = (
+    check_options,
+    check_plugins,
+    check_device,
+    check_events,
+    check_schedule,
+    check_output_folder,
+    check_resume,
+    check_disk_space,
+)
+# Of a Trainer: later ones use what earlier ones found out.
+_TRAINER_CHECKS: tuple[Check, ...] = (
+    check_options,
+    check_length,
+    check_events,
+    check_output_folder,
+    check_resume,
+    check_trainable,
+    check_pickling,
+    check_first_batch,
+    check_labels,
+    check_forward_backward,
+    check_loss_division,
+    check_evaluation,
+    check_optimizer,
+    check_schedule,
+    check_memory,
+    check_disk_space,
+    estimate,
+)
+
+
+def check(
+    trainer: Trainer,
+    *,
+    resume: Any = None,
+    evaluation_data: Any = None,
+    trains: bool = True,
+    ends_here: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Find out what would stop or spoil a run of `trainer`, without training a step.
+
+    Two samples go forward and backward; nothing is written, sent or logged, and no callback is called. Every rank must
+    call it.
+
+    Nothing is put back: gradients, buffers, random number generators, and what data sets and collators count are others
+    than before. So `train`, `evaluate` and `predict` of this Trainer are refused afterwards; build a new one, with a
+    new model and new data.
+
+    Args:
+        trainer: what is checked.
+        resume: what the run is to resume from; None takes `resume_from_checkpoint` of the arguments.
+        evaluation_data: data to be evaluated, where that is not the Trainer's own.
+        trains: whether the run trains, so that there must be training data.
+        ends_here: whether nothing is done with the data afterwards, so that a stream that can be read only once may be
+            read.
+        progress: called with a line of text before each thing that takes time.
+
+    Returns:
+        Problems and figures; `print` shows them.
+
+    Raises:
+        RuntimeError: the Trainer is training.
+    """
+    if trainer.is_in_train:
+        raise RuntimeError("check() was called while this Trainer is training; check another Trainer, before its run")
+    trainer.is_checked = True
+    args = trainer.args
+    if args.fast_dev_run:
+        resume = False  # a trial run begins anew
+    subject = CheckContext(
+        args,
+        trainer,
+        Origins(args, _script()),
+        resume=args.resume_from_checkpoint if resume is None else resume,
+        evaluation_data=evaluation_data,
+        trains=trains,
+        ends_here=ends_here,
+        progress=progress or (lambda text: None),
+    )
+    return Report(type(trainer).__name__, *_examine(subject))
+
+
+def check_arguments(args: Any, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
+    """Find out what is wrong with arguments alone, without model and data.
+
+    Args:
+        args: the arguments.
+        origin: says where they were written.
+        target: what is checked, for the report.
+        found: problems that are known already.
+    """
+    subject = CheckContext(args, origin=origin, resume=args.resume_from_checkpoint)
+    if args.max_steps > 0:
+        subject.steps = subject.figures["steps"] = args.max_steps
+    problems = [*found, *_run(_ARGUMENT_CHECKS, subject)]
+    unknown = "data, model, loss and metrics, and what depends on them"
+    if subject.steps is None:
+        unknown += ", such as the number of steps (max_steps is not set)"
+    problems.append(Problem("T010", f"a configuration file alone says nothing of {unknown}: check the script for that"))
+    return Report(target, problems, subject.figures)
+
+
+def _examine(subject: CheckContext) -> tuple[list[Problem], dict[str, Any]]:
+    trainer = subject.trainer
+    subject.progress("preparing the model")
+    try:
+        trainer.prepare()
+    except ArgumentsError:
+        return list(check_options(subject)), {}
+    except Exception as error:
+        return [Problem("T303", f"the strategy cannot prepare the model: {last_line(error)}", raised_at(error))], {}
+    _describe_model(subject)
+    handler = trainer.callback_handler
+    subject.callbacks = list(handler.callbacks)
+    trainer.model_wrapped.zero_grad(set_to_none=True)
+    trainer.callback_handler = CallbackList(trainer)
+    try:
+        return list(_run(_TRAINER_CHECKS, subject)), subject.figures
+    finally:
+        trainer.callback_handler = handler
+
+
+def _run(checks: tuple[Check, ...], subject: CheckContext) -> Iterator[Problem]:
+    for each in checks:
+        try:
+            yield from each(subject)
+        except Exception as error:  # whatever a user's object does, the other checks are made
+            name = each.__name__.replace("_", " ")
+            yield Problem("T012", f"{name}: {last_line(error)}; the other checks were made", raised_at(error))
+
+
+def _describe_model(subject: CheckContext) -> None:
+    trainer = subject.trainer
+    subject.figures |= {
+        "model": type(trainer.model).__name__,
+        "device": str(trainer.strategy.device),
+        "world_size": trainer.strategy.world_size,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "trainable_parameters": trainer.get_num_trainable_parameters(),
+    }
+
+
+def _script() -> Path | None:
+    import __main__
+
+    file = getattr(__main__, "__file__", None)
+    return Path(file) if file else None

@@ -1,0 +1,1 @@
+"""Settings that are switched on for a run and off after it."""

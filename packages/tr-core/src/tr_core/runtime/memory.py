@@ -1,0 +1,153 @@
+"""Measure the memory of a stage of a run, and recognise and clean up after out-of-memory errors.
+
+No background thread is needed to measure.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+Metrics = dict[str, int]
+ReadMemory = Callable[[], Metrics]
+
+
+class MemoryMeter:
+    """Measures stages of a run, of which only the outermost counts: an evaluation inside training is training's.
+
+    Host memory is that of the whole process (resident set), as the kernel counts it. On Linux its peak is that of the
+    stage; elsewhere the kernel tells only by how much the stage raised the peak of the whole run, and the allocated
+    difference is left out. Memory of an accelerator is what torch's allocator gave out.
+
+    Args:
+        device: where the run computes.
+        is_on: whether to measure at all.
+
+    Raises:
+        ValueError: this system tells neither.
+    """
+
+    def __init__(self, device: torch.device, is_on: bool) -> None:
+        self._device, self._is_on, self._is_busy = device, is_on, False
+        if is_on and device.type == "cpu" and not _STATUS.exists() and find_spec("resource") is None:
+            raise ValueError(
+                "skip_memory_metrics=False needs a system that tells a process its memory, by /proc or getrusage; set "
+                "skip_memory_metrics=True"
+            )
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[ReadMemory]:
+        """Measure a stage.
+
+        Args:
+            name: what the metrics' names begin with.
+
+        Returns:
+            What gives the metrics, in bytes, when it is called within the block: `<name>_mem_cpu_alloc_delta` is what
+            the stage still holds, `<name>_mem_cpu_peaked_delta` how much more it held at its peak; with `gpu` the
+            same of an accelerator. Empty inside another stage.
+        """
+        if not self._is_on or self._is_busy:
+            yield dict
+            return
+        self._is_busy = True
+        gc.collect()
+        gauges = [gauge for gauge in (_host_gauge(), _device_gauge(self._device)) if gauge is not None]
+
+        def metrics() -> Metrics:
+            gc.collect()
+            return {f"{name}_mem_{key}": value for gauge in gauges for key, value in gauge().items()}
+
+        try:
+            yield metrics
+        finally:
+            self._is_busy = False
+
+
+def _host_gauge() -> ReadMemory | None:
+    if not _STATUS.exists():
+        return _peak_gauge()
+    with suppress(OSError):  # where that is not allowed, the peak is that of the whole run so far
+        _RESET.write_text("5")
+    begin = _resident()["VmRSS"]
+
+    def read() -> Metrics:
+        now = _resident()
+        return {"cpu_alloc_delta": now["VmRSS"] - begin, "cpu_peaked_delta": max(now["VmHWM"] - now["VmRSS"], 0)}
+
+    return read
+
+
+def _resident() -> dict[str, int]:
+    lines = (line.split() for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines())
+    return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words and words[0] in ("VmRSS:", "VmHWM:")}
+
+
+def _peak_gauge() -> ReadMemory | None:
+    if find_spec("resource") is None:
+        return None
+    import resource
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+    begin = peak()
+    return lambda: {"cpu_peaked_delta": peak() - begin}
+
+
+def _device_gauge(device: torch.device) -> ReadMemory | None:
+    if device.type == "cpu":
+        return None
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "current_allocated_memory"):  # a Mac's, which tells no peak
+        begin = module.current_allocated_memory()
+        return lambda: {"gpu_alloc_delta": module.current_allocated_memory() - begin}
+    if not hasattr(module, "reset_peak_memory_stats"):  # XLA's: the compiler has planned what is used
+        return None
+    module.reset_peak_memory_stats(device)
+    begin = module.memory_allocated(device)
+
+    def read() -> Metrics:
+        now = module.memory_allocated(device)
+        return {"gpu_alloc_delta": now - begin, "gpu_peaked_delta": max(module.max_memory_allocated(device) - now, 0)}
+
+    return read
+
+
+# Allocators and libraries that raise a plain RuntimeError say one of these.
+_OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",  # torch's allocator on the host
+    "not enough memory: you tried to allocate",  # the same on Windows
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's way of saying that its work space did not fit
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a device, or the host, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_MESSAGES)
+
+
+def free_memory(error: BaseException, device: torch.device) -> None:
+    """Free what the frames of a caught exception hold, and give the device's cached memory back."""
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

@@ -1,0 +1,1 @@
+"""The Trainer: the methods that users call and override."""

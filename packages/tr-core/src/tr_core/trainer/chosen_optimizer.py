@@ -1,0 +1,204 @@
+"""Decide which optimizer and schedule a run trains with.
+
+Those that a user passed or assigned are used, or new ones are built from the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tr_core.validation import check_given_parts_fit
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+# Arguments that an optimizer, and a schedule, are built from.
+_OPTIMIZER_ARGUMENTS = (
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "parameter_rules",
+)
+_SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "greater_is_better")
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass
+class _Built:
+    """An optimizer or schedule as it was built, or as a run left it.
+
+    Attributes:
+        part: what was built.
+        arguments: the arguments it was built from.
+        left_out: ids of the model's trainable parameters that the optimizer did not hold then.
+        groups: the optimizer's groups then, as `_read_groups` returns them.
+        is_edited: whether the groups were edited before a schedule was built for them.
+    """
+
+    part: Any
+    arguments: dict[str, Any]
+    left_out: frozenset[int]
+    groups: Groups
+    is_edited: bool = False
+
+
+class ChosenOptimizer:
+    """What optimizer and schedule were chosen, by passing or assigning them, and what was built instead.
+
+    - What was passed to the Trainer, or assigned to its `optimizer` or `lr_scheduler`, trains in every run until
+      something else, or None, is assigned.
+    - What `create_optimizer` or `create_scheduler` built before a run, with all edits of its groups, trains in it. If
+      arguments or the model were changed since it was built, it is built again, unless groups were edited too.
+    - A second run builds a new one in place of what the first one built.
+
+    Args:
+        optimizer: the one that was passed; None has the arguments decide.
+        schedule: likewise.
+
+    Attributes:
+        optimizer: the one that was chosen; None where the arguments decide.
+        schedule: likewise.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: LRScheduler | None) -> None:
+        self.optimizer, self.schedule = optimizer, schedule
+        self._is_building = False
+        self._built: dict[str, _Built] = {}
+        self._left: Groups | None = None
+        self._trained: tuple[Any, Any] = (None, None)
+
+    def assign(self, name: str, value: Any) -> None:
+        """Take note of what was assigned to the Trainer's `optimizer` or `lr_scheduler`."""
+        if self._is_building:
+            return
+        if name == "optimizer":
+            self.optimizer = value
+        else:
+            self.schedule = value
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Surround what builds: what is assigned within was not chosen."""
+        before, self._is_building = self._is_building, True
+        try:
+            yield
+        finally:
+            self._is_building = before
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, args: Any) -> None:
+        """Remember what an optimizer was built from."""
+        values = _values(args, _OPTIMIZER_ARGUMENTS)
+        built = _Built(optimizer, values, _left_out(optimizer, model), _read_groups(optimizer))
+        self._built = {**self._built, "optimizer": built}
+
+    def before_schedule(self, optimizer: Any) -> None:
+        """Look at an optimizer's groups before a schedule is built, which changes their learning rates."""
+        built = self._built.get("optimizer")
+        if built is not None and built.part is optimizer:
+            built.is_edited |= _read_groups(optimizer) != built.groups
+
+    def note_schedule(self, schedule: Any, optimizer: Any, args: Any) -> None:
+        """Remember what a schedule was built from, and the groups as it left them."""
+        self._built = {**self._built, "schedule": _Built(schedule, _values(args, _SCHEDULE_ARGUMENTS), frozenset(), [])}
+        built = self._built.get("optimizer")
+        if built is not None and built.part is optimizer:
+            built.groups = _read_groups(optimizer)
+
+    def to_train_with(self, optimizer: Any, schedule: Any, model: nn.Module, args: Any) -> tuple[Any, Any]:
+        """Return what the next run is to use of an optimizer and a schedule; None in place of what is to be built.
+
+        Args:
+            optimizer: the Trainer's; None if there is none.
+            schedule: likewise.
+            model: what is to be trained.
+            args: the arguments as they are.
+
+        Raises:
+            ValueError: groups were edited of an optimizer that would be built again, or the schedule is another one's.
+        """
+        if optimizer is not self.optimizer and optimizer is not None and self._is_outdated(optimizer, model, args):
+            optimizer = None
+        if schedule is None or schedule is self.schedule:
+            check_given_parts_fit(None, optimizer, schedule)
+            return optimizer, schedule
+        built = self._built.get("schedule")
+        is_fresh = schedule is not self._trained[1] and getattr(schedule, "optimizer", optimizer) is optimizer
+        if optimizer is None or not is_fresh:
+            return optimizer, None
+        if built is not None and built.part is schedule and built.arguments != _values(args, _SCHEDULE_ARGUMENTS):
+            return optimizer, None
+        return optimizer, schedule
+
+    def begin(self, optimizer: Any, schedule: Any) -> None:
+        """Take note of what a run trains with."""
+        self._trained, self._left = (optimizer, schedule), None
+
+    def end(self) -> None:
+        """Take note of how a run left the optimizer's groups."""
+        if self._trained[0] is not None:
+            self._left = _read_groups(self._trained[0])
+
+    def _is_outdated(self, optimizer: Any, model: nn.Module, args: Any) -> bool:
+        if optimizer is self._trained[0]:
+            if self._left is not None and _read_groups(optimizer) != self._left:
+                raise ValueError(
+                    f"the parameter groups of {type(optimizer).__name__} were edited after the run that it was built "
+                    "for, and a new run builds a new one; to train with this one, moments included, assign it: "
+                    "trainer.optimizer = trainer.optimizer. Else change the arguments, or call create_optimizer() "
+                    "after trainer.optimizer = None, and edit what it returns"
+                )
+            return True
+        built = self._built.get("optimizer")
+        if built is None or built.part is not optimizer:
+            return False
+        changed = [
+            name for name, value in _values(args, _OPTIMIZER_ARGUMENTS).items() if built.arguments[name] != value
+        ]
+        if not _left_out(optimizer, model) <= built.left_out:
+            changed.append("the model's trainable parameters")
+        if changed and (built.is_edited or _read_groups(optimizer) != built.groups):
+            raise ValueError(
+                f"{', '.join(changed)} changed after create_optimizer() had built {type(optimizer).__name__}, whose "
+                "parameter groups were edited since: one of the two would be lost. Set trainer.optimizer = None to "
+                "build it again, or trainer.optimizer = trainer.optimizer to train with it as it is"
+            )
+        return bool(changed)
+
+
+def _values(args: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    values = args.to_dict()
+    return {name: values[name] for name in names}
+
+
+def _left_out(optimizer: torch.optim.Optimizer, model: nn.Module) -> frozenset[int]:
+    """Return the ids of the model's trainable parameters that an optimizer does not hold."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return frozenset(id(p) for p in model.parameters() if p.requires_grad and id(p) not in held)
+
+
+def _read_groups(optimizer: torch.optim.Optimizer) -> Groups:
+    """Return the options and parameters of each group; what a schedule adds is left out."""
+    return [
+        {name: _plain(value) for name, value in group.items() if name != "initial_lr"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        return id(value)
+    if isinstance(value, torch.Tensor):
+        return value.tolist()  # sync: before and after a run only
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

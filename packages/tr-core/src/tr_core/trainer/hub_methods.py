@@ -1,0 +1,177 @@
+"""Write the model card and push to the Hub, in methods of the Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tr_core.checkpoint import saving
+from tr_core.model_card.model_card import CardDetails, Words, write_model_card
+from tr_core.preflight.requested import stop_if_requested
+from tr_core.trainer.output_methods import Reporting
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer.trainer import Trainer
+
+
+class Publishing(Reporting):
+    """What is published.
+
+    Attributes:
+        card_details: what `create_model_card` was told so far.
+        lacks_best_weights: whether the best weights were to be loaded and were not there.
+    """
+
+    card_details = CardDetails()
+    lacks_best_weights = False
+    _is_saving_to_push = False
+
+    def create_model_card(  # noqa: PLR0917  the documented order
+        self,
+        language: Words = None,
+        license: str | None = None,
+        tags: Words = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: Words = None,
+        dataset_tags: Words = None,
+        dataset: Words = None,
+        dataset_args: Words = None,
+    ) -> None:
+        """Write `README.md` to the output folder: metadata for the Hub, evaluation figures, how the model was trained.
+
+        The figures are of the model as it is: those of the last evaluation, or of the best step if its weights were
+        loaded. What is given once holds for later cards too. A card that was written by hand stays as it is, with a
+        warning. Only the main process writes.
+
+        Args:
+            language: codes of the model's languages, such as `en`.
+            license: identifier of its licence, such as `apache-2.0`.
+            tags: tags beside `generated_from_trainer`.
+            model_name: its name; by default that of the Hub repository, or of the output folder.
+            finetuned_from: identifier of the model it was made of; by default what the model's configuration says.
+            tasks: task identifiers, such as `text-classification`; by default by the model's class.
+            dataset_tags: identifiers of the data sets; by default what the evaluation data say.
+            dataset: names of the data sets; by default their identifiers.
+            dataset_args: which part of each data set.
+        """
+        stop_if_requested(cast("Trainer", self))
+        given = CardDetails(
+            language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
+        )
+        self.card_details = self.card_details.updated(given)
+        if self.is_world_process_zero():
+            write_model_card(cast("Trainer", self), self.card_details)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Save the model and its card to `output_dir` and push it to the Hub repository that the arguments name.
+
+        Pushes that are under way come first. Checkpoints whose push failed during training go with this one. Under
+        `fast_dev_run` nothing is saved or pushed, and None returned; likewise on other than the main process.
+
+        Args:
+            commit_message: what the commit says.
+            blocking: return when it is there; else push in the background.
+            token: access token, in place of the arguments' `hub_token`, for this push alone.
+            revision: branch to push to, in place of `hub_revision`.
+            private: whether a repository that is made now is private, in place of `hub_private_repo`.
+            **card: what `create_model_card` is told: `language`, `license`, `tags` and so on.
+
+        Returns:
+            The commit's address, or without `blocking` a future of it.
+
+        Raises:
+            tr_core.plugins.PluginError: the package that pushes is not installed.
+            RuntimeError: it was not pushed, also when tried again; the message says why.
+        """
+        given, token = _Hidden(token), None
+        stop_if_requested(cast("Trainer", self))
+        if self.args.fast_dev_run:
+            self.logger.info("fast_dev_run=%r: nothing is pushed to the Hub", self.args.fast_dev_run)
+            return None
+        self.fire("on_push_begin")
+        self._save_to_push()
+        self.create_model_card(**card)
+        return self._push(commit_message or "End of training", blocking, given, revision, private)
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Write weights (safetensors), configuration and tokenizer; every rank calls, rank 0 writes.
+
+        With `ema_decay` the weights are the average. With `push_to_hub`, a call outside of `train` saves to
+        `output_dir` of the arguments too and pushes that, as "Model save"; a push that fails is an error in the log.
+        """
+        super().save_model(output_dir)
+        if not self.args.push_to_hub or _internal_call or self.is_in_train or self._is_saving_to_push:
+            return
+        self.fire("on_push_begin")
+        if output_dir is not None and Path(output_dir).absolute() != Path(self.args.output_dir).absolute():
+            self._save_to_push()
+        self.create_model_card()
+        try:
+            self._push("Model save")
+        except RuntimeError as error:
+            self.logger.error("the model is saved, but not pushed: %s", error)
+
+    def save_checkpoint(self, run: Run) -> None:
+        """Save everything that the run needs to go on from here, and say before that it will be pushed."""
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self.fire("on_push_begin")
+        super().save_checkpoint(run)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the Hub repository that the arguments name, unless it exists; `push_to_hub=True` does so by itself.
+
+        Args:
+            token: access token, in place of the arguments' `hub_token`, for this alone.
+            private: whether the repository is private, in place of `hub_private_repo`.
+
+        Raises:
+            tr_core.plugins.PluginError: the package that pushes is not installed.
+        """
+        given, token = _Hidden(token), None
+        stop_if_requested(cast("Trainer", self))
+        if not self.is_world_process_zero():
+            return
+        hub = saving.find_hub(self.callback_handler.callbacks, self.args)
+        hub.repository.but(token=given.value, private=private).make()
+
+    def _push(
+        self,
+        message: str,
+        blocking: bool = True,
+        token: _Hidden | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+    ) -> Any:
+        if not self.is_world_process_zero():
+            return None
+        hub = saving.find_hub(self.callback_handler.callbacks, self.args)
+        elsewhere = {}
+        if (token and token.value) or revision is not None or private is not None:
+            repository = hub.repository.but(token=token and token.value, revision=revision, private=private)
+            elsewhere["repository"] = repository
+        return hub.push_to_hub(self.args.output_dir, commit_message=message, blocking=blocking, **elsewhere)
+
+    def _save_to_push(self) -> None:
+        # An override of save_model may have any signature, and calls the one above, which is not to push again.
+        self._is_saving_to_push = True
+        try:
+            self.save_model()
+        finally:
+            self._is_saving_to_push = False
+
+
+class _Hidden:
+    """Keep a token out of displays of local variables."""
+
+    def __init__(self, value: str | None) -> None:
+        self.value = value

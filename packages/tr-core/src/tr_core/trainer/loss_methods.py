@@ -1,0 +1,181 @@
+"""Compute the loss and gradients of one micro-batch, in methods that a subclass may override."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_core.evaluation.gather import map_tensors
+from tr_core.item_count import plain
+from tr_core.loss import Division, split_loss
+from tr_core.model_io import batch_size_of, loss_of, to_device
+from tr_core.trainer.output_methods import Reporting
+
+
+class Stepping(Reporting):
+    """What is done with one micro-batch.
+
+    Attributes:
+        loss_is_scaled_for_ga: what `compute_loss` of a subclass returns: True, a loss that is divided for the whole
+            step and is used as it is; False, a mean over its micro-batch, which is divided by their number; None has
+            it observed whether the loss depends on `num_items_in_batch`. It may be set at any time.
+    """
+
+    loss_is_scaled_for_ga: bool | None = None
+    _given_loss_kwargs: bool | None = None
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute loss and gradients of one micro-batch.
+
+        Args:
+            model: the wrapped model, in training mode.
+            inputs: the batch, with tensors on the host.
+            num_items_in_batch: targets of the whole step over all ranks, a scalar tensor; None where not counted.
+
+        Returns:
+            This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
+        """
+        inputs = to_device(inputs, self.strategy.device)
+        count: dict[str, Any] = {}
+        if num_items_in_batch is not None and self._loss_takes_count:
+            count = {"num_items_in_batch": self.loss_rule.hand_over(num_items_in_batch)}
+        wants_outputs, outputs = self.callback_handler.wants_outputs, None
+        with self.loss_context():
+            if wants_outputs:
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count)
+            else:
+                loss = self.compute_loss(model, inputs, **count)
+        parts: dict[str, torch.Tensor] = {}
+        if not isinstance(loss, torch.Tensor):
+            loss, parts = split_loss(loss)
+        size, weight, is_scaled = self.scope.size, self.scope.weight, self.loss_is_scaled_for_ga
+        if num_items_in_batch is not None or size > 1 or weight != 1.0 or parts:
+            was_told = None if num_items_in_batch is None else bool(count)
+            division = self.loss_rule.judge(loss, was_told, size, weight, is_scaled)
+            loss = self.loss_rule.share(loss, division, size, weight)
+            self._log_parts(parts, division)
+        self.strategy.backward(loss)
+        if wants_outputs:
+            self.scope.outputs = map_tensors(_detached, outputs)
+        return loss.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """Compute the loss of one batch: the model's own, or that of `compute_loss_func`.
+
+        An override may leave out `num_items_in_batch`; its loss is then a mean over the batch. It may return a dict of
+        scalars in place of the loss, `{"loss": ..., "ce": ..., "aux": ...}`: `loss` is trained, and the other entries
+        are logged as the loss is, with the same mean over micro-batches, steps and ranks, so that parts of a loss add
+        up in the log. In an evaluation they are metrics beside `<prefix>_loss`. For values of another kind there is
+        `log_metric`.
+
+        Args:
+            model: the wrapped model.
+            inputs: the batch, on the device.
+            return_outputs: also return what the model gave.
+            num_items_in_batch: what a summed loss is to be divided by, a scalar tensor.
+
+        Returns:
+            A scalar tensor, or a pair of it and the model's outputs.
+        """
+        function, labels = self.loss_function, None
+        if function is not None:
+            inputs, labels = self._split_labels(inputs)
+        if num_items_in_batch is not None:
+            self.loss_rule.is_own_loss = True
+            if self.loss_rule.tells_model:
+                inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = self.call_model(model, inputs)
+        if function is None:
+            loss = loss_of(outputs, inputs)
+        else:
+            extra = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.counts else {}
+            loss = function(outputs, labels, **extra)
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[object]:
+        """Surround forward and loss of one micro-batch, in training and evaluation; an override may add a context."""
+        return self.autocast_smart_context_manager()
+
+    def autocast_smart_context_manager(self) -> AbstractContextManager[object]:
+        """Return the context of mixed precision, one that does nothing without it."""
+        return self.strategy.autocast()
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model is given `num_items_in_batch`; found out of its forward, unless it is set.
+
+        Set it to False and nothing is counted for a model: a loss is a mean over its micro-batch. Set it to True and
+        the targets are counted, and a loss that does not depend on the count is refused.
+        """
+        return self.loss_rule.accepts_count
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        self._given_loss_kwargs = bool(value)
+
+    def declared_loss_kwargs(self) -> bool | None:
+        """Return what `model_accepts_loss_kwargs` was set to, on this Trainer or in its class; None if it was not."""
+        in_class = type(self).model_accepts_loss_kwargs
+        return self._given_loss_kwargs if isinstance(in_class, property) else self.model_accepts_loss_kwargs
+
+    def call_model(self, model: nn.Module, inputs: Any) -> Any:
+        """Call the model with a batch: mappings by keyword, tuples and lists by position."""
+        if hasattr(inputs, "keys"):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+    def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
+        """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
+        count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
+        told: dict[str, Any] = {}
+        if self._loss_takes_count:
+            told = {"num_items_in_batch": None if count is None else self.loss_rule.hand_over(count)}
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **told)
+        parts: dict[str, torch.Tensor] = {}
+        if isinstance(loss, Mapping):
+            loss, parts = split_loss(loss)
+        loss = self.loss_rule.judge_evaluation(loss, was_told=self._loss_takes_count and count is not None)
+        if self.metric_window is not None:
+            weight = (batch_size_of(inputs) or 0) if count is None else count
+            for name, value in parts.items():
+                self.log_metric(name, plain(value), weight)
+        return loss, outputs
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the floating-point operations of forward and backward of one batch; 0 where not known."""
+        return self.flop_counter.count(inputs)
+
+    def counts_floating_point_ops(self) -> bool:
+        """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
+        return self.flop_counter.knows or type(self).floating_point_ops is not Stepping.floating_point_ops
+
+    def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
+        """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""
+        window, size, ranks = self.metric_window, self.scope.size, self.strategy.world_size
+        if window is not None:
+            for name, value in parts.items():
+                share = self.loss_rule.share(value, division, size, self.scope.weight)
+                window.add_part(name, share / ranks if ranks > 1 else share, size * ranks)
+
+    def _split_labels(self, inputs: Any) -> tuple[Any, Any]:
+        """Take the labels out of a batch for `compute_loss_func`: by name, or the last of a tuple."""
+        if isinstance(inputs, list | tuple):
+            return inputs[:-1], inputs[-1]
+        rest = dict(inputs)
+        return rest, rest.pop("labels", None)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return plain(tensor.detach())

@@ -1,0 +1,111 @@
+"""Log metrics, and save models, states and metrics, in methods that a subclass may override."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from tr_core.checkpoint import saving
+from tr_core.metric_means import MetricWindow
+from tr_core.preflight.requested import stop_if_requested
+from tr_core.trainer.parts import Assembly
+from tr_log.terminal import write_line
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+
+class Reporting(Assembly):
+    """What is logged and saved."""
+
+    # Where `log_metric` adds to: the open window of a run, or of an evaluation; None outside both.
+    metric_window: MetricWindow | None = None
+
+    def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
+        """Have a value averaged and logged: from `compute_loss`, `training_step` or a callback.
+
+        In training the mean is taken over the steps since the last log and over all ranks, and stands in the next log
+        beside `loss`. Within an evaluation it is taken over that evaluation, and is the metric `<prefix>_<name>`,
+        unless `compute_metrics` gives one of that name. Ranks may log different names, or none. Nothing is read from
+        the device, and an open window is saved in checkpoints.
+
+        Args:
+            name: what it is called in the log; not a name that an entry has already, as `loss`.
+            value: a number, or a tensor with one element, of whose graph nothing is kept.
+            weight: how much this value counts in the mean; not negative. A micro-batch in which a rank has no sample
+                of its own, only one to take part with, counts nothing.
+
+        Raises:
+            RuntimeError: neither training nor an evaluation is going on.
+            ValueError: the name is taken, the value is no scalar, or the weight is negative or infinite.
+            TypeError: value or weight is no number.
+        """
+        if self.metric_window is None:
+            raise RuntimeError(
+                f"log_metric({name!r}) has nothing to average over: neither training nor an evaluation is going on; "
+                "write values to the log at once with log({...})"
+            )
+        if self.scope.weight != 0.0:
+            self.metric_window.add(name, value, weight)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add an entry to `state.log_history` and tell the callbacks.
+
+        Args:
+            logs: names and values; `epoch` is added, and `num_input_tokens_seen` where tokens are counted.
+            start_time: accepted for overrides that pass it on.
+        """
+        self.stamp(logs)
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.fire("on_log", logs=logs)
+
+    def log_result(self, metrics: dict[str, Any]) -> None:
+        """Log the metrics of an evaluation or a run, and add to them what an override of `log` adds to the entry."""
+        entries = self.state.log_history
+        number = len(entries)
+        self.log(metrics)
+        for entry in entries[number:]:  # an override may have handed on a dict of its own
+            for name, value in entry.items():
+                if name != "step":
+                    metrics.setdefault(name, value)
+        self.stamp(metrics)
+
+    def stamp(self, metrics: dict[str, Any]) -> None:
+        """Add to metrics where the run is: `epoch`, and `num_input_tokens_seen` where tokens are counted."""
+        metrics["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            metrics["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write weights (safetensors), configuration and tokenizer; every rank calls, rank 0 writes.
+
+        With `ema_decay` the weights are the average.
+        """
+        stop_if_requested(cast("Trainer", self))
+        self.prepare()
+        saving.save_model(cast("Trainer", self), Path(output_dir or self.args.output_dir))
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to the output folder."""
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(folder / "trainer_state.json")
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print metrics readably, on the main process."""
+        if self.is_world_process_zero():
+            lines = [f"***** {split} metrics *****", *saving.metric_lines(self.metrics_format(metrics))]
+            write_line(sys.stdout, "\n".join(lines))
+
+    def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Return metrics as `log_metrics` prints them: run times as h:m:s, operations in GF, numbers to four places."""
+        return saving.format_metrics(metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write metrics to `<split>_results.json`, and with `combined` into `all_results.json` too."""
+        if self.is_world_process_zero():
+            saving.save_metrics(Path(self.args.output_dir), split, metrics, combined)

@@ -1,0 +1,395 @@
+"""Build the parts of a Trainer: model, strategy, callbacks, checkpointer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tr_args import TrainingArguments
+from tr_args.serialization import make_folders_absolute
+from tr_core.callback import CallbackList
+from tr_core.callbacks.defaults import default_callbacks
+from tr_core.changes import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, values_when_built
+from tr_core.checkpoint import saving
+from tr_core.choose_strategy import choose_strategy, log_launcher_settings
+from tr_core.collators import DataCollatorWithPadding, default_data_collator
+from tr_core.data.limits import dev_run_arguments
+from tr_core.data.loaders import LoaderCache
+from tr_core.evaluation.metrics import StreamingMetric
+from tr_core.loss import LabelSmoother, LossRule, StepScope
+from tr_core.model_io import FlopCounter, base_model, can_return_loss, find_label_names, takes_argument
+from tr_core.preflight.requested import requested
+from tr_core.protocols import Checkpointer, Strategy
+from tr_core.random_state import RandomState, separate_randomness
+from tr_core.runtime.compilation import Compilation
+from tr_core.runtime.liger import apply_liger_kernel
+from tr_core.runtime.memory import MemoryMeter
+from tr_core.search.trial import takes_trial
+from tr_core.state import TrainerControl, TrainerState
+from tr_core.trainer.chosen_optimizer import ChosenOptimizer
+from tr_core.validation import (
+    check_args,
+    check_given_optimizers,
+    check_given_parts_fit,
+    check_model,
+    check_setup,
+    refuse_unsupported,
+)
+from tr_log import configure, get_logger
+
+if TYPE_CHECKING:
+    from tr_core.run import Run
+    from tr_core.trainer.trainer import Trainer
+
+
+class Assembly:
+    """What a run is made of.
+
+    The constructor's arguments are described at `Trainer`, which adds what is done with the parts.
+    """
+
+    logger = get_logger("tr_core.trainer")
+    trial: Any = None
+    # Whether something was assigned in a run that acts from its next step.
+    has_assignments = False
+    # Whether an optimizer that knows two sets of weights has put those to judge into the model.
+    is_optimizer_in_evaluation = False
+    _is_built = False
+    model: nn.Module
+    model_wrapped: nn.Module
+    _checkpointer_made_of: dict[str, Any] | None = None
+
+    def __init__(  # noqa: PLR0917  the documented order
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | StreamingMetric | Mapping[str, StreamingMetric] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        callback: Sequence[Any] | None = None,
+        strategy: Strategy | None = None,
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
+        check_model(model, model_init)
+        check_args(args)
+        self.args = args if args is not None else TrainingArguments()
+        self.args.check()  # once more: they may have been changed since they were built
+        self.args = dev_run_arguments(self.args)
+        refuse_unsupported(self.args)
+        self.strategy: Strategy = strategy if strategy is not None else choose_strategy(self.args)
+        self._bind_process()
+        log_launcher_settings(self.args)
+        self.processing_class = _same("processing_class", processing_class, "tokenizer", tokenizer)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.data_collator = data_collator if data_collator is not None else self._default_collator()
+        self.model_init, self._model_is_fresh = model_init, True
+        self._take_model(model if model is not None else self.call_model_init())
+        check_given_optimizers(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.optimizer, self.lr_scheduler = optimizers
+        self.chosen = ChosenOptimizer(*optimizers)
+        self._checkpointer, self.has_own_checkpointer = checkpointer, checkpointer is not None
+        self.random_state = RandomState(self.strategy.device)
+        self._prepare_conditions()
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            is_local_process_zero=self.strategy.local_rank == 0, is_world_process_zero=self.strategy.rank == 0
+        )
+        self.is_in_train, self.scope = False, StepScope()
+        given = _same("callbacks", callbacks, "callback", callback) or ()
+        self.callback_handler = CallbackList(self, [*default_callbacks(self.args, self.strategy), *given])
+        self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
+        self.kept_loaders = LoaderCache()
+        self.told_columns: set[frozenset[str]] = set()
+        check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
+        check_setup(cast("Trainer", self))
+        self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
+        self._is_built = True
+        if not requested():  # a preflight calls no callback: the Hub's would make a repository now
+            self.fire("on_init_end")
+
+    # What the model is, and where it is
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model with `model_init`, from the seed alone: the same on every rank and every call.
+
+        Args:
+            trial: what a `model_init` with an argument is given: the trial of a search, else None.
+        """
+        if self.model_init is None:
+            raise ValueError("this Trainer was given a model, not a model_init")
+        given = (trial,) if takes_trial(self.model_init) else ()
+        with separate_randomness(self.args.seed):
+            model = self.model_init(*given)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model_init returned {model!r}; it must return a torch.nn.Module")
+        return model
+
+    def renew_model(self) -> None:
+        """Make a new model for a new run, where there is a `model_init` and the model was trained already."""
+        if self.model_init is not None and not self._model_is_fresh:
+            self._take_model(self.call_model_init(self.trial))
+        self._model_is_fresh = False
+
+    def prepare(self) -> nn.Module:
+        """Take in what was assigned, hand the model to the strategy if it is not there yet, and return it wrapped.
+
+        The strategy is handed the model again where modules or parameters of it were replaced.
+
+        Raises:
+            ValueError: an argument was changed that the Trainer was built with, arguments do not go together any more,
+                or the strategy cannot take in what was replaced.
+        """
+        if self.model is None:
+            raise ValueError("trainer.model is None; assign a model before it is trained, evaluated or saved")
+        if self._is_built:
+            self._settle_arguments()
+        if self._prepared != (now := self._structure()):
+            if self.args.use_liger_kernel and not self._is_prepared:
+                apply_liger_kernel(self.model, self.args.liger_kernel_config)
+            self.model_wrapped = self.strategy.prepare(self.model)
+            now = self._structure()
+        self._prepared = now
+        return self.model_wrapped
+
+    @property
+    def _is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def _structure(self) -> tuple[Any, ...]:
+        """Return what tells whether modules or parameters of the model were replaced."""
+        modules = [id(module) for module in self.model.modules()]
+        # Where a forward is an exchange, whole parameters take the place of the shards for a while.
+        is_divided = self.strategy.forwards_together
+        parameters = [name if is_divided else id(p) for name, p in self.model.named_parameters()]
+        return (*modules, *parameters)
+
+    def _settle_arguments(self) -> None:
+        args = self.args
+        if args.num_assignments != self._settled_assignments:
+            make_folders_absolute(args.check())
+            check_as_built(args, self._built_with)
+            refuse_unsupported(args)
+            self._settled_assignments = args.num_assignments
+        self._derive()
+
+    def get_num_trainable_parameters(self) -> int:
+        """Count the numbers that training changes."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def _take_model(self, model: nn.Module) -> None:
+        self._set("model", model)
+        self.model_wrapped, self._prepared = model, None
+        self.can_return_loss = can_return_loss(base_model(model))
+        self.flop_counter = FlopCounter(model)
+        self._label_names_of: Any = None
+        self._loss_made_of: tuple[Any, ...] = ()
+        self._derive()
+
+    # What is derived, and what may be assigned
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._is_built:
+            object.__setattr__(self, name, value)
+            return
+        if self.is_in_train and name in TAKEN_AT_BEGIN:
+            raise RuntimeError(
+                f"trainer.{name} was assigned while training: the run that is under way took it when it began, so this "
+                f"would change nothing; {TAKEN_AT_BEGIN[name]}"
+            )
+        if name == "model":
+            self._assign_model(value)
+        elif name == "args":
+            self._assign_args(value)
+        else:
+            object.__setattr__(self, name, value)
+        if name in ("optimizer", "lr_scheduler"):
+            self.chosen.assign(name, value)
+        if name in ACTS_NEXT_STEP:
+            if self.is_in_train:
+                self._set("has_assignments", True)
+            else:
+                self._derive()
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set an attribute whose assignment by a user would mean more."""
+        object.__setattr__(self, name, value)
+
+    def _assign_model(self, model: nn.Module | None) -> None:
+        if model is None:  # to free its memory
+            self._set("model", None)
+            self._set("model_wrapped", None)
+            self._prepared = None
+            return
+        check_model(model, None)
+        self._take_model(model)
+        self._model_is_fresh = True
+
+    def _assign_args(self, args: TrainingArguments) -> None:
+        check_args(args)
+        if not isinstance(args, type(self.args)):
+            raise TypeError(f"trainer.args is a {type(self.args).__name__}; a {type(args).__name__} cannot replace it")
+        args.check()
+        args = dev_run_arguments(args)
+        refuse_unsupported(args)
+        check_as_built(args, self._built_with)
+        self._set("args", args)
+        self._settled_assignments = args.num_assignments
+        self._bind_process()
+        self._derive()
+
+    def _derive(self) -> None:
+        """Make what follows from the model, the methods and the arguments as they are now."""
+        if self.model is None:
+            return
+        args, methods = self.args, cast("Trainer", self)
+        inner = base_model(self.model)
+        if self._label_names_of is None or self._label_names_of[0] != args.label_names:
+            # Only then: it is an attribute that may be assigned too.
+            self.label_names: list[str] = find_label_names(inner) if args.label_names is None else args.label_names
+            self._label_names_of = (args.label_names,)
+        made_of = (self.compute_loss_func, args.label_smoothing_factor, args.average_tokens_across_devices, inner)
+        if not _same_parts(made_of, self._loss_made_of):
+            self.loss_function = self.compute_loss_func
+            if args.label_smoothing_factor and self.compute_loss_func is None:
+                self.loss_function = LabelSmoother(args.label_smoothing_factor, inner)
+            self.loss_rule = LossRule(
+                inner,
+                self.loss_function,
+                self.strategy,
+                average_tokens_across_devices=args.average_tokens_across_devices,
+                declared=methods.declared_loss_kwargs,
+            )
+            self._loss_made_of = made_of
+        # Overrides written before `num_items_in_batch` existed keep working.
+        self._loss_takes_count = takes_argument(methods.compute_loss, "num_items_in_batch")
+        self.step_function = _with_count(methods.training_step)
+        self.loss_context = _loss_context(methods)
+
+    # Who listens
+
+    def fire(self, event: str, **extra: Any) -> None:
+        """Send an event to the callbacks that define it; what they return ends up in `control`."""
+        self.callback_handler.fire(event, **extra)
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, or an instance of a callback class."""
+        self.callback_handler.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a callback: this object, or the first of this class; None if there is none."""
+        return self.callback_handler.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback: this object, or the first of this class."""
+        self.callback_handler.pop(callback)
+
+    # Who this process is, and where its checkpoints go
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.strategy.local_rank == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.strategy.rank == 0
+
+    def checkpointer(self) -> Checkpointer:
+        """Return where checkpoints go, building it from the arguments the first time.
+
+        Raises:
+            ValueError: no such checkpointer is installed.
+        """
+        made_of = None if self.has_own_checkpointer else saving.checkpointer_arguments(self.args)
+        if self._checkpointer is not None and self._checkpointer_made_of not in (None, made_of):
+            self._checkpointer.close()
+            self._checkpointer = None
+        if self._checkpointer is None:
+            self._checkpointer = saving.build_checkpointer(cast("Trainer", self))
+        self._checkpointer_made_of = made_of
+        return self._checkpointer
+
+    def end(self) -> None:
+        """Leave the process group, at the very end of a script; without this it is left when the process ends."""
+        self.strategy.close()
+
+    def save_checkpoint(self, run: Run) -> None:
+        """Save everything that the run needs to go on from here."""
+        saving.save_checkpoint(cast("Trainer", self), run)
+
+    def _prepare_conditions(self) -> None:
+        args = self.args
+        self.memory = MemoryMeter(self.strategy.device, is_on=not args.skip_memory_metrics)
+        self.given_use_cache: bool | None = None
+        self.compilation: Compilation | None = None
+        if args.torch_compile:
+            self.compilation = Compilation(args.torch_compile_backend or "inductor", args.torch_compile_mode)
+
+    def _bind_process(self) -> None:
+        strategy = self.strategy
+        place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
+        make_folders_absolute(self.args).bind(device=strategy.device, **place)
+        # "passive" leaves the level that the user or TR_VERBOSITY set; without one it is INFO.
+        is_passive = self.args.log_level == "passive" and self.args.should_log
+        level = None if is_passive else self.args.get_process_log_level()
+        configure(level=level, rank=strategy.rank, world_size=strategy.world_size)
+
+    def _default_collator(self) -> Callable[[list[Any]], Any]:
+        if hasattr(self.processing_class, "pad"):
+            return DataCollatorWithPadding(self.processing_class)
+        return default_data_collator
+
+
+# Python names the function in its own errors: the class that a user wrote, not the part of it that holds this.
+Assembly.__init__.__qualname__ = "Trainer.__init__"
+
+
+def _with_count(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `step` as the loop calls it, with the count as the third argument, whatever an override calls it."""
+    parameters = list(inspect.signature(step).parameters.values())
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if sum(p.kind in by_position for p in parameters) > 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return step
+    if takes_argument(step, "num_items_in_batch"):
+        return lambda model, inputs, num_items: step(model, inputs, num_items_in_batch=num_items)
+    return lambda model, inputs, num_items: step(model, inputs)
+
+
+def _loss_context(trainer: Trainer) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes the context of forward and loss: only overrides cost a step the calls of these methods."""
+    names = ("compute_loss_context_manager", "autocast_smart_context_manager")
+    usual = all(getattr(getattr(trainer, name), "__module__", "") == "tr_core.trainer.loss_methods" for name in names)
+    return trainer.strategy.autocast if usual else trainer.compute_loss_context_manager
+
+
+def _same_parts(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    return len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
+
+
+def _same(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """Return whichever of two names for one thing was given.
+
+    Raises:
+        ValueError: both were, and differ.
+    """
+    if value is not None and other is not None and value is not other:
+        raise ValueError(f"{name} and {other_name} are two names for one thing and were given different values")
+    return value if value is not None else other

@@ -1,0 +1,289 @@
+"""The Trainer: train, evaluate, predict, and the data loaders, in methods that a subclass may override."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_core.data.limits import evaluation_source
+from tr_core.data.loaders import eval_loader, keeping_columns, train_loader
+from tr_core.data.sampler import call_sampler_method
+from tr_core.evaluation.best_metric import check_best_metric
+from tr_core.evaluation.evaluation_loop import EvaluationLoop, evaluation_state, in_evaluation_context, prediction_step
+from tr_core.evaluation.metrics import is_streaming
+from tr_core.model_io import main_input_name
+from tr_core.preflight.requested import stop_if_requested
+from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
+from tr_core.session import Resume
+from tr_core.session import train as run_session
+from tr_core.trainer.hub_methods import Publishing
+from tr_core.trainer.loss_methods import Stepping
+from tr_core.trainer.optimizer_methods import Optimizing
+from tr_core.trainer.search_methods import Searching
+
+
+class Trainer(Stepping, Publishing, Optimizing, Searching):
+    """A complete training and evaluation loop for a PyTorch model.
+
+    Args:
+        model: any module; its forward takes a batch (by keywords if batches are mappings) and returns its loss.
+        args: the training arguments; default ones write to `trainer_output`.
+        data_collator: makes a batch of a list of samples; by default pads with `processing_class` if that can pad,
+            else stacks.
+        train_dataset: map-style or iterable data.
+        eval_dataset: likewise, or a dict of several.
+        processing_class: a tokenizer or processor, saved with the model; `tokenizer` is the same.
+        model_init: makes a new model for every call of `train`, in place of `model`; if it takes an argument, that is
+            the trial of a hyper-parameter search, else None.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=)` → loss, in place of the model's own.
+        compute_metrics: `(EvalPrediction)` → dict of metrics; or an object with `update(preds, target)`, `compute()`
+            and `reset()`, as those of torchmetrics, or a dict of several by name: they see each batch, and nothing is
+            kept for them.
+        callbacks: callbacks or their classes; `callback` is the same.
+        optimizers: an optimizer and a schedule to use; None has the arguments decide.
+        optimizer_cls_and_kwargs: a class of optimizers and its keyword arguments, in place of the one that the
+            arguments name; it is given the parameter groups.
+        preprocess_logits_for_metrics: `(logits, labels)` → what is kept of each evaluation batch.
+        strategy: where and how to compute; by default what the arguments and the launcher say.
+        checkpointer: where checkpoints go; by default what the arguments name.
+
+    Building one changes no random number generator and moves no model: that happens in `train` and `evaluate`.
+
+    Raises:
+        ValueError: arguments ask for what is not there.
+    """
+
+    is_in_evaluation = False
+    is_checked = False  # by a preflight, so that it may not run any more
+
+    # Running
+
+    def train(
+        self,
+        resume_from_checkpoint: Resume = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the end of the run.
+
+        Args:
+            resume_from_checkpoint: True continues from the newest valid checkpoint in `output_dir` and fails if there
+                is none; `auto` begins anew instead; a folder names one. None takes the argument of that name.
+            trial: what `model_init` is given if it takes an argument, and what the state notes as the run's
+                parameters: the trial of a search, or a dict. It changes no argument.
+            ignore_keys_for_eval: outputs of the model that evaluations during training leave out.
+
+        Returns:
+            Steps, mean loss and metrics. Resuming a finished run changes nothing.
+
+        Raises:
+            ValueError: nothing to train on, nothing to resume from, a damaged checkpoint was named, or no evaluation
+                can give the metric that chooses the best model.
+            RuntimeError: this Trainer is training already, and something within its run calls this.
+        """
+        if self.is_in_train:
+            raise RuntimeError(
+                f"train() was called while this Trainer is training already, at step {self.state.global_step} of "
+                f"{self.state.max_steps}; call it when the run has ended, or train with another Trainer"
+            )
+        stop_if_requested(self, resume=resume_from_checkpoint, trains=True)
+        check_best_metric(self)
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        resume = None if self.args.fast_dev_run else resume
+        self.trial = trial
+        try:
+            return run_session(self, resume, ignore_keys_for_eval)
+        finally:
+            self.trial = None
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate, log and return the metrics.
+
+        Args:
+            eval_dataset: data instead of the Trainer's own; a dict of data sets is evaluated one by one, with
+                `<prefix>_<name>` before each one's metrics; a string names one of the Trainer's.
+            ignore_keys: outputs of the model that are left out.
+            metric_key_prefix: what the metrics' names begin with.
+
+        Raises:
+            ValueError: there is nothing to evaluate on.
+            TypeError: `compute_metrics` returned no dict.
+        """
+        stop_if_requested(self, evaluation_data=eval_dataset)
+        self.prepare()
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, dict):
+            merged: dict[str, float] = {}
+            for name, dataset in chosen.items():
+                source = name if eval_dataset is None else dataset
+                prefix = f"{metric_key_prefix}_{name}"
+                merged |= self.evaluate(eval_dataset=source, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+            return merged
+        loader = evaluation_source(self, eval_dataset)
+        with in_evaluation_context(self):
+            output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
+            self.log_result(output.metrics)
+            self.fire("on_evaluate", metrics=output.metrics)
+        return output.metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict for every sample of a data set, with metrics if it has labels.
+
+        Args:
+            test_dataset: the data.
+            ignore_keys: outputs of the model that are left out.
+            metric_key_prefix: what the metrics' names begin with.
+        """
+        stop_if_requested(self, evaluation_data=test_dataset)
+        self.prepare()
+        loader = self.get_test_dataloader(test_dataset)
+        with in_evaluation_context(self):
+            output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
+            self.fire("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    # Data
+
+    def get_train_dataloader(self) -> Any:
+        """Build the loader of the training data: batches of this rank, in the seeded order.
+
+        An override may return any iterable of batches; resuming then draws and drops the batches already used.
+        """
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset; it is None")
+        name = main_input_name(self.model, self.processing_class)
+        sampler = call_sampler_method(self._get_train_sampler, self.train_dataset)
+        return train_loader(self.train_dataset, self._collator(), self.args, self.strategy, name, sampler=sampler)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return what gives the indices of the training samples, with a length; None has the arguments decide.
+
+        For overrides, as with a `WeightedRandomSampler`: every epoch goes through it anew, all ranks share its order,
+        and a resumed run goes on in it.
+        """
+        return None
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Return what gives the indices of evaluation samples, with a length; None is every sample in order."""
+        return None
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Build the loader of evaluation data; where its workers live on, the one of the last time is used again.
+
+        Args:
+            eval_dataset: the data, or the name of one of the Trainer's data sets; None is the Trainer's own.
+
+        Raises:
+            ValueError: there is no such data.
+        """
+        own = eval_dataset is None or isinstance(eval_dataset, str)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(eval_dataset, str):
+            dataset = _named(eval_dataset, self.eval_dataset)
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset; the Trainer has none and none was given")
+        sampler = call_sampler_method(self._get_eval_sampler, dataset)
+        build = partial(eval_loader, dataset, self._collator(), self.args, self.strategy, sampler=sampler)
+        if not own:
+            return build()
+        name = (eval_dataset, self.args.eval_batch_size)
+        return self.kept_loaders.get(name, (dataset, self.data_collator, self.model), build)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Build the loader of the data to predict."""
+        return eval_loader(test_dataset, self._collator(), self.args, self.strategy)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Count the samples behind a loader of all ranks; batches times batch size where it does not tell."""
+        try:
+            return len(dataloader.dataset)
+        except (AttributeError, TypeError):
+            return len(dataloader) * self.args.train_batch_size
+
+    # Evaluation
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Run the model on one evaluation batch without gradients.
+
+        Returns:
+            Loss (None without labels), logits (None with `prediction_loss_only`), labels (None without).
+        """
+        return prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+
+    def evaluation_context(self) -> AbstractContextManager[object]:
+        """Surround an evaluation or prediction, from its first batch to its last event; they are never nested.
+
+        By default the model is in evaluation mode and has the weights that callbacks give for evaluation; afterwards,
+        also after an exception, each of its modules is in its own mode again and the weights are those that train. An
+        override that adds something enters this context too.
+        """
+        return evaluation_state(self)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Go through evaluation data and return predictions, labels, metrics and the number of samples.
+
+        Args:
+            dataloader: batches of this rank.
+            description: what this is, for the log; "Prediction" keeps predictions with `batch_eval_metrics` too.
+            prediction_loss_only: keep no predictions, and compute no metrics of them but those that stream; None
+                takes the argument of that name.
+            ignore_keys: outputs of the model that are left out.
+            metric_key_prefix: what the metrics' names begin with.
+        """
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self.loaders["eval_dataloader"] = dataloader
+        self.logger.debug("%s begins at step %d", description, self.state.global_step)
+        predicts = description == "Prediction"
+        return EvaluationLoop(self, loss_only, ignore_keys, metric_key_prefix, predicts).run(dataloader)
+
+    # Within
+
+    def _collator(self) -> Any:
+        if not self.args.remove_unused_columns:
+            return self.data_collator
+        return keeping_columns(self.data_collator, self.model, self.label_names, self.told_columns)
+
+    def _timed_loop(self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
+        start_s = time.perf_counter()
+        # Without a function of all predictions nobody looks at those of an evaluation.
+        unseen = self.compute_metrics is None or is_streaming(self.compute_metrics)
+        options: dict[str, Any] = {"ignore_keys": ignore_keys, "metric_key_prefix": prefix}
+        if description == "Evaluation":
+            options["prediction_loss_only"] = True if unseen else None
+        with self.memory.stage(prefix) as read_memory:
+            # By name: an override may have its parameters in another order, or take them by name alone.
+            output = self.evaluation_loop(loader, description=description, **options)
+            output.metrics.update(read_memory())
+        steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.world_size))
+        output.metrics.update(speed_metrics(prefix, start_s, output.num_samples, steps))
+        return output
+
+
+def _named(name: str, datasets: Any) -> Any:
+    known = datasets if isinstance(datasets, dict) else {}
+    if name not in known:
+        names = ", ".join(map(repr, known)) or "none, as eval_dataset is no dict"
+        raise ValueError(f"there is no evaluation data set named {name!r}; those of this Trainer are: {names}")
+    return known[name]

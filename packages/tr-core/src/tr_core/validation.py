@@ -1,0 +1,331 @@
+"""Refuse, before training starts, whatever cannot work.
+
+- Arguments that contradict what the Trainer was given.
+- Labels that cannot reach the model.
+- Evaluations that cannot be done as requested.
+- An output folder that cannot be written to.
+
+The output folder is also locked here, so that no other run saves to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tr_args import TrainingArguments
+from tr_core.batch_size_search import check_batch_size_search
+from tr_core.data.loaders import has_length
+from tr_core.evaluation.metrics import check_streaming, is_streaming
+from tr_core.model_io import base_model, forward_parameters, takes_argument
+from tr_core.plan import check_accelerator_config
+from tr_core.runtime.run_context import check_conditions
+
+if TYPE_CHECKING:
+    from tr_core.trainer.trainer import Trainer
+
+# Options that are refused for good. name -> (value that is allowed, why nothing else can be)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "dataloader_in_order": (
+        True,
+        "batches would come in the order in which the loading processes finish them, so the position in the data could "
+        "not be known and a run not be resumed",
+    ),
+}
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raise for options whose effect cannot be had.
+
+    Raises:
+        ValueError: one or more are set; the message names each with the reason why it is refused.
+    """
+    if problems := _set_otherwise(args, REFUSED):
+        raise ValueError("options that cannot be used, and why:\n" + "\n".join(problems))
+
+
+def _set_otherwise(args: Any, table: dict[str, tuple[Any, str]]) -> list[str]:
+    values = {name: (getattr(args, name, allowed), allowed, text) for name, (allowed, text) in table.items()}
+    return [f"  {name}={value!r}: {text}" for name, (value, allowed, text) in values.items() if value != allowed]
+
+
+def check_model(model: Any, model_init: Any) -> None:
+    """Raise unless exactly one of a model and a function that makes one was given."""
+    if model is None and model_init is None:
+        raise ValueError("Trainer needs a model or a model_init; both are None")
+    if model is not None and model_init is not None:
+        raise ValueError("Trainer was given a model and a model_init; pass one of them")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; Trainer trains a torch.nn.Module")
+    if model is not None and "_orig_mod" in model._modules:
+        raise ValueError(
+            "model is what torch.compile() returned, whose weights have other names than those of the model in it; "
+            "pass the model, and set torch_compile=True"
+        )
+
+
+def check_quantized(model: nn.Module) -> None:
+    """Raise where training would change little but the norms of a model: its weights are held in few bits.
+
+    Raises:
+        ValueError: the model has no adapter, or those of its quantization cannot be trained.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
+        return
+    name, method = type(model).__name__, getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    shown = "" if method is None else f" by {getattr(method, 'value', method)}"
+    # `peft_config` is what every form of PEFT's wrappers has.
+    if not hasattr(model, "peft_config") and not getattr(quantizer, "is_qat_trainable", False):
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        raise ValueError(
+            f"{name} is quantized{shown} and has no adapter: its quantized weights cannot be trained, only "
+            f"{trainable:,} numbers beside them; add an adapter, as with peft.get_peft_model, or load the model "
+            "without quantization"
+        )
+    if not getattr(quantizer, "is_trainable", False):
+        raise ValueError(
+            f"{name} is quantized{shown}, which cannot be trained, not even with an adapter; load it without "
+            "quantization, or with one that can, as bitsandbytes in 4 bits"
+        )
+
+
+def check_args(args: Any) -> None:
+    """Raise unless arguments are those of tr-args or nothing: scripts half moved pass those of another library."""
+    if args is None or isinstance(args, TrainingArguments):
+        return
+    kind = type(args)
+    if isinstance(args, dict):
+        raise TypeError("args is a dict; Trainer takes TrainingArguments: pass TrainingArguments(**args)")
+    raise TypeError(
+        f"args is a {kind.__module__}.{kind.__qualname__}; Trainer takes the TrainingArguments of tr_args, which "
+        "tr_all and tr_core give too: import them from there"
+    )
+
+
+def check_given_optimizers(args: Any, optimizers: Any, cls_and_kwargs: Any, model_init: Any) -> None:
+    """Raise where an optimizer that is given goes together with what would build or need another one."""
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        raise TypeError(
+            f"optimizers is {type(optimizers).__name__}; it must be a pair of an optimizer and a schedule, of which "
+            "None has the arguments decide: optimizers=(optimizer, None)"
+        )
+    if optimizers[0] is not None and cls_and_kwargs is not None:
+        raise ValueError("Trainer was given an optimizer and optimizer_cls_and_kwargs; pass one of them")
+    if any(part is not None for part in optimizers) and model_init is not None:
+        raise ValueError(
+            "Trainer was given optimizers and a model_init: every run makes a new model, whose parameters they do not "
+            "have; pass optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler"
+        )
+    if optimizers[0] is not None and args.parameter_rules:
+        raise ValueError(
+            "parameter_rules has no effect on an optimizer that is given; leave one of them out, or pass "
+            "optimizer_cls_and_kwargs"
+        )
+
+
+def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any) -> None:
+    """Raise where a given optimizer trains another model, or a given schedule sets the rates of another optimizer.
+
+    Args:
+        model: the model; None to look at the other two alone.
+        optimizer: one that was given, or that is to train with the schedule; None if there is none.
+        schedule: one that was given; None if there is none.
+    """
+    scheduled: Any = getattr(schedule, "optimizer", None)
+    if scheduled is not None and optimizer is None:
+        raise ValueError(
+            f"Trainer was given a schedule ({type(schedule).__name__}) without the optimizer whose rates it sets, and "
+            "would build another one, on which it had no effect; pass both: optimizers=(schedule.optimizer, schedule)"
+        )
+    if optimizer is None:
+        return
+    groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", []))
+    own = {id(group) for group in groups}
+    if scheduled is not None and not any(id(group) in own for group in scheduled.param_groups):
+        raise ValueError(
+            f"the schedule that was given ({type(schedule).__name__}) sets the rates of another optimizer than the one "
+            f"that was given ({type(optimizer).__name__}), on which it had no effect; build the schedule with this "
+            "optimizer"
+        )
+    if model is None:
+        return
+    of_model = {id(parameter) for parameter in model.parameters()}
+    if groups and not any(id(parameter) in of_model for group in groups for parameter in group["params"]):
+        raise ValueError(
+            f"no parameter of the optimizer that was given ({type(optimizer).__name__}) is one of the model's, so that "
+            "nothing of the model would be trained; build it with the parameters of the very model that the Trainer is "
+            "given"
+        )
+
+
+def check_setup(trainer: Trainer) -> None:
+    """Raise where arguments ask for what the Trainer was not given, so that hours are not spent first.
+
+    Raises:
+        ValueError: the message says what is missing.
+    """
+    args = trainer.args
+    evaluates_other_data = args.eval_strategy != "no" and args.overfit_batches is None
+    if evaluates_other_data and trainer.eval_dataset is None and not overrides_eval(trainer):
+        raise ValueError(
+            f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
+            "eval_dataset or set eval_strategy='no'"
+        )
+    check_label_names(trainer)
+    check_conditions(trainer)
+    check_accelerator_config(args, trainer.strategy.world_size)
+    check_batch_size_search(args)
+    check_evaluation(trainer)
+    train = trainer.train_dataset
+    if isinstance(train, dict) and not overrides_loader(trainer):
+        raise TypeError(
+            f"train_dataset is a dict of {sorted(map(str, train))}; training takes one data set: pass one of them, as "
+            "in train_dataset=data['train']"
+        )
+    if train is not None and not has_length(train) and args.max_steps <= 0 and not overrides_loader(trainer):
+        raise ValueError(
+            f"train_dataset ({type(train).__name__}) has no length and max_steps={args.max_steps}; set max_steps to "
+            "the number of optimizer steps to train"
+        )
+    # Not before training, where checkpoints would be lost, but here.
+    if args.save_strategy != "no" and train is not None:
+        trainer.checkpointer()
+
+
+def overrides_loader(trainer: Trainer) -> bool:
+    """Whether a subclass makes its own training loader, to which `train_dataset` may be anything."""
+    return type(trainer).get_train_dataloader.__module__ != "tr_core.trainer.trainer"
+
+
+def overrides_eval(trainer: Trainer) -> bool:
+    """Whether a subclass makes its own evaluation loader, which needs no data set here."""
+    return type(trainer).get_eval_dataloader.__module__ != "tr_core.trainer.trainer"
+
+
+def check_label_names(trainer: Trainer) -> None:
+    """Raise where `label_names` names what the model cannot be given: without a loss, or late, training would fail.
+
+    Raises:
+        ValueError: the forward does not take one of them, and nothing takes it out of the batch before.
+    """
+    names, base = trainer.args.label_names or [], base_model(trainer.model)
+    taken_out = ["labels"] if trainer.loss_function is not None else []
+    unknown = [name for name in names if name not in taken_out and not takes_argument(base.forward, name)]
+    # A subclass that computes the loss itself may take them out of the inputs.
+    methods = type(trainer).compute_loss, type(trainer).training_step
+    if unknown and all(method.__module__.startswith("tr_core.") for method in methods):
+        raise ValueError(
+            f"label_names={names}, but the forward of {type(base).__name__} takes no {', '.join(map(repr, unknown))}, "
+            f"only {list(forward_parameters(base))}; leave label_names out, or name arguments of the forward, or "
+            "override compute_loss and take those labels out of the inputs there"
+        )
+
+
+def check_evaluation(trainer: Trainer) -> None:
+    """Raise where `compute_metrics` or the model cannot give what the arguments ask of an evaluation.
+
+    Raises:
+        ValueError: the arguments do not fit; the message says what to change.
+        TypeError: `compute_metrics` is neither a function nor made of metrics.
+    """
+    if trainer.compute_metrics is not None:
+        _check_metrics(trainer)
+    if trainer.args.eval_perplexity and not trainer.loss_rule.counts:
+        raise ValueError(
+            f"eval_perplexity=True needs a mean over tokens, but the loss of {type(trainer.model).__name__} is one "
+            "over each batch, whatever its tokens: its forward, or compute_loss_func, must take num_items_in_batch and "
+            "divide the summed loss by it; or set eval_perplexity=False"
+        )
+
+
+def _check_metrics(trainer: Trainer) -> None:
+    args, compute = trainer.args, trainer.compute_metrics
+    if is_streaming(compute):
+        check_streaming(compute)
+        if args.batch_eval_metrics:
+            raise ValueError(
+                "batch_eval_metrics=True calls compute_metrics as a function, but it is a metric with update, which "
+                "sees every batch anyway; set batch_eval_metrics=False"
+            )
+        if args.include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics={args.include_for_metrics} is for a function that gets an EvalPrediction, but "
+                "compute_metrics is a metric with update(preds, target); set include_for_metrics=[]"
+            )
+    elif not callable(compute):
+        raise TypeError(
+            f"compute_metrics is a {type(compute).__name__}; it must be a function of an EvalPrediction, an object "
+            "with update, compute and reset, or a dict of such objects"
+        )
+    elif args.batch_eval_metrics and not takes_argument(compute, "compute_result"):
+        raise ValueError(
+            "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=bool) after every batch, but "
+            "compute_metrics takes no compute_result"
+        )
+
+
+def check_output_dir(trainer: Trainer) -> None:
+    """Refuse an `output_dir` that the first save would fail at, on all ranks; a checkpointer of one's own knows its.
+
+    Raises:
+        ValueError: a file is in the way, or this user may not write there.
+    """
+    args, strategy = trainer.args, trainer.strategy
+    if args.save_strategy == "no" or trainer.has_own_checkpointer:
+        return
+    writes = strategy.rank == 0 or (args.save_on_each_node and strategy.local_rank == 0)
+    own = why_not_writable(Path(args.output_dir).absolute()) if writes else ""
+    if found := next(filter(None, strategy.gather_objects(own)), ""):
+        raise ValueError(f"{found}; save_strategy='no' trains without checkpoints")
+
+
+def lock_output_dir(trainer: Trainer) -> None:
+    """Keep other runs from saving where this one will, if its checkpointer knows how, until `releasing` ends.
+
+    Raises:
+        OSError: another run does, or that cannot be found out.
+    """
+    if trainer.args.save_strategy != "no":
+        checkpointer: Any = trainer.checkpointer()
+        if (take := getattr(checkpointer, "claim", None)) is not None:
+            take()
+
+
+@contextmanager
+def unlocking_output_dir(trainer: Trainer) -> Iterator[None]:
+    """Let other runs save to the folder of this one when the block ends, whichever way."""
+    try:
+        yield
+    finally:
+        # Whatever asked for it: a callback may save in a run that was not to.
+        release = getattr(trainer._checkpointer, "release", None)
+        if release is not None:
+            release()
+
+
+def why_not_writable(folder: Path) -> str:
+    """Say what keeps a folder from being made or written to, and what to change; empty if nothing does.
+
+    Args:
+        folder: its absolute path.
+    """
+    existing = nearest_existing_path(folder)
+    if not existing.is_dir():
+        return f"output_dir={str(folder)!r} cannot be made: {existing} is a file; give another folder, or move the file"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return (
+            f"output_dir={str(folder)!r} cannot be written to: this user may not write to {existing}; give another "
+            "folder, or the right to write there"
+        )
+    return ""
+
+
+def nearest_existing_path(folder: Path) -> Path:
+    """Return the path itself, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))

@@ -1,0 +1,320 @@
+"""Provide the base classes of strategies: mixed precision on one device, and one process among the ranks of a job.
+
+`OnDevice` computes, measures, applies, saves and leaves, with other processes or alone. `Ranks` also joins the process
+group and exchanges values. `MixedPrecision` scales the loss for float16.
+
+`step_unless` skips an update by a flag on the device. The same code is in `tr_core.optim.nonfinite` on purpose: neither
+package imports the other. The flag must go through `Strategy.step`: under float16 a strategy updates its scaler even
+where it skips the update.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from tr_dist.environment import LaunchEnvironment
+from tr_dist.process_group import ProcessGroup
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves out an update by a flag on the device: torch's fused ones, by `found_inf`.
+
+    Not with momentum in SGD: of the first update, even one it leaves out, it keeps uninitialised memory for the buffer.
+    Not on the mps device, where versions of torch apply what is to be left out.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_scaler(type(optimizer)):
+        return False
+    groups = optimizer.param_groups
+    return not any(group.get("momentum") or any(p.is_mps for p in group["params"][:1]) for group in groups)
+
+
+def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Apply an update unless a flag is set; parameters and state then stay as they are, bit for bit.
+
+    Args:
+        skip: scalar on the device. It is read only where the optimizer cannot do that (see `skips_on_device`).
+        optimizer: whose `step` is called.
+    """
+    if skips_on_device(optimizer):
+        vars(optimizer).update(grad_scale=None, found_inf=skip.to(torch.float32))
+        try:
+            optimizer.step()
+        finally:
+            del vars(optimizer)["grad_scale"], vars(optimizer)["found_inf"]
+    elif not skip.item():  # sync: every step, with an optimizer that cannot leave out an update by itself
+        optimizer.step()
+
+
+@cache
+def _takes_scaler(kind: type[Any]) -> bool:
+    # An older protocol, in which an optimizer asks the scaler itself.
+    return "grad_scaler" in inspect.signature(kind.step).parameters
+
+
+class MixedPrecision:
+    """Autocast, scaled backward and scaled step of one precision on one device.
+
+    Args:
+        precision: `no`, `bf16`, or `fp16`, which scales the loss so that small gradients do not vanish.
+        device: where the model is.
+
+    Attributes:
+        dtype: what operations that are safe in it are computed in; None for the parameters' own.
+        scaler: the loss scaler of `fp16`, whose state belongs in a checkpoint; else None.
+
+    Raises:
+        ValueError: the precision is not known, or the device does not have it.
+    """
+
+    def __init__(self, precision: str, device: torch.device) -> None:
+        if precision not in _DTYPES:
+            raise ValueError(f"precision={precision!r} is not known; choose no, bf16 or fp16")
+        if precision == "fp16" and device.type == "cpu":
+            raise ValueError(
+                "precision='fp16' needs an accelerator: its range needs scaled losses, which pay off only "
+                "where float16 is fast; on the CPU use precision='bf16' (--bf16) or 'no'"
+            )
+        if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise ValueError(
+                f"precision='bf16' needs a device with bfloat16; {torch.cuda.get_device_name(device)} has "
+                "none: use precision='fp16' (--fp16)"
+            )
+        self._device_type = device.type
+        self.dtype = _DTYPES[precision]
+        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Surround a forward pass and its loss."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self.dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a scalar loss, multiplied by the scale under float16."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, at most once a step; `step` then does not do it again."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients, unless the scalar `skip` is set on the device.
+
+        Returns False where float16 overflowed and the step was left out, else True.
+        """
+        if self.scaler is None:
+            if skip is None:
+                optimizer.step()
+            else:
+                step_unless(skip, optimizer)
+            return True
+        before = self.scaler.get_scale()  # sync
+        if skip is None or not skip.item():  # sync
+            self.scaler.step(optimizer)  # sync: float16 must know on the host whether a gradient overflowed
+        self.scaler.update()
+        return self.scaler.get_scale() >= before  # sync; the scale falls exactly when a step was left out
+
+
+_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class OnDevice:
+    """A device and the precision that is computed in there: the base of strategies, with others in the job or alone.
+
+    Args:
+        device: where this process computes.
+        precision: `no`, `bf16`, or `fp16` with loss scaling.
+
+    Attributes:
+        device: where this process computes.
+
+    Raises:
+        ValueError: the precision is not known, or the device does not have it.
+    """
+
+    def __init__(self, device: torch.device, *, precision: str) -> None:
+        self.device = device
+        self._precision = MixedPrecision(precision, device)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`."""
+        return model
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
+        return self._precision.autocast()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a scalar loss, scaling it first under float16."""
+        self._precision.backward(loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
+
+        All ranks decide alike, for they hold the same averaged gradients. Only float16 reads from the device.
+
+        Args:
+            optimizer: what applies them.
+            skip: scalar on the device, the same on all ranks; where it is not 0, parameters and optimizer state stay as
+                they are. Optimizers other than torch's fused ones have it read from the device.
+        """
+        return self._precision.step(optimizer, skip=skip)
+
+    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
+
+        Every rank holds the same, so one rank may save for all.
+        """
+        return self._parts(self.unwrap(model), optimizer)
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict of the unwrapped model, which every rank holds whole."""
+        return self.unwrap(model).state_dict()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing: no process group was joined."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(failed=kind is not None)
+
+    def _parts(self, model: Any, optimizer: Any) -> dict[str, Any]:
+        """Return the parts of a checkpoint, of which an optimizer may be None."""
+        given = {"model": model, "optimizer": optimizer, "scaler": self._precision.scaler}
+        return {name: part for name, part in given.items() if part is not None}
+
+    def _clip(
+        self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale whole gradients down to a total norm, unless it is None, and return the norm before."""
+        self._precision.unscale(optimizer)
+        norm = total_norm([p.grad for p in parameters if p.grad is not None], self.device)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+
+def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the 2-norm of all numbers of gradients, a scalar tensor on `device`; zero if there are none."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    return nn.utils.get_total_norm(gradients).to(device)
+
+
+def clip_to_norm(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients whose total norm, with those of other ranks, is `norm`, so that it is at most `max_norm`."""
+    if gradients:
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
+
+
+def precision_of(args: Any) -> str:
+    """Return the precision that training arguments ask for by `bf16` and `fp16`."""
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+
+
+Kind = TypeVar("Kind")
+
+
+class Ranks(OnDevice):
+    """This process among the ranks of a job, and the precision it computes in: the base of strategies.
+
+    Args:
+        environment: which process this is.
+        device: where it computes.
+        precision: `no`, `bf16`, or `fp16` with loss scaling.
+        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, in joining and in each collective.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
+        world_size: number of processes.
+    """
+
+    def __init__(
+        self,
+        environment: LaunchEnvironment,
+        device: torch.device,
+        *,
+        precision: str,
+        backend: str | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(device, precision=precision)
+        self._group = ProcessGroup(environment, device, backend=backend, timeout_s=timeout_s)
+        self.rank, self.local_rank = self._group.rank, self._group.local_rank
+        self.world_size = self._group.world_size
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""
+        return self._group.sum(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order. Not for the step.
+
+        Raises:
+            ValueError: the ranks' shapes or dtypes differ, or the tensor has no dimension.
+        """
+        return self._group.gather(tensor)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        return self._group.gather_objects(value)
+
+    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of each of `values` over all ranks and return what waits; the device has no part.
+
+        All ranks begin in the same order. Begun in one step and read in the next, it costs no waiting.
+        """
+        return self._group.agree(values)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._group.barrier()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the process group if this object joined it; a second call does nothing.
+
+        Args:
+            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
+        """
+        self._group.leave(failed=failed)
+
+    def _prepared(self, model: nn.Module, kind: type[Kind]) -> Kind:
+        """Return what `prepare` made of a model, also from under `torch.compile`.
+
+        Raises:
+            TypeError: `model` is something else.
+        """
+        inner = getattr(model, "_orig_mod", model)
+        if not isinstance(inner, kind):
+            raise TypeError(
+                f"this needs the module that prepare() returned, not {type(model).__name__}: nothing would average its "
+                "gradients over the ranks"
+            )
+        return inner
+
+
+def common_options(args: Any) -> dict[str, Any]:
+    """Return what training arguments say to every strategy over a process group, by the names of its constructor.
+
+    These are `bf16` and `fp16`, `ddp_backend`, `ddp_timeout` and `use_cpu`.
+    """
+    return {
+        "precision": precision_of(args),
+        "backend": args.ddp_backend,
+        "timeout_s": float(args.ddp_timeout),
+        "use_cpu": args.use_cpu,
+    }

@@ -1,0 +1,308 @@
+"""Load DeepSpeed for one device, make its engine, and hold the module that the engine trains.
+
+The engine can be made only once there is an optimizer. `reset_process_group` releases the process group that DeepSpeed
+has taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from tr_dist.deepspeed.configuration import look_up, low_precision
+from tr_dist.environment import LaunchEnvironment, read_environment
+
+_LOCAL_RANK = "LOCAL_RANK"
+_set_here: set[str] = set()  # what is in the environment because of `say_local_rank`
+_GROUPS = ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """Return the module `deepspeed`, for the accelerator that `device` is.
+
+    On the CPU it is kept from compiling its exchange through shared memory, which takes minutes and, interrupted once,
+    has every later run wait for a lock.
+
+    Raises:
+        ValueError: it is not installed, or was loaded for another accelerator.
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise ValueError(
+            f"strategy='deepspeed' needs DeepSpeed, which cannot be imported ({error}): pip install "
+            "'tr-dist[deepspeed]'"
+        ) from error
+    found = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
+    if found != device.type:
+        raise ValueError(
+            f"DeepSpeed computes on {found!r} and this rank on {device}; set DS_ACCELERATOR={device.type} in the "
+            "environment before deepspeed is imported"
+        )
+    # What newer versions of torch say of DeepSpeed's own calls, to nobody who could change them.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+    if device.type == "cpu":
+        operations = importlib.import_module("deepspeed.ops")
+        operations.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def check_async_io(sections: Collection[str]) -> None:
+    """Refuse offload to NVMe where DeepSpeed's operator for it cannot be built.
+
+    Args:
+        sections: of `zero_optimization`, that ask for such offload.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    if sections and not importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder().is_compatible():
+        named = " and ".join(f"zero_optimization.{name}.device='nvme'" for name in sections)
+        raise ValueError(
+            f"{named} needs DeepSpeed's operator async_io, which cannot be built here: it takes a C++ compiler, and "
+            "libaio with its headers (apt-get install libaio-dev, dnf install libaio-devel; where they are elsewhere, "
+            "CFLAGS=-I... and LDFLAGS=-L... say so); or use device='cpu'"
+        )
+
+
+def read_launch_environment() -> LaunchEnvironment:
+    """Return what the launcher's variables say, without what `say_local_rank` has added.
+
+    Raises:
+        ValueError: they contradict each other, or are incomplete.
+    """
+    return read_environment({name: value for name, value in os.environ.items() if name not in _set_here})
+
+
+def set_local_rank(local_rank: int) -> None:
+    """Put into the environment, where no launcher did, what DeepSpeed reads there alone; until the group is left."""
+    if _LOCAL_RANK not in os.environ:
+        os.environ[_LOCAL_RANK] = str(local_rank)
+        _set_here.add(_LOCAL_RANK)
+
+
+def reset_process_group() -> None:
+    """Have DeepSpeed take the process group anew next time: the one it knows was left."""
+    for name in _set_here:
+        os.environ.pop(name, None)
+    _set_here.clear()
+    vars(importlib.import_module("deepspeed.comm.comm"))["cdb"] = None
+    groups = vars(importlib.import_module("deepspeed.utils.groups"))
+    for name in _GROUPS:
+        if name in groups:
+            groups[name] = None
+
+
+class EngineModel(nn.Module):
+    """A module whose forward goes through DeepSpeed's engine, as soon as there is one.
+
+    Until then the module computes alone, whole, on the device.
+
+    Args:
+        module: what is trained.
+        device: where this rank computes.
+        dtype: of the module under the engine; floating-point inputs are converted to it. None leaves them.
+
+    Attributes:
+        module: what is trained.
+        given_groups: the parameters of each of the optimizer's groups, before the engine put its own in their place.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.module = module
+        self.given_groups: list[list[nn.Parameter]] = []
+        self._device, self._dtype = device, dtype
+        # In a list, for as an attribute the engine, which is a module, would be part of this one.
+        self._engines: list[Any] = []
+        self._collected: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine, None before there is an optimizer."""
+        return self._engines[0] if self._engines else None
+
+    def take_engine(self, engine: Any, given_groups: list[list[nn.Parameter]]) -> None:
+        """Compute through `engine` from now on."""
+        self._engines, self.given_groups = [engine], given_groups
+        flats = getattr(engine.optimizer, "single_partition_of_fp32_groups", ())
+        self._collected = [(flat, flat.grad) for flat in flats if flat.grad is not None]
+
+    def restore_buffers(self) -> None:
+        """Put the gradients that ZeRO collects in host memory where it looks for them, if `zero_grad` took them off."""
+        for flat, buffer in self._collected:
+            flat.grad = buffer
+
+    def drop_engine(self) -> None:
+        """Take the engine's hooks off the module, which under ZeRO-3 stays divided until there is another engine."""
+        if (engine := self.engine) is None:
+            return
+        self._engines, self._collected = [], []
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Call the module with its own arguments."""
+        engine = self.engine
+        if engine is None:
+            return self.module.to(self._device)(*inputs, **options)
+        if self._dtype is not None:
+            inputs, options = _converted(inputs, self._dtype), _converted(options, self._dtype)
+        return engine(*inputs, **options)
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(_converted(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _converted(item, dtype) for key, item in value.items()}
+    return value
+
+
+# What a group of the configuration's own optimizer takes over from the one that was built.
+_KEPT = ("params", "lr", "initial_lr", "weight_decay")
+_NEVER = 2**62
+_BUFFER_SIZE = 100_000_000  # numbers, where the configuration leaves it out
+# Of torch, tr-optim or other libraries: of a flat buffer these make something else, and do not say so.
+_NEED_MATRICES = ("Adafactor", "Muon", "SOAP", "Shampoo")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: int) -> None:
+    """Refuse an optimizer that would not train the module as it does elsewhere.
+
+    Raises:
+        ValueError: the message says why, and what to do.
+    """
+    name = type(optimizer).__name__
+    if getattr(optimizer, "fused_in_backward", False):
+        raise ValueError(
+            f"{name} consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp' "
+            "or 'ddp', or another optimizer"
+        )
+    if stage and (hasattr(optimizer, "fused_in_backward") or name in _NEED_MATRICES):
+        raise ValueError(
+            f"{name} works on whole matrices, where DeepSpeed (ZeRO stage {stage}) has flat buffers; use "
+            "strategy='fsdp' or 'ddp', or another optimizer"
+        )
+    if stage and isinstance(optimizer, torch.optim.Adagrad):
+        raise ValueError(
+            "DeepSpeed replaces torch's Adagrad by one without its groups and learning rates; use another optimizer, "
+            "or strategy='fsdp' or 'ddp'"
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := sum(id(parameter) not in own for parameter in given):
+        raise ValueError(
+            f"{foreign} of {len(given)} parameters of {name} are not the model's; build it over the parameters of the "
+            "module that was given to prepare()"
+        )
+    if frozen := sum(not parameter.requires_grad for parameter in given):
+        raise ValueError(f"{frozen} of {len(given)} parameters of {name} are frozen; build it over the others only")
+
+
+def check_swap_buffers(configuration: dict[str, Any], module: nn.Module, world_size: int) -> None:
+    """Refuse buffers that are too small for a rank's part of a parameter that is swapped to NVMe.
+
+    Raises:
+        ValueError: the message says how large they have to be.
+    """
+    section = look_up(configuration, "zero_optimization.offload_param") or {}
+    if section.get("device") != "nvme":
+        return
+    largest = max(-(-getattr(each, "ds_numel", each.numel()) // world_size) for each in module.parameters())
+    size = section.get("buffer_size", _BUFFER_SIZE)
+    if largest > size:
+        raise ValueError(
+            f"zero_optimization.offload_param.buffer_size={size}: the largest part of a parameter on one of "
+            f"{world_size} ranks has {largest} numbers; set it to that or more"
+        )
+
+
+def given_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    """Return the parameters of each group."""
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def make_engine(
+    deepspeed: Any,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    configuration: dict[str, Any],
+    device: torch.device,
+) -> Any:
+    """Return an engine that trains `module` with `optimizer`, or with the configuration's own in its groups.
+
+    Collective. The optimizer's groups hold flat tensors afterwards.
+
+    Raises:
+        ValueError: a group is empty, and not the last.
+    """
+    config = engine_configuration(configuration, device)
+    empty = _take_off_empty_groups(optimizer)
+    options: dict[str, Any] = {"model": module, "config": config, "dist_init_required": False}
+    if "optimizer" in config:
+        groups = [{name: group[name] for name in _KEPT if name in group} for group in optimizer.param_groups]
+        options["model_parameters"] = groups
+    else:
+        options["optimizer"] = optimizer
+    _shard_to_files(deepspeed, module, config)
+    engine = deepspeed.initialize(**options)[0]
+    if "optimizer" in config:
+        optimizer.param_groups, optimizer.state = engine.basic_optimizer.param_groups, engine.basic_optimizer.state
+    optimizer.param_groups.extend(empty)
+    return engine
+
+
+def engine_configuration(configuration: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the configuration as the engine gets it."""
+    config = copy.deepcopy(configuration)
+    if "train_batch_size" not in config:
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
+    config.setdefault("zero_allow_untested_optimizer", True)
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    config.setdefault("steps_per_print", _NEVER)
+    if (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme":
+        # Fetched ahead of a step or of an evaluation, parameters are taken for swapped out when they are not.
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
+    for name in ("offload_optimizer", "offload_param"):
+        section = config.get("zero_optimization", {}).get(name)
+        if section and device.type == "cpu":
+            section["pin_memory"] = False  # there is no device to copy to
+    return config
+
+
+def _shard_to_files(deepspeed: Any, module: nn.Module, config: dict[str, Any]) -> None:
+    """Have parameters that are to be in files there in float32, where nothing else is asked for.
+
+    Where there is no float16, on the CPU, `initialize` takes buffers of bfloat16 for them, and rounds.
+    """
+    on_disk = (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme"
+    is_divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    if on_disk and not is_divided and low_precision(config) is None:
+        # Without the batch sizes, which are not those of one process; DeepSpeed does not know the others yet.
+        given = {name: config[name] for name in ("zero_optimization", "aio") if name in config}
+        given["train_micro_batch_size_per_gpu"] = 1
+        deepspeed.zero.Init(module=module, config_dict_or_path=given, remote_device="nvme", pin_memory=False)
+
+
+def _take_off_empty_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups at the end that have no parameters, taken off: DeepSpeed would drop them, schedules not."""
+    groups = optimizer.param_groups
+    last = max((number for number, group in enumerate(groups) if group["params"]), default=-1)
+    if any(not group["params"] for group in groups[: last + 1]):
+        raise ValueError("a parameter group before another one is empty; leave it out, or put it last")
+    empty = groups[last + 1 :]
+    del groups[last + 1 :]
+    return empty

@@ -1,0 +1,147 @@
+"""Format logged values: as plain Python numbers, as strict JSON, and as short text for the console.
+
+The text functions format numbers, durations, speeds, sizes and whole log entries.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def to_scalar(item: Any) -> Any:
+    """Return `item` as a Python number if it holds exactly one (a numpy scalar, a tensor), else as it is.
+
+    A tensor on a device is read back to the host; the loop logs Python numbers, so only a user's own entry
+    pays this.
+    """
+    if isinstance(item, bool | int | float | str) or item is None:
+        # numpy's float64 is a float already, yet is printed by its own name.
+        return float(item) if isinstance(item, float) else item
+    read = getattr(item, "item", None)
+    if callable(read):
+        try:
+            return read()
+        except (TypeError, ValueError, RuntimeError):  # more than one element
+            return item
+    return item
+
+
+def to_json(item: Any) -> str:
+    """Return `item` as one line of strict JSON.
+
+    Numbers that JSON cannot hold become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`; single numbers
+    of numpy or a tensor become numbers, and what JSON has no form for becomes its text.
+    """
+    return json.dumps(_strict(item), ensure_ascii=False, allow_nan=False)
+
+
+def _strict(item: Any) -> Any:
+    item = to_scalar(item)
+    if isinstance(item, float) and not math.isfinite(item):
+        return "NaN" if math.isnan(item) else ("Infinity" if item > 0 else "-Infinity")
+    if item is None or isinstance(item, bool | int | float | str):
+        return item
+    if isinstance(item, Mapping):
+        return {str(key): _strict(inner) for key, inner in item.items()}
+    if isinstance(item, list | tuple):
+        return [_strict(inner) for inner in item]
+    return str(item)
+
+
+LONGEST_VALUE = 100
+TIMINGS = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
+SHORT_NAMES = {"learning_rate": "lr"}
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as `2:03`, `1:02:03` or `2d 01:02:03`."""
+    whole = max(0, round(seconds))
+    minutes, s = divmod(whole, 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d {h:02}:{m:02}:{s:02}"
+    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
+
+
+def speed(rate: float, unit: str = "it") -> str:
+    """Return a speed as `3.2 it/s`, or below one a second as the seconds that each takes, `2.1 s/it`."""
+    if unit == "B":
+        return f"{size(rate)}/s"
+    return f"{_three_digits(rate)} {unit}/s" if rate >= 1 else f"{_three_digits(1 / rate)} s/{unit}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as `1.5 GB`, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def _three_digits(amount: float) -> str:
+    # A speed is not known better than this, and digits that jump about are hard to read.
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:#.3g}"
+
+
+def number(amount: float) -> str:
+    """Return a number with about four digits that count; large ones are not broken into powers of ten."""
+    if 1000 <= abs(amount) < 1e7:
+        return f"{amount:.1f}"
+    return f"{amount:.4g}"
+
+
+def value(item: Any) -> str:
+    """Return a logged value in a few characters on one line."""
+    item = to_scalar(item)
+    if isinstance(item, bool | int) or item is None:
+        return str(item)
+    if isinstance(item, float):
+        return number(item)
+    text = printable(" ".join(str(item).split()))
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return text with unprintable characters escaped, so that it can neither end a line nor steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def entry(logs: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> list[str]:
+    """Return a log entry as `name value` pieces in its own order, the epoch last.
+
+    Args:
+        logs: what was logged; not changed.
+        leave_out: names to pass over.
+    """
+    names = [name for name in logs if name not in leave_out and name != "epoch"]
+    if "epoch" in logs and "epoch" not in leave_out:
+        names.append("epoch")
+    return [f"{SHORT_NAMES.get(name) or printable(str(name))} {value(logs[name])}" for name in names]
+
+
+def evaluation(metrics: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of an evaluation as pieces, its several timings as one: `1.5 s, 812.3 samples/s`."""
+    timings = {part: name for name in metrics for part in TIMINGS if name.endswith(part)}
+    pieces = entry(metrics, leave_out=tuple(name for name in metrics if name.endswith(TIMINGS)))
+    took = []
+    if "_runtime" in timings:
+        took.append(f"{value(metrics[timings['_runtime']])} s")
+    if "_samples_per_second" in timings:
+        took.append(f"{value(metrics[timings['_samples_per_second']])} samples/s")
+    return [*pieces, ", ".join(took)] if took else pieces
+
+
+def position(completed: int, total: int | None, unit: str = "it") -> str:
+    """Return how far something is: `120/500 (24%)`, or `120` where the end is unknown."""
+    done = size(completed) if unit == "B" else str(completed)
+    if total is None or total <= 0:
+        return done
+    whole = size(total) if unit == "B" else str(total)
+    return f"{done}/{whole} ({100 * completed // total}%)"

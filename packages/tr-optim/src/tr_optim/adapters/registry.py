@@ -1,0 +1,227 @@
+"""Build optimizers of other libraries by the names that training arguments have for them.
+
+Each function is what an entry point in the group `tr.optimizers` names. A library is imported when its name is asked
+for. `galore_adamw` is this package's own optimizer, and `galore_torch_adamw` is galore-torch's. transformers' names for
+bitsandbytes and torchao are kept, except `adamw_8bit`, which is this package's own.
+
+galore-torch's optimizers are refused on ranks with different hardware, where replicas would drift apart.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tr_optim.engine.fused_checks import fused_options
+from tr_optim.options import Converter, flag, number, number_pair, optional_number, read_options, whole_number
+from tr_optim.registry import Groups, _resolve_targets, divide_groups
+
+
+def check_same_hardware(device: torch.device, name: str, own: str) -> None:
+    """Raise where ranks would get other singular vectors of the same matrix. All ranks call it.
+
+    Args:
+        device: where this rank computes.
+        name: the optimizer, for the message.
+        own: what to use instead.
+
+    Raises:
+        ValueError: they are not all alike; on every rank.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    kinds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds, _hardware(device))
+    if len(set(kinds)) > 1:
+        seen = ", ".join(f"rank {rank} {kind}" for rank, kind in enumerate(kinds))
+        raise ValueError(
+            f"{name} decomposes each gradient on every rank, and different hardware finds singular vectors of other "
+            f"signs, by which replicas would drift apart: {seen}; use {own}, whose ranks share one basis"
+        )
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"on {torch.cuda.get_device_name(device)} with torch {torch.__version__}"
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"on {processor} with {torch.get_num_threads()} threads and torch {torch.__version__}"
+
+
+_PROJECTION: dict[str, Converter] = {
+    "rank": whole_number,
+    "update_proj_gap": whole_number,
+    "scale": number,
+    "proj_type": str,
+}
+_ADAFACTOR: dict[str, Converter] = {
+    "eps": number_pair,
+    "clip_threshold": number,
+    "decay_rate": number,
+    "beta1": optional_number,
+    "scale_parameter": flag,
+}
+_ADALOMO: dict[str, Converter] = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
+
+
+def galore_torch_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build galore-torch's GaLoreAdamW."""
+    from tr_optim.adapters.galore_torch import GaLoreTorchAdamW
+
+    name = "galore_torch_adamw"
+    options = {"rank": 128, **read_options(args.optim_args, {**_PROJECTION, "correct_bias": flag}, name)}
+    betas = (args.adam_beta1, args.adam_beta2)
+    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    check_same_hardware(next(model.parameters()).device, f"optim={name!r}", "optim='galore_adamw'")
+    return GaLoreTorchAdamW(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+
+
+def galore_torch_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build galore-torch's GaLoreAdafactor."""
+    from tr_optim.adapters.galore_torch import GaLoreTorchAdafactor
+
+    name = "galore_torch_adafactor"
+    given = read_options(args.optim_args, {**_PROJECTION, **_ADAFACTOR}, name)
+    options = {"rank": 128, "scale_parameter": False, **given}
+    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    check_same_hardware(next(model.parameters()).device, f"optim={name!r}", "optim='galore_adafactor'")
+    return GaLoreTorchAdafactor(divided, args.learning_rate, **options, relative_step=False)
+
+
+def galore_torch_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Say why galore-torch's GaLoreAdamW8bit is not offered.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "optim='galore_torch_adamw_8bit' is not offered: galore-torch's GaLoreAdamW8bit calls bitsandbytes by a "
+        "signature that it no longer has, after which projected weights of less than 4096 numbers and biases never "
+        "change, and nothing says so; and it needs a GPU. Use optim='galore_adamw_8bit', this package's own"
+    )
+
+
+def lomo_optim(groups: Groups, args: Any) -> Optimizer:
+    """Build lomo_optim's Lomo."""
+    from tr_optim.adapters.lomo_optim import LomoOptimLomo
+
+    options = fused_options(args, "lomo_optim", LomoOptimLomo.ordinary, {})
+    return LomoOptimLomo(groups, args.learning_rate, **options)
+
+
+def adalomo_optim(groups: Groups, args: Any) -> Optimizer:
+    """Build lomo_optim's AdaLomo."""
+    from tr_optim.adapters.lomo_optim import LomoOptimAdaLomo
+
+    options = fused_options(args, "adalomo_optim", LomoOptimAdaLomo.ordinary, _ADALOMO)
+    return LomoOptimAdaLomo(groups, args.learning_rate, **options)
+
+
+def adamw_bnb_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' AdamW with moments of 8 bits."""
+    return _bitsandbytes_adamw(groups, args, model, 8)
+
+
+def paged_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' AdamW with moments of 8 bits that a GPU moves to its host where it needs room."""
+    return _bitsandbytes_adamw(groups, args, model, 8, is_paged=True)
+
+
+def paged_adamw_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' AdamW with moments of 32 bits that a GPU moves to its host where it needs room."""
+    return _bitsandbytes_adamw(groups, args, model, 32, is_paged=True)
+
+
+def lion_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' Lion with a moment of 8 bits."""
+    return _bitsandbytes_lion(groups, args, model, 8)
+
+
+def lion_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' Lion."""
+    return _bitsandbytes_lion(groups, args, model, 32)
+
+
+def paged_lion_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' Lion with a moment of 8 bits that a GPU moves to its host where it needs room."""
+    return _bitsandbytes_lion(groups, args, model, 8, is_paged=True)
+
+
+def paged_lion_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' Lion with a moment that a GPU moves to its host where it needs room."""
+    return _bitsandbytes_lion(groups, args, model, 32, is_paged=True)
+
+
+def adamw_torch_8bit(groups: Groups, args: Any) -> Optimizer:
+    """Build torchao's AdamW with moments of 8 bits."""
+    from tr_optim.adapters.torchao import TorchAOAdamW8bit
+
+    return _torchao(TorchAOAdamW8bit, "adamw_torch_8bit", groups, args)
+
+
+def adamw_torch_4bit(groups: Groups, args: Any) -> Optimizer:
+    """Build torchao's AdamW with moments of 4 bits."""
+    from tr_optim.adapters.torchao import TorchAOAdamW4bit
+
+    return _torchao(TorchAOAdamW4bit, "adamw_torch_4bit", groups, args)
+
+
+for _factory in (galore_torch_adamw, galore_torch_adafactor, galore_torch_adamw_8bit):
+    vars(_factory).update(needs_model=True, takes_target_modules=True)
+for _factory in (
+    adamw_bnb_8bit,
+    paged_adamw_8bit,
+    paged_adamw_32bit,
+    lion_8bit,
+    lion_32bit,
+    paged_lion_8bit,
+    paged_lion_32bit,
+):
+    vars(_factory).update(needs_model=True)
+
+
+def _bitsandbytes_adamw(groups: Groups, args: Any, model: nn.Module, bits: int, *, is_paged: bool = False) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesAdamW
+
+    read_options(args.optim_args, {}, str(args.optim))
+    betas = (args.adam_beta1, args.adam_beta2)
+    given = (args.learning_rate, betas, args.adam_epsilon)
+    return BitsAndBytesAdamW(_embeddings_whole(groups, model), *given, optim_bits=bits, is_paged=is_paged)
+
+
+def _bitsandbytes_lion(groups: Groups, args: Any, model: nn.Module, bits: int, *, is_paged: bool = False) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesLion
+
+    read_options(args.optim_args, {}, str(args.optim))
+    betas = (args.adam_beta1, args.adam_beta2)
+    divided = _embeddings_whole(groups, model)
+    return BitsAndBytesLion(divided, args.learning_rate, betas, optim_bits=bits, is_paged=is_paged)
+
+
+def _torchao(kind: Callable[..., Optimizer], name: str, groups: Groups, args: Any) -> Optimizer:
+    options = read_options(args.optim_args, {"compile": flag}, name)
+    return kind(groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon, **options)
+
+
+def _embeddings_whole(groups: Groups, model: nn.Module) -> Groups:
+    """Divide each group into embeddings, with states of 32 bits, and the others, without empty ones beside them.
+
+    Rows of words that are rare have gradients far smaller than others in their block: their codes would be 0.
+    """
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+
+    def parts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        members = [p for p in group["params"] if id(p) in embeddings]
+        others = [p for p in group["params"] if id(p) not in embeddings]
+        if others or not members:
+            yield {**group, "params": others}
+        if members:
+            yield {**group, "params": members, "optim_bits": 32}
+
+    return list(chain.from_iterable(parts(group) for group in groups))

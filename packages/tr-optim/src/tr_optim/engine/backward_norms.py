@@ -1,0 +1,153 @@
+"""Compute norms of gradients, of one backward pass or of a step, and what they are clipped by.
+
+Where each rank has some rows of a parameter, sums and norms are added up over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from tr_optim.engine.gradient_window import GradientWindow
+from tr_optim.engine.precision import computing_dtype
+from tr_optim.engine.shards import Shards, local_part, norm_of_parts, only_shards, shards_of
+from tr_optim.projection.basis import Basis
+
+
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's norm, in float32 at least: a float16 holds none above 65504."""
+    dtype = computing_dtype(gradient)
+    # Naming the dtype that a tensor has costs as much as a small norm.
+    return torch.linalg.vector_norm(gradient, **({} if dtype == gradient.dtype else {"dtype": dtype}))
+
+
+def total_norm(norms: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norm of all parts whose norms are given, as `torch.nn.utils.clip_grad_norm_` adds them up."""
+    stacked = [norm.to(device) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(stacked)) if stacked else torch.zeros((), device=device)
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what gradients of a norm are multiplied by so that it is at most `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class BackwardNorms:
+    """Take the norm of each gradient as it comes, in float32 at least, and that of all at the end."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, torch.Tensor] = {}
+        self._joint: list[torch.Tensor] = []
+
+    def add(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Take the norm of each parameter's gradient."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self._of[id(parameter)] = norm_of(gradient)
+
+    def add_joint(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Take the norm of several gradients of one dtype and device as one: a fixed cost for all of them."""
+        joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._joint.append(torch.linalg.vector_norm(joined, dtype=computing_dtype(joined)))
+
+    def are_bad(self, parameters: Sequence[torch.Tensor], sharded: Mapping[int, Shards]) -> torch.Tensor:
+        """Return whether gradients that were added are not finite, on their device.
+
+        Args:
+            parameters: one; or several of which all are in `sharded`, and that all ranks ask for together.
+            sharded: those of which each rank has added its part, by id.
+
+        Returns:
+            A scalar, or of parts as many flags, equal on all ranks.
+        """
+        norms = [self._of[id(parameter)] for parameter in parameters]
+        shards = sharded.get(id(parameters[0]))
+        if shards is None:
+            return ~norms[0].isfinite()
+        return shards.sum((~torch.stack(norms).isfinite()).float()) > 0
+
+    def total(self, parameters: Sequence[torch.Tensor], sharded: Mapping[int, Shards]) -> torch.Tensor:
+        """Return the norm of all; where there are such parts, all ranks call it.
+
+        Args:
+            parameters: those whose gradients may have been added; their order is that of the sum, the same on all
+                ranks.
+            sharded: those of which each rank has added its part, by id.
+        """
+        parts: list[list[torch.Tensor]] = [[*self._joint], []]  # of whole gradients, and of parts
+        for parameter in parameters:
+            if id(parameter) in self._of:
+                parts[id(parameter) in sharded].append(self._of[id(parameter)])
+        device = local_part(parameters[0]).device if parameters else None
+        whole = torch.linalg.vector_norm(
+            torch.stack([norm.to(device) for norm in parts[0]] or [torch.zeros((), device=device)])
+        )
+        shards = only_shards(sharded)
+        return whole if shards is None else torch.hypot(whole, norm_of_parts(parts[1], shards, device))
+
+
+def logical_or(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """Return where one of two flags, or of two sets of them, is True; None is False."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first | second
+
+
+def sum_rows(
+    window: GradientWindow, parameters: Sequence[torch.Tensor], basis_of: Callable[[torch.Tensor], Basis]
+) -> None:
+    """Add up projections from the left of gradients in shards, which are of this rank's rows until then.
+
+    They travel together. All ranks call it.
+
+    Args:
+        window: what is kept of the step's gradients.
+        parameters: all that are projected, in the same order on all ranks.
+        basis_of: the basis that a parameter has in this step.
+    """
+    tensors, shards = [], None
+    for parameter in parameters:
+        held = shards_of(parameter)
+        if held is None or not held.divides_matrix or parameter not in window.projected:
+            continue
+        shards = held
+        if is_summed(parameter, basis_of(parameter)):
+            tensors.append(window.projected[parameter])
+    if shards is not None:
+        shards.add_up(tensors)
+
+
+def is_summed(parameter: torch.Tensor, basis: Basis) -> bool:
+    """Whether the projection of a gradient is a sum over ranks, each of which projects its rows."""
+    shards = shards_of(parameter)
+    return shards is not None and shards.divides_matrix and basis.left is not None
+
+
+def projected_norm(parameter: torch.Tensor, basis: Basis, projected: torch.Tensor) -> torch.Tensor:
+    """Return the norm of a projection; in shards this rank's share, the squares of all being the square of the norm."""
+    shards, norm = shards_of(parameter), torch.linalg.vector_norm(projected)
+    if shards is None or not is_summed(parameter, basis):
+        return norm
+    return norm * shards.count**-0.5  # all ranks have the same
+
+
+def norm_over_ranks(
+    norms: Mapping[torch.Tensor, torch.Tensor],
+    rests: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the norm of all gradients; where parameters are in shards, all ranks call it.
+
+    Args:
+        norms: of each parameter's gradient, or of this rank's rows of it.
+        rests: norms of what is not in these, of all ranks.
+        parameters: all there are.
+        device: where the result is to be.
+    """
+    shards = next(filter(None, map(shards_of, parameters)), None)
+    if shards is None:
+        return total_norm([*norms.values(), *rests], device)
+    parts = [norm for parameter, norm in norms.items() if shards_of(parameter) is not None]
+    whole = [norm for parameter, norm in norms.items() if shards_of(parameter) is None]
+    return torch.hypot(total_norm([*whole, *rests], device), norm_of_parts(parts, shards, device))

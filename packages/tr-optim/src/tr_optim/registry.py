@@ -1,0 +1,269 @@
+"""Build low-rank optimizers by the names that training arguments have for them.
+
+Each function is what an entry point in the group `tr.optimizers` names. It takes parameter groups, the training
+arguments and the model. For APOLLO and Fira, `optim_args` takes the options that transformers has for `apollo_adamw`:
+rank, proj, scale_type, update_proj_gap, scale and proj_type. It takes some more too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tr_optim.apollo import APOLLOAdamW
+from tr_optim.fira import FiraAdamW
+from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
+from tr_optim.galore_8bit import GaLoreAdamW8bit
+from tr_optim.options import Converter, flag, number, number_pair, optional_number, read_options, whole_number
+from tr_optim.targets import Targets, find_targets
+
+_GROUP_OPTIONS = ("rank", "update_proj_gap", "scale", "proj_type")
+_PROJECTION: dict[str, Converter] = {
+    "rank": whole_number,
+    "update_proj_gap": whole_number,
+    "scale": number,
+    "proj_type": str,
+    "method": str,
+    "rotate_moments": flag,
+    "stagger": flag,
+    "seed": whole_number,
+    "refresh": str,
+    "refresh_cosine": number,
+    "refresh_window": whole_number,
+    "basis_dtype": str,
+    "stochastic_rounding": flag,
+    "compat": str,
+}
+_IN_BACKWARD: dict[str, Converter] = {
+    "mode": str,
+    "reduction": str,
+    "refresh_from": str,
+    "sketch_rows": whole_number,
+}
+_ADAFACTOR: dict[str, Converter] = {
+    "eps": number_pair,
+    "clip_threshold": number,
+    "decay_rate": number,
+    "beta1": optional_number,
+    "scale_parameter": flag,
+}
+
+Groups = list[dict[str, Any]]
+
+
+def galore_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW` that projects what is in `.grad` when it steps."""
+    return _galore_adamw("galore_adamw", groups, args, model, layerwise=False)
+
+
+def galore_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW` that projects each gradient, and frees it, in the backward pass."""
+    return _galore_adamw("galore_adamw_layerwise", groups, args, model, layerwise=True)
+
+
+def galore_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW8bit` that projects what is in `.grad` when it steps."""
+    return _galore_adamw("galore_adamw_8bit", groups, args, model, layerwise=False, kind=GaLoreAdamW8bit)
+
+
+def galore_adamw_8bit_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdamW8bit` that projects each gradient, and frees it, in the backward pass."""
+    return _galore_adamw("galore_adamw_8bit_layerwise", groups, args, model, layerwise=True, kind=GaLoreAdamW8bit)
+
+
+def galore_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdafactor` that projects what is in `.grad` when it steps."""
+    return _galore_adafactor("galore_adafactor", groups, args, model, layerwise=False)
+
+
+def galore_adafactor_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `GaLoreAdafactor` that projects each gradient, and frees it, in the backward pass."""
+    return _galore_adafactor("galore_adafactor_layerwise", groups, args, model, layerwise=True)
+
+
+for _factory in (
+    galore_adamw,
+    galore_adamw_layerwise,
+    galore_adamw_8bit,
+    galore_adamw_8bit_layerwise,
+    galore_adafactor,
+    galore_adafactor_layerwise,
+):
+    vars(_factory).update(needs_model=True, takes_target_modules=True)
+
+
+def _galore_adamw(
+    name: str,
+    groups: Groups,
+    args: Any,
+    model: nn.Module,
+    *,
+    layerwise: bool,
+    kind: type[GaLoreAdamW] = GaLoreAdamW,
+) -> Optimizer:
+    further = {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {}
+    options = _galore_options(name, args, further, layerwise=layerwise)
+    betas = (args.adam_beta1, args.adam_beta2)
+    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+
+
+def _galore_adafactor(name: str, groups: Groups, args: Any, model: nn.Module, *, layerwise: bool) -> Optimizer:
+    options = {"scale_parameter": False, **_galore_options(name, args, _ADAFACTOR, layerwise=layerwise)}
+    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    return GaLoreAdafactor(divided, args.learning_rate, **options, relative_step=False)
+
+
+def _galore_options(name: str, args: Any, further: Mapping[str, Converter], *, layerwise: bool) -> dict[str, Any]:
+    """Return what `optim_args` says, with the defaults of a run."""
+    takes = {**_PROJECTION, **(_IN_BACKWARD if layerwise else {}), **further}
+    options = {"rank": 128, "seed": args.seed, **read_options(args.optim_args, takes, name)}
+    if layerwise:
+        options.setdefault("mode", "deferred")
+        if options["mode"] == "step":
+            raise ValueError(f"optim_args: mode='step' of {name} is {name.removesuffix('_layerwise')}; use that name")
+        if options["mode"] == "immediate" and args.max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm={args.max_grad_norm:g} cannot be held with optim_args='mode=immediate' of {name}, "
+                "which updates before the norm is known; use mode=deferred, or max_grad_norm=0"
+            )
+    return options
+
+
+def _resolve_targets(name: str, args: Any, model: nn.Module) -> Targets:
+    if args.optim_target_modules is None:
+        raise ValueError(
+            f"optim={name!r} projects the gradients of the modules that optim_target_modules names, and it is None; "
+            "give names such as ['attn', 'mlp'], regular expressions, or 'all-linear'"
+        )
+    targets = find_targets(model, args.optim_target_modules)
+    logging.getLogger(__name__).info("%s projects %s", name, targets.describe())
+    return targets
+
+
+def divide_groups(groups: Groups, targets: Targets) -> Groups:
+    """Divide each group into the parameters that are projected and the others, without empty ones beside them.
+
+    Args:
+        groups: parameter groups; what they hold beside their parameters stays.
+        targets: what is projected.
+
+    Raises:
+        ValueError: a group sets options of the projection and has nothing to project.
+    """
+    divided: Groups = []
+    for group in groups:
+        members = [p for p in group["params"] if p in targets]
+        others = [p for p in group["params"] if p not in targets]
+        alike = [other for other in groups if other.get("rule") == group.get("rule")]
+        own = [key for key in _GROUP_OPTIONS if key in group]
+        if own and not any(p in targets for other in alike for p in other["params"]):
+            raise ValueError(
+                f"rule {group.get('rule')!r} of parameter_rules sets {', '.join(own)}, but none of its parameters is "
+                "projected; name their modules in optim_target_modules"
+            )
+        if members:
+            divided.append({**group, "params": members, "projects": True})
+        if others or not members:
+            divided.append({**group, "params": others, "projects": False})
+    return divided
+
+
+_APOLLO_AND_FIRA: dict[str, Converter] = {
+    "rank": whole_number,
+    "update_proj_gap": whole_number,
+    "scale": number,
+    "proj_type": str,
+    "norm_growth": optional_number,
+    "rotate_moments": flag,
+    "stagger": flag,
+    "seed": whole_number,
+    "stochastic_rounding": flag,
+    "compat": str,
+}
+_APOLLO: dict[str, Converter] = {"proj": str, "scale_type": str}
+_FIRA: dict[str, Converter] = {"method": str}
+_MINI = {"rank": 1, "scale_type": "tensor", "scale": 128.0}
+
+
+def apollo_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `APOLLOAdamW` that takes gradients from `.grad` when it steps."""
+    return _apollo_or_fira(APOLLOAdamW, "apollo_adamw", _APOLLO, groups, args, model)
+
+
+def apollo_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `APOLLOAdamW` that applies each gradient, and frees it, in the backward pass."""
+    return _apollo_or_fira(APOLLOAdamW, "apollo_adamw_layerwise", _APOLLO, groups, args, model)
+
+
+def apollo_mini(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `APOLLOAdamW` with one direction and one step size for each matrix."""
+    return _apollo_or_fira(APOLLOAdamW, "apollo_mini", _APOLLO, groups, args, model)
+
+
+def apollo_mini_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build what `apollo_mini` does, applying each gradient, and freeing it, in the backward pass."""
+    return _apollo_or_fira(APOLLOAdamW, "apollo_mini_layerwise", _APOLLO, groups, args, model)
+
+
+def fira_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `FiraAdamW` that takes gradients from `.grad` when it steps."""
+    return _apollo_or_fira(FiraAdamW, "fira_adamw", _FIRA, groups, args, model)
+
+
+def fira_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build `FiraAdamW` that applies each gradient, and frees it, in the backward pass."""
+    return _apollo_or_fira(FiraAdamW, "fira_adamw_layerwise", _FIRA, groups, args, model)
+
+
+for _factory in (
+    apollo_adamw,
+    apollo_adamw_layerwise,
+    apollo_mini,
+    apollo_mini_layerwise,
+    fira_adamw,
+    fira_adamw_layerwise,
+):
+    vars(_factory).update(needs_model=True, takes_target_modules=True)
+
+
+def _apollo_or_fira(
+    kind: type[APOLLOAdamW] | type[FiraAdamW],
+    name: str,
+    further: Mapping[str, Converter],
+    *for_groups: Any,
+) -> Optimizer:
+    groups, args, model = for_groups
+    defaults = _MINI if name.startswith("apollo_mini") else {"rank": 128}
+    options = {**defaults, "seed": args.seed, **read_options(args.optim_args, {**_APOLLO_AND_FIRA, **further}, name)}
+    if name.endswith("_layerwise"):
+        options["mode"] = "immediate"
+        _refuse_scaling(name, args)
+        _log_clipping(name, args, options)
+    betas = (args.adam_beta1, args.adam_beta2)
+    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+
+
+def _refuse_scaling(name: str, args: Any) -> None:
+    if args.fp16:
+        raise ValueError(
+            f"fp16=True cannot be used with optim={name!r}, which applies gradients in the backward pass, before an "
+            f"overflow of the scaled loss is known; use bf16=True, or optim={name.removesuffix('_layerwise')!r}"
+        )
+
+
+def _log_clipping(name: str, args: Any, options: Mapping[str, Any]) -> None:
+    if args.max_grad_norm:
+        limit = options.get("norm_growth", 1.01)
+        held = "" if limit is None else f"; max_grad_norm=0 saves it, and norm_growth={limit:g} limits updates anyway"
+        logging.getLogger(__name__).info(
+            "%s clips to max_grad_norm=%g by a second backward pass of each step's last micro-batch%s",
+            name,
+            args.max_grad_norm,
+            held,
+        )
