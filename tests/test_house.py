@@ -38,7 +38,7 @@ TOP_LEVEL = {
 }
 FORBIDDEN_FILE_NAMES = {"utils.py", "common.py", "helpers.py", "misc.py"}
 FORBIDDEN_CLASS_PARTS = re.compile(r"Manager|Helper")
-MAX_FILE, MAX_MEDIAN, MAX_FUNCTION, MAX_PUBLIC = 400, 150, 60, 25
+MAX_FILE, MEDIAN, MAX_FUNCTION, MAX_PUBLIC = 400, (120, 200), 60, 25
 
 
 def tree(path: Path) -> ast.Module:
@@ -71,8 +71,9 @@ def test_no_file_is_longer_than_its_budget():
     assert too_long == {}
 
 
-def test_files_are_short_in_the_median():
-    assert statistics.median(len(path.read_text("utf-8").splitlines()) for path in SOURCES) <= MAX_MEDIAN
+def test_a_file_is_a_topic_and_no_paragraph_in_the_median():
+    least, most = MEDIAN
+    assert least <= statistics.median(len(path.read_text("utf-8").splitlines()) for path in SOURCES) <= most
 
 
 def test_no_function_is_longer_than_its_budget():

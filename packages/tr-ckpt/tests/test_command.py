@@ -403,7 +403,7 @@ def test_a_terminal_that_knows_only_ascii_is_enough(run):
 
 def test_ctrl_c_is_quiet(run):
     stop = "lambda *_: (print('begun', flush=True), time.sleep(60))"
-    command = [COMMAND[0], "-c", f"import time; from tr_ckpt import catalogue; catalogue.by_age = {stop}; {COMMAND[2]}"]
+    command = [COMMAND[0], "-c", f"import time; from tr_ckpt import discovery; discovery.by_age = {stop}; {COMMAND[2]}"]
     process = subprocess.Popen(
         [*command, "verify", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
