@@ -111,6 +111,7 @@ def _of_ranks() -> list[Case]:
     return [
         Case("rank", "ranks", Strike(place, f"signal:{name}", times, rank=rank), begins=_begins(place))
         for (place, times), name, rank in product(places, NAMES, (0, 1))
+        if (place, rank) != ("folder", 1)  # rank 0 alone locks it
     ]
 
 
