@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tr_args.checked import Checked
 from tr_args.conversion import FALSE_WORDS, TRUE_WORDS
 from tr_args.errors import ArgumentsError, Problem
 from tr_args.types.sharding import SHARDING, SIZES
-
-if TYPE_CHECKING:
-    from tr_args.training_arguments import TrainingArguments
 
 # variable -> why what it asks for cannot be had
 _REFUSED = {
@@ -43,7 +41,7 @@ _FSDP_KEYS = {
 _Wish = tuple[dict[str, Any], str]
 
 
-def follow_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = None) -> None:
+def follow_launcher(args: Checked, environ: Mapping[str, str] | None = None) -> None:
     """Fill in what the launcher's variables say; filling in twice changes nothing.
 
     Args:
@@ -67,14 +65,14 @@ def follow_launcher(args: TrainingArguments, environ: Mapping[str, str] | None =
                 _fill(args, name, value, f"environment {variable}")
 
 
-def filled_by_launcher(args: TrainingArguments) -> dict[str, str]:
+def filled_by_launcher(args: Checked) -> dict[str, str]:
     """Return the fields that the launcher's variables filled, with the variable of each."""
     origins = {name: args.origin(name) for name in args.__dataclass_fields__}
     prefix = "environment ACCELERATE_"
     return {name: origin.split()[1] for name, origin in origins.items() if origin.startswith(prefix)}
 
 
-def _fill(args: TrainingArguments, name: str, value: Any, origin: str) -> None:
+def _fill(args: Checked, name: str, value: Any, origin: str) -> None:
     setattr(args, name, value)
     object.__setattr__(args, "_origins", {**args._origins, name: origin})
 

@@ -14,13 +14,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 from tr_args.errors import ArgumentsError, Problem
+from tr_args.fields.all_fields import AllFields
 from tr_args.types.choices import ParallelMode
-
-if TYPE_CHECKING:
-    from tr_args.training_arguments import TrainingArguments
 
 
 @dataclass(frozen=True)
@@ -261,5 +259,5 @@ class ProcessView:
         return Topology(**bound)
 
     @property
-    def _args(self) -> TrainingArguments:
-        return cast("TrainingArguments", self)  # this class is a part of that one
+    def _args(self) -> AllFields:
+        return cast("AllFields", self)  # both are bases of TrainingArguments

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from tr_args.checked import Rule
-from tr_args.launcher_settings import follow_launcher
+from tr_args.fields.all_fields import AllFields
+from tr_args.fields.hardware import PrecisionFields
+from tr_args.fields.training import DataFields, RegularizationFields
 from tr_args.types.choices import IntervalStrategy, SaveStrategy
-
-if TYPE_CHECKING:
-    from tr_args.training_arguments import TrainingArguments
 
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow the watched metric."""
 
 
-def fill_defaults(args: TrainingArguments) -> None:
+def fill_defaults(args: AllFields) -> None:
     """Set what is unset and follows from other values. Filling in twice changes nothing."""
-    follow_launcher(args)
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
     if args.eval_steps is None:
@@ -35,7 +32,7 @@ def fill_defaults(args: TrainingArguments) -> None:
         args.greater_is_better = not args.metric_for_best_model.endswith(("loss", "perplexity"))
 
 
-def watches_metric(args: TrainingArguments) -> bool:
+def watches_metric(args: AllFields) -> bool:
     """Return whether training needs a metric to tell better from worse."""
     return (
         args.load_best_model_at_end
@@ -47,27 +44,27 @@ def watches_metric(args: TrainingArguments) -> bool:
 _EVALUATE = "needs evaluations; set eval_strategy to 'steps', 'epoch' or a time"
 
 
-def conflicts(args: TrainingArguments) -> Iterator[Rule]:
+def conflicts(args: AllFields) -> Iterator[Rule]:
     """Yield the names of arguments that contradict each other, and what to change."""
     for rule in _RULES:
         yield from rule(args)
 
 
-def _precision(args: TrainingArguments) -> Iterator[Rule]:
+def _precision(args: PrecisionFields) -> Iterator[Rule]:
     if args.bf16 and args.fp16:
         yield ("bf16", "fp16"), "only one can be on; turn the other off"
     if args.bf16_full_eval and args.fp16_full_eval:
         yield ("bf16_full_eval", "fp16_full_eval"), "only one can be on; turn the other off"
 
 
-def _intervals(args: TrainingArguments) -> Iterator[Rule]:
+def _intervals(args: AllFields) -> Iterator[Rule]:
     for topic in ("logging", "eval", "save"):
         strategy, steps = f"{topic}_strategy", f"{topic}_steps"
         if getattr(args, strategy) == "steps" and not getattr(args, steps):
             yield (steps, strategy), f"needs at least 1 step, or a ratio below 1; or set {strategy}='no'"
 
 
-def _loading(args: TrainingArguments) -> Iterator[Rule]:
+def _loading(args: DataFields) -> Iterator[Rule]:
     if args.dataloader_num_workers > 0:
         return
     for name in (
@@ -82,7 +79,7 @@ def _loading(args: TrainingArguments) -> Iterator[Rule]:
             )
 
 
-def _evaluation(args: TrainingArguments) -> Iterator[Rule]:
+def _evaluation(args: AllFields) -> Iterator[Rule]:
     if args.eval_strategy != "no":
         return
     if args.lr_scheduler_type in METRIC_SCHEDULES:
@@ -93,19 +90,19 @@ def _evaluation(args: TrainingArguments) -> Iterator[Rule]:
         yield ("load_best_model_at_end", "eval_strategy"), _EVALUATE
 
 
-def _perplexity(args: TrainingArguments) -> Iterator[Rule]:
+def _perplexity(args: AllFields) -> Iterator[Rule]:
     if args.eval_perplexity and args.label_smoothing_factor:
         needed = "needs the loss of the labels as they are; turn one of the two off"
         yield ("eval_perplexity", "label_smoothing_factor"), needed
 
 
-def _best_model(args: TrainingArguments) -> Iterator[Rule]:
+def _best_model(args: AllFields) -> Iterator[Rule]:
     # When it evaluates and when it saves are independent: a model that is the best so far is saved when it is found.
     if args.load_best_model_at_end and args.save_strategy == "no" and args.eval_strategy != "no":
         yield ("load_best_model_at_end", "save_strategy"), "needs checkpoints; set save_strategy, such as to 'best'"
 
 
-def _average(args: TrainingArguments) -> Iterator[Rule]:
+def _average(args: RegularizationFields) -> Iterator[Rule]:
     if args.ema_decay is not None:
         return
     for name, unset in (("ema_start_step", 0), ("ema_update_steps", 1)):
@@ -113,12 +110,12 @@ def _average(args: TrainingArguments) -> Iterator[Rule]:
             yield (name, "ema_decay"), "has no effect alone; set ema_decay, such as ema_decay=0.999"
 
 
-def _noise(args: TrainingArguments) -> Iterator[Rule]:
+def _noise(args: RegularizationFields) -> Iterator[Rule]:
     if args.neftune_length != "real" and not args.neftune_noise_alpha:
         yield ("neftune_length", "neftune_noise_alpha"), "has no effect alone; set neftune_noise_alpha, such as to 5"
 
 
-def _sharding(args: TrainingArguments) -> Iterator[Rule]:
+def _sharding(args: AllFields) -> Iterator[Rule]:
     if args.fsdp and args.deepspeed:
         yield ("fsdp", "deepspeed"), "only one can shard the model; leave the other out"
     # Strategies of other names may well take these options.
@@ -137,7 +134,7 @@ def _sharding(args: TrainingArguments) -> Iterator[Rule]:
         yield ("parallelism_config", "fsdp"), "divides a model by dp_shard_size; set fsdp='full_shard auto_wrap' too"
 
 
-_RULES: tuple[Callable[[TrainingArguments], Iterator[Rule]], ...] = (
+_RULES: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (
     _precision,
     _intervals,
     _loading,

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, TypeVar
 
 from tr_args.checked import Checked
 from tr_args.constraints import NOT_UTF_8
@@ -20,13 +20,12 @@ from tr_args.errors import ArgumentsError, Problem
 from tr_args.masking import MASK, is_secret_name, mask_secrets
 from tr_args.schema import FieldSpec, schema
 
-if TYPE_CHECKING:
-    from tr_args.training_arguments import TrainingArguments
-
 FOLDERS = ("output_dir", "logging_dir")
 
+Arguments = TypeVar("Arguments", bound=Checked)
 
-def make_folders_absolute(args: TrainingArguments) -> TrainingArguments:
+
+def make_folders_absolute(args: Arguments) -> Arguments:
     """Make `output_dir` and `logging_dir` absolute in place; addresses such as `gs://...` stay. Returns the arguments.
 
     It is no assignment: where the value came from, and whether anything was assigned, stays as it was. What is written

@@ -10,40 +10,20 @@ from typing import Any
 from tr_args.aliases import OldNames
 from tr_args.checked import Rule
 from tr_args.constraints import OptionalCount
-from tr_args.fields.evaluation import EvaluationFields, LoggingFields
-from tr_args.fields.hardware import DistributedFields, HardwareFields, PrecisionFields
-from tr_args.fields.saving import HubFields, SavingFields
-from tr_args.fields.training import DataFields, OptimizerFields, OutputFields, RegularizationFields, ScriptFields
+from tr_args.fields.all_fields import AllFields
 from tr_args.grouped_setters import GroupedSetters
+from tr_args.launcher_settings import follow_launcher
 from tr_args.process import ProcessView
 from tr_args.rules import conflicts, fill_defaults
 from tr_args.serialization import Serializable
 
 
-# A dataclass takes its bases' fields from the last base to the first: the last one here comes first.
 @dataclass(repr=False)
-class TrainingArguments(
-    DistributedFields,
-    DataFields,
-    HardwareFields,
-    HubFields,
-    SavingFields,
-    EvaluationFields,
-    LoggingFields,
-    PrecisionFields,
-    RegularizationFields,
-    OptimizerFields,
-    ScriptFields,
-    OutputFields,
-    GroupedSetters,
-    ProcessView,
-    OldNames,
-    Serializable,
-):
-    """Everything a training run can be told.
+class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serializable):
+    """All arguments of a training run.
 
-    Values are converted to the fields' types when they are set (`"1e-4"` is a number) and checked; what is
-    wrong is reported all at once. Building it imports no torch, touches no device and draws no random number.
+    Values are converted to the fields' types when they are set (`"1e-4"` is a number) and checked. All problems are
+    reported at once. Building it imports no torch, touches no device and draws no random number.
 
     Raises:
         ArgumentsError: names are unknown, or values do not fit their fields or each other.
@@ -70,6 +50,7 @@ class TrainingArguments(
         return batch_size // self.world_size if self.accelerator_config.split_batches else batch_size
 
     def _complete(self) -> None:
+        follow_launcher(self)
         fill_defaults(self)
 
     def _rules(self) -> Iterator[Rule]:
