@@ -179,7 +179,7 @@ def test_before_a_signal_comes_a_step_calls_nothing_of_it(saving):
         interrupt(trainer)
     finally:
         sys.setprofile(None)
-    assert "Interruption._after_step" in called  # the signal of step 2 is seen, so calls are counted
+    assert "Preemption._after_step" in called  # the signal of step 2 is seen, so calls are counted
     called.clear()
     saving(Count()).train()
     assert called == []
