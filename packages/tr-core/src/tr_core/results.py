@@ -29,7 +29,7 @@ class PredictionOutput(NamedTuple):
 
     Attributes:
         predictions: arrays of shape `(samples, ...)`, in tuples or dicts as the model gives them.
-        label_ids: likewise, None where the data has no labels.
+        label_ids: arrays of the same kinds; None where the data has no labels.
         metrics: loss, metrics and speed.
     """
 
@@ -43,7 +43,7 @@ class EvalLoopOutput(NamedTuple):
 
     Attributes:
         predictions: arrays of shape `(samples, ...)`; None with `prediction_loss_only`.
-        label_ids: likewise.
+        label_ids: arrays of shape `(samples, ...)`; None with `prediction_loss_only`, or without labels.
         metrics: loss and metrics, prefixed.
         num_samples: samples evaluated, over all ranks.
     """
@@ -60,9 +60,9 @@ class EvalPrediction:
     Attributes:
         predictions: arrays of shape `(samples, ...)`, sequences padded with -100; lists of objects, one a sample, where
             `eval_use_gather_object` keeps them.
-        label_ids: likewise.
+        label_ids: arrays or lists of the same kinds.
         inputs: the main input, where `include_for_metrics` asks for it.
-        losses: loss of each sample's batch, shape `(samples,)`, likewise.
+        losses: loss of each sample's batch, shape `(samples,)`, where `include_for_metrics` asks for it.
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
@@ -96,14 +96,11 @@ def speed_metrics(
         num_steps: steps made since.
         num_tokens: tokens used since.
     """
-    runtime = time.perf_counter() - start_s
-    metrics = {f"{split}_runtime": round(runtime, 4)}
-    if runtime == 0:
-        return metrics
-    if num_samples is not None:
-        metrics[f"{split}_samples_per_second"] = round(num_samples / runtime, 3)
-    if num_steps is not None:
-        metrics[f"{split}_steps_per_second"] = round(num_steps / runtime, 3)
-    if num_tokens is not None:
-        metrics[f"{split}_tokens_per_second"] = round(num_tokens / runtime, 3)
-    return metrics
+    elapsed_s = time.perf_counter() - start_s
+    counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
+    rates = {
+        f"{split}_{unit}_per_second": round(count / elapsed_s, 3)
+        for unit, count in counts.items()
+        if count is not None and elapsed_s > 0
+    }
+    return {f"{split}_runtime": round(elapsed_s, 4), **rates}
