@@ -6,7 +6,8 @@ from small_models import Base, CountedSum, IgnoresCount, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
-from tr_core.model_io import accepts_count, loss_of, takes_argument
+from tr_core.model_io import accepts_count, loss_of
+from tr_core.signatures import takes_argument
 
 
 def first_gradient(make_trainer, model, accumulation, batch_size, trainer_class=Trainer, **parts):

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
-from tr_core.model_io import accepts_count, averages_over_targets, shifts_targets, takes_argument
+from tr_core.model_io import accepts_count, averages_over_targets, shifts_targets
+from tr_core.signatures import takes_argument
 
 
 def named(name):

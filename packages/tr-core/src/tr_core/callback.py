@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from tr_core.protocols import Stateful
+from tr_core.signatures import is_overridden, names_argument
 from tr_core.state import ExportedState, TrainerControl, TrainerState, exports_state
 
 EVENTS = (
@@ -292,9 +292,9 @@ class CallbackList:
             event: [getattr(callback, event) for callback in self.callbacks if _defines(callback, event)]
             for event in EVENTS
         }
-        self.wants_outputs = any(_names(method, "outputs") for method in self._listeners["on_micro_batch_end"])
+        self.wants_outputs = any(names_argument(method, "outputs") for method in self._listeners["on_micro_batch_end"])
         steps = self._listeners["on_step_end"]
-        steps[:] = [self._with_loss(method) if _names(method, "loss") else method for method in steps]
+        steps[:] = [self._with_loss(method) if names_argument(method, "loss") else method for method in steps]
         for event in list(self._last):  # of now: a signal may have added one while all this was made
             listeners = self._listeners[event]
             listeners += [method for method in self._last[event] if method not in listeners]
@@ -308,13 +308,7 @@ class CallbackList:
 
 
 def _defines(callback: Any, event: str) -> bool:
-    method = getattr(callback, event, None)
-    return method is not None and getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
-
-
-def _names(method: Any, parameter: str) -> bool:
-    """Whether a method names a parameter, rather than take it among others."""
-    return parameter in inspect.signature(method).parameters
+    return getattr(callback, event, None) is not None and is_overridden(callback, event, TrainerCallback)
 
 
 def _matches(candidate: Any, callback: Any) -> bool:

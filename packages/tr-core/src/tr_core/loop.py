@@ -136,9 +136,9 @@ def evaluate(trainer: Trainer, run: Run) -> None:
     with run.evaluating():
         metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
     trainer.report_trial(metrics)
-    is_best = record_best(trainer, metrics)
+    is_best = record_best(trainer.args, trainer.state, metrics)
     if run.schedule_follows_metric:
-        cast("ReduceLROnPlateau", run.schedule).step(watched_metric(trainer, metrics))
+        cast("ReduceLROnPlateau", run.schedule).step(watched_metric(trainer.args, metrics))
     if is_best and (trainer.args.save_strategy == "best" or trainer.args.load_best_model_at_end):
         trainer.control.should_save = True  # with the latter because between two checkpoints there is nothing to load
 

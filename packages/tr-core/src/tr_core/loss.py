@@ -30,8 +30,9 @@ from torch import nn
 from tr_core.data.sampler import MicroBatch
 from tr_core.item_count import ItemCount, divides_by_any, plain
 from tr_core.metric_means import check_name
-from tr_core.model_io import IGNORED_TARGET, accepts_count, averages_over_targets, shifts_targets, takes_argument
+from tr_core.model_io import IGNORED_TARGET, accepts_count, averages_over_targets, shifts_targets
 from tr_core.protocols import Strategy
+from tr_core.signatures import takes_argument
 
 
 class Division(Enum):

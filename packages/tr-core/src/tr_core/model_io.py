@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from tr_core.signatures import parameters_of
+
 
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model inside an adapter wrapper (PEFT's), or the model itself: the one whose forward tells."""
@@ -24,7 +26,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of the forward of a model, or of the model inside an adapter wrapper."""
-    return inspect.signature(base_model(model).forward).parameters
+    return parameters_of(base_model(model).forward)
 
 
 def find_label_names(model: nn.Module) -> list[str]:
@@ -134,7 +136,7 @@ def accepts_count(model: nn.Module) -> bool:
     declared = getattr(model, "accepts_loss_kwargs", None)
     if declared is not None:
         return bool(declared)
-    parameters = inspect.signature(model.forward).parameters
+    parameters = parameters_of(model.forward)
     if "num_items_in_batch" in parameters:
         return True
     has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -170,12 +172,6 @@ def averages_over_targets(model: nn.Module) -> bool:
     called = {name for code in codes for name in code.co_names}
     reduces_later = any("none" in code.co_consts or ("none",) in code.co_consts for code in codes)
     return "loss_function" not in called and bool(called & _CROSS_ENTROPIES) and not reduces_later
-
-
-def takes_argument(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be called with the keyword argument `name`."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def _codes_of_forward(model: nn.Module) -> Iterator[CodeType]:

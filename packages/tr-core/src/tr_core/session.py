@@ -35,7 +35,7 @@ from tr_core.run import Run
 from tr_core.runtime.memory import ReadMemory
 from tr_core.runtime.run_context import training_context
 from tr_core.state import TrainerState
-from tr_core.validation import check_output_dir, check_quantized, check_setup, lock_output_dir, unlocking_output_dir
+from tr_core.validation import check_output_dir, check_quantized, lock_output_dir, unlocking_output_dir
 from tr_log.streams import usable_streams
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     with (
         usable_streams(),
         training_context(trainer),
-        unlocking_output_dir(trainer),
+        unlocking_output_dir(trainer.current_checkpointer),
         trainer.memory.stage("train") as read_memory,
     ):
         run = _begin(trainer, resume, ignore_keys)
@@ -111,9 +111,11 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     """Prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
     args, strategy = trainer.args, trainer.strategy
     trainer.prepare()
-    check_setup(trainer)
-    check_output_dir(trainer)
-    lock_output_dir(trainer)
+    trainer.check_setup()
+    if not trainer.has_own_checkpointer:  # one that was given knows its folder
+        check_output_dir(args, args.output_dir, strategy)
+    if args.save_strategy != "no":
+        lock_output_dir(trainer.checkpointer())
     loader = trainer.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
     plan = make_plan(args, data)

@@ -11,23 +11,25 @@ The output folder is also locked here, so that no other run saves to it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from tr_args import TrainingArguments
+from tr_args.fields.evaluation import EvaluationFields
+from tr_args.fields.saving import SavingFields
+from tr_args.fields.training import DataFields, OptimizerFields
 from tr_core.batch_size_search import check_batch_size_search
 from tr_core.data.loaders import has_length
 from tr_core.evaluation.metrics import check_streaming, is_streaming
-from tr_core.model_io import base_model, forward_parameters, takes_argument
+from tr_core.model_io import base_model, forward_parameters
 from tr_core.plan import check_accelerator_config
+from tr_core.protocols import Checkpointer, Strategy
 from tr_core.runtime.run_context import check_conditions
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+from tr_core.signatures import takes_argument
 
 # Options that are refused for good. name -> (value that is allowed, why nothing else can be)
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -39,7 +41,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-def refuse_unsupported(args: Any) -> None:
+def refuse_unsupported(args: TrainingArguments) -> None:
     """Raise for options whose effect cannot be had.
 
     Raises:
@@ -49,7 +51,7 @@ def refuse_unsupported(args: Any) -> None:
         raise ValueError("options that cannot be used, and why:\n" + "\n".join(problems))
 
 
-def _set_otherwise(args: Any, table: dict[str, tuple[Any, str]]) -> list[str]:
+def _set_otherwise(args: TrainingArguments, table: dict[str, tuple[Any, str]]) -> list[str]:
     values = {name: (getattr(args, name, allowed), allowed, text) for name, (allowed, text) in table.items()}
     return [f"  {name}={value!r}: {text}" for name, (value, allowed, text) in values.items() if value != allowed]
 
@@ -95,7 +97,7 @@ def check_quantized(model: nn.Module) -> None:
         )
 
 
-def check_args(args: Any) -> None:
+def check_args(args: object) -> None:
     """Raise unless arguments are those of tr-args or nothing: scripts half moved pass those of another library."""
     if args is None or isinstance(args, TrainingArguments):
         return
@@ -108,7 +110,7 @@ def check_args(args: Any) -> None:
     )
 
 
-def check_given_optimizers(args: Any, optimizers: Any, cls_and_kwargs: Any, model_init: Any) -> None:
+def check_given_optimizers(args: OptimizerFields, optimizers: Any, cls_and_kwargs: Any, model_init: Any) -> None:
     """Raise where an optimizer that is given goes together with what would build or need another one."""
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise TypeError(
@@ -164,62 +166,67 @@ def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any
         )
 
 
-def check_setup(trainer: Trainer) -> None:
-    """Raise where arguments ask for what the Trainer was not given, so that hours are not spent first.
+def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, overrides: Callable[..., bool]) -> None:
+    """Raise where arguments ask for data that the Trainer was not given, so that hours are not spent first.
+
+    Args:
+        args: the arguments.
+        train_dataset: what to train on; anything where a subclass makes its own loader.
+        eval_dataset: what to evaluate on; None where a subclass makes its own loader.
+        overrides: whether a user replaced a method of the Trainer, by its name.
 
     Raises:
         ValueError: the message says what is missing.
+        TypeError: `train_dataset` is several data sets.
     """
-    args = trainer.args
     evaluates_other_data = args.eval_strategy != "no" and args.overfit_batches is None
-    if evaluates_other_data and trainer.eval_dataset is None and not overrides_eval(trainer):
+    if evaluates_other_data and eval_dataset is None and not overrides("get_eval_dataloader"):
         raise ValueError(
             f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
             "eval_dataset or set eval_strategy='no'"
         )
-    check_label_names(trainer)
-    check_conditions(trainer)
-    check_accelerator_config(args, trainer.strategy.world_size)
-    check_batch_size_search(args)
-    check_evaluation(trainer)
-    train = trainer.train_dataset
-    if isinstance(train, dict) and not overrides_loader(trainer):
+    if train_dataset is None or overrides("get_train_dataloader"):
+        return
+    if isinstance(train_dataset, dict):
         raise TypeError(
-            f"train_dataset is a dict of {sorted(map(str, train))}; training takes one data set: pass one of them, as "
-            "in train_dataset=data['train']"
+            f"train_dataset is a dict of {sorted(map(str, train_dataset))}; training takes one data set: pass one of "
+            "them, as in train_dataset=data['train']"
         )
-    if train is not None and not has_length(train) and args.max_steps <= 0 and not overrides_loader(trainer):
+    if not has_length(train_dataset) and args.max_steps <= 0:
         raise ValueError(
-            f"train_dataset ({type(train).__name__}) has no length and max_steps={args.max_steps}; set max_steps to "
-            "the number of optimizer steps to train"
+            f"train_dataset ({type(train_dataset).__name__}) has no length and max_steps={args.max_steps}; set "
+            "max_steps to the number of optimizer steps to train"
         )
-    # Not before training, where checkpoints would be lost, but here.
-    if args.save_strategy != "no" and train is not None:
-        trainer.checkpointer()
 
 
-def overrides_loader(trainer: Trainer) -> bool:
-    """Whether a subclass makes its own training loader, to which `train_dataset` may be anything."""
-    return type(trainer).get_train_dataloader.__module__ != "tr_core.trainer.trainer"
+def check_options(args: TrainingArguments, strategy: Strategy) -> None:
+    """Raise for options that do not suit the device, the number of processes, or one another.
+
+    Raises:
+        ValueError: the message names the option.
+        ImportError: an option needs a package that is not installed.
+    """
+    check_conditions(args, strategy.device)
+    check_accelerator_config(args, strategy.world_size)
+    check_batch_size_search(args)
 
 
-def overrides_eval(trainer: Trainer) -> bool:
-    """Whether a subclass makes its own evaluation loader, which needs no data set here."""
-    return type(trainer).get_eval_dataloader.__module__ != "tr_core.trainer.trainer"
-
-
-def check_label_names(trainer: Trainer) -> None:
+def check_label_names(args: DataFields, model: nn.Module, has_loss_function: bool, computes_loss: bool) -> None:
     """Raise where `label_names` names what the model cannot be given: without a loss, or late, training would fail.
+
+    Args:
+        args: the arguments.
+        model: the model.
+        has_loss_function: whether a function computes the loss, which is given `labels`.
+        computes_loss: whether a subclass does, which may take the labels out of the inputs.
 
     Raises:
         ValueError: the forward does not take one of them, and nothing takes it out of the batch before.
     """
-    names, base = trainer.args.label_names or [], base_model(trainer.model)
-    taken_out = ["labels"] if trainer.loss_function is not None else []
+    names, base = args.label_names or [], base_model(model)
+    taken_out = ["labels"] if has_loss_function else []
     unknown = [name for name in names if name not in taken_out and not takes_argument(base.forward, name)]
-    # A subclass that computes the loss itself may take them out of the inputs.
-    methods = type(trainer).compute_loss, type(trainer).training_step
-    if unknown and all(method.__module__.startswith("tr_core.") for method in methods):
+    if unknown and not computes_loss:
         raise ValueError(
             f"label_names={names}, but the forward of {type(base).__name__} takes no {', '.join(map(repr, unknown))}, "
             f"only {list(forward_parameters(base))}; leave label_names out, or name arguments of the forward, or "
@@ -227,25 +234,30 @@ def check_label_names(trainer: Trainer) -> None:
         )
 
 
-def check_evaluation(trainer: Trainer) -> None:
+def check_evaluation(args: EvaluationFields, model: nn.Module, compute_metrics: Any, counts_targets: bool) -> None:
     """Raise where `compute_metrics` or the model cannot give what the arguments ask of an evaluation.
+
+    Args:
+        args: the arguments.
+        model: the model.
+        compute_metrics: a function, or metrics that are updated with every batch; None for none.
+        counts_targets: whether the loss is divided by the number of its targets.
 
     Raises:
         ValueError: the arguments do not fit; the message says what to change.
         TypeError: `compute_metrics` is neither a function nor made of metrics.
     """
-    if trainer.compute_metrics is not None:
-        _check_metrics(trainer)
-    if trainer.args.eval_perplexity and not trainer.loss_rule.counts:
+    if compute_metrics is not None:
+        _check_metrics(args, compute_metrics)
+    if args.eval_perplexity and not counts_targets:
         raise ValueError(
-            f"eval_perplexity=True needs a mean over tokens, but the loss of {type(trainer.model).__name__} is one "
+            f"eval_perplexity=True needs a mean over tokens, but the loss of {type(model).__name__} is one "
             "over each batch, whatever its tokens: its forward, or compute_loss_func, must take num_items_in_batch and "
             "divide the summed loss by it; or set eval_perplexity=False"
         )
 
 
-def _check_metrics(trainer: Trainer) -> None:
-    args, compute = trainer.args, trainer.compute_metrics
+def _check_metrics(args: EvaluationFields, compute: Any) -> None:
     if is_streaming(compute):
         check_streaming(compute)
         if args.batch_eval_metrics:
@@ -270,41 +282,46 @@ def _check_metrics(trainer: Trainer) -> None:
         )
 
 
-def check_output_dir(trainer: Trainer) -> None:
-    """Refuse an `output_dir` that the first save would fail at, on all ranks; a checkpointer of one's own knows its.
+def check_output_dir(args: SavingFields, folder: str | Path, strategy: Strategy) -> None:
+    """Refuse an `output_dir` that the first save would fail at, on all ranks.
+
+    Args:
+        args: the arguments, which say who writes.
+        folder: where checkpoints are to go.
+        strategy: which process this is.
 
     Raises:
         ValueError: a file is in the way, or this user may not write there.
     """
-    args, strategy = trainer.args, trainer.strategy
-    if args.save_strategy == "no" or trainer.has_own_checkpointer:
+    if args.save_strategy == "no":
         return
     writes = strategy.rank == 0 or (args.save_on_each_node and strategy.local_rank == 0)
-    own = why_not_writable(Path(args.output_dir).absolute()) if writes else ""
+    own = why_not_writable(Path(folder).absolute()) if writes else ""
     if found := next(filter(None, strategy.gather_objects(own)), ""):
         raise ValueError(f"{found}; save_strategy='no' trains without checkpoints")
 
 
-def lock_output_dir(trainer: Trainer) -> None:
-    """Keep other runs from saving where this one will, if its checkpointer knows how, until `releasing` ends.
+def lock_output_dir(checkpointer: Checkpointer) -> None:
+    """Keep other runs from saving where this one will, if its checkpointer knows how, until it is unlocked.
 
     Raises:
         OSError: another run does, or that cannot be found out.
     """
-    if trainer.args.save_strategy != "no":
-        checkpointer: Any = trainer.checkpointer()
-        if (take := getattr(checkpointer, "claim", None)) is not None:
-            take()
+    if (claim := getattr(checkpointer, "claim", None)) is not None:
+        claim()
 
 
 @contextmanager
-def unlocking_output_dir(trainer: Trainer) -> Iterator[None]:
-    """Let other runs save to the folder of this one when the block ends, whichever way."""
+def unlocking_output_dir(current: Callable[[], Checkpointer | None]) -> Iterator[None]:
+    """Let other runs save to the folder of this one when the block ends, whichever way.
+
+    Args:
+        current: gives the checkpointer that there is at the end: a callback may save in a run that was not to.
+    """
     try:
         yield
     finally:
-        # Whatever asked for it: a callback may save in a run that was not to.
-        release = getattr(trainer._checkpointer, "release", None)
+        release = getattr(current(), "release", None)
         if release is not None:
             release()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from tr_core.signatures import parameters_of
 
 # Options that say how a step is computed, not what: no state belongs to them.
 _IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -166,7 +167,7 @@ def _check_state_suffices(optimizer: torch.optim.Optimizer, change: GroupChange)
 
 def _state_names(kind: Callable[..., torch.optim.Optimizer], group: Mapping[str, Any]) -> set[str]:
     """Return the names of what an optimizer remembers of a parameter, as one of its kind does after a step."""
-    taken = set(inspect.signature(kind).parameters) - {"params", "lr", *_IMPLEMENTATION_OPTIONS}
+    taken = set(parameters_of(kind)) - {"params", "lr", *_IMPLEMENTATION_OPTIONS}
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.zeros(2, 2)
     try:

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from tr_core import plugins
 from tr_core.callbacks.evaluation_weights import evaluation_weights, optimizer_in_evaluation, weight_parts
 from tr_core.checkpoint.adapters import adapter_parts, is_adapter, write_adapter_config
-from tr_core.loss import takes_argument
 from tr_core.model import model_part
 from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful
 from tr_core.runtime.run_context import original_use_cache
+from tr_core.signatures import takes_argument
 from tr_log.formatting import printable
 
 if TYPE_CHECKING:

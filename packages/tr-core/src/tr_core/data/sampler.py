@@ -7,7 +7,6 @@ samples, so a run resumes at the same sample with another batch size or world si
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from tr_core.data.length_grouping import LengthGrouping
 from tr_core.random_state import derive_seed, find_generators, read_states, separate_randomness, write_states
+from tr_core.signatures import parameters_of
 from tr_log import get_logger
 
 logger = get_logger(__name__)
@@ -358,4 +358,4 @@ class UserSampler(EpochSampler):
 
 def call_sampler_method(method: Callable[..., Any], dataset: Any) -> Any:
     """Return what a `_get_train_sampler` or `_get_eval_sampler` gives; older ones take no data set."""
-    return method(dataset) if inspect.signature(method).parameters else method()
+    return method(dataset) if parameters_of(method) else method()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+from tr_args import TrainingArguments
+from tr_args.fields.saving import SavingFields
+from tr_core.state import TrainerState
 
 
 def metric_name(name: str) -> str:
@@ -15,16 +17,15 @@ def metric_name(name: str) -> str:
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
-def record_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
+def record_best(args: SavingFields, state: TrainerState, metrics: dict[str, float]) -> bool:
     """Record the metric that chooses the best model, and say whether this evaluation is the best so far.
 
     Raises:
         ValueError: the evaluation has no such metric; the message lists those it has.
     """
-    args, state = trainer.args, trainer.state
     if args.metric_for_best_model is None:
         return False
-    value = watched_metric(trainer, metrics)
+    value = watched_metric(args, metrics)
     better = operator.gt if args.greater_is_better else operator.lt
     # A NaN is never the best: every later comparison with it would be false.
     if math.isnan(value) or (state.best_metric is not None and not better(value, state.best_metric)):
@@ -33,13 +34,13 @@ def record_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
     return True
 
 
-def watched_metric(trainer: Trainer, metrics: dict[str, float]) -> float:
+def watched_metric(args: SavingFields, metrics: dict[str, float]) -> float:
     """Return the value of `metric_for_best_model` in an evaluation's result.
 
     Raises:
         ValueError: it is not there, or no number; the message lists what is there.
     """
-    name: Any = trainer.args.metric_for_best_model  # set where a best model is chosen
+    name: Any = args.metric_for_best_model  # set where a best model is chosen
     key = metric_name(name)
     if key not in metrics:
         raise ValueError(
@@ -50,20 +51,17 @@ def watched_metric(trainer: Trainer, metrics: dict[str, float]) -> float:
     return metrics[key]
 
 
-def check_best_metric(trainer: Trainer) -> None:
+def check_best_metric(args: TrainingArguments, eval_dataset: Any) -> None:
     """Raise, before anything is trained, if no evaluation can give the metric that chooses the best model.
 
-    That can be known only where nothing adds metrics: no `compute_metrics`, and no override, function or callback of
-    the user's that is part of an evaluation. Else the first evaluation says so.
+    That can be known only where nothing adds metrics: see `may_add_metrics`. Else the first evaluation says so.
 
     Raises:
         ValueError: the message lists the metrics that there will be.
     """
-    args = trainer.args
-    if args.metric_for_best_model is None or args.eval_strategy == "no" or _may_add_metrics(trainer):
+    if args.metric_for_best_model is None or args.eval_strategy == "no":
         return
-    datasets = trainer.eval_dataset
-    prefixes = [f"eval_{name}" for name in datasets] if isinstance(datasets, dict) else ["eval"]
+    prefixes = [f"eval_{name}" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["eval"]
     results = ["loss", "runtime", "samples_per_second", "steps_per_second", *["perplexity"] * args.eval_perplexity]
     known = [f"{prefix}_{result}" for prefix in prefixes for result in results]
     if metric_name(args.metric_for_best_model) not in known:
@@ -73,32 +71,31 @@ def check_best_metric(trainer: Trainer) -> None:
         )
 
 
-def _may_add_metrics(trainer: Trainer) -> bool:
-    if adds_to_results(trainer):
-        return True
-    functions = (trainer.compute_metrics, trainer.compute_loss_func, trainer.preprocess_logits_for_metrics)
+def may_add_metrics(overrides: Callable[..., bool], callbacks: Iterable[Any], functions: Iterable[Any]) -> bool:
+    """Whether anything of the user's that is part of an evaluation may add metrics to its result.
+
+    Args:
+        overrides: whether a user replaced one of several methods of the Trainer, by their names.
+        callbacks: the callbacks.
+        functions: what the user gave to compute losses, predictions and metrics, each None if not given.
+    """
+    callbacks = list(callbacks)
     return (
-        any(function is not None for function in functions)
-        or _overrides(trainer, "evaluation_loop", "prediction_step", "compute_loss")
-        or _listens(trainer, "on_prediction_step")
+        adds_to_results(overrides, callbacks)
+        or any(function is not None for function in functions)
+        or overrides("evaluation_loop", "prediction_step", "compute_loss")
+        or _listens(callbacks, "on_prediction_step")
     )
 
 
-def adds_to_results(trainer: Trainer) -> bool:
+def adds_to_results(overrides: Callable[..., bool], callbacks: Iterable[Any]) -> bool:
     """Whether an override or a callback of the user's may add metrics once an evaluation has gone through its data."""
-    return _overrides(trainer, "evaluate", "log") or _listens(trainer, "on_evaluate", "on_log")
+    return overrides("evaluate", "log") or _listens(callbacks, "on_evaluate", "on_log")
 
 
-def _overrides(trainer: Trainer, *methods: str) -> bool:
-    return any(not _is_ours(getattr(trainer, name)) for name in methods)
-
-
-def _listens(trainer: Trainer, *events: str) -> bool:
-    return any(
-        not _is_ours(getattr(callback, event, _is_ours))
-        for callback in trainer.callback_handler.callbacks
-        for event in events
-    )
+def _listens(callbacks: Iterable[Any], *events: str) -> bool:
+    """Whether a callback that is not of these packages, whose callbacks add nothing, defines one of the events."""
+    return any(not _is_ours(getattr(callback, event, _is_ours)) for callback in callbacks for event in events)
 
 
 def _is_ours(function: Any) -> bool:

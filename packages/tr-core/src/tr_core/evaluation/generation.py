@@ -21,6 +21,7 @@ from torch import nn
 
 from tr_core.evaluation.gather import PADDING
 from tr_core.protocols import Strategy
+from tr_core.signatures import names_argument, parameters_of
 
 # What `generate` of transformers makes beyond the prompt if nothing says how much.
 DEFAULT_NEW_TOKENS = 20
@@ -45,7 +46,7 @@ def load_generation_config(given: Any, model: nn.Module) -> Any:
     try:
         settings = _build_settings(given, type(own))
         if hasattr(settings, "validate"):
-            strict = "strict" in inspect.signature(settings.validate).parameters
+            strict = names_argument(settings.validate, "strict")
             settings.validate(**({"strict": True} if strict else {}))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
@@ -95,7 +96,7 @@ def check_generation_options(given: Mapping[str, Any], model: nn.Module) -> None
         TypeError: the message names them.
     """
     generate = getattr(model, "generate", None)
-    known = set(inspect.signature(generate).parameters) if generate is not None else set()
+    known = set(parameters_of(generate)) if generate is not None else set()
     known |= {"max_length", "max_new_tokens", "num_beams"}
     settings = getattr(model, "generation_config", None)
     unknown = [name for name in given if name not in known and not hasattr(settings, name)]
@@ -232,7 +233,7 @@ def _part_with_sync(model: Any) -> nn.Module | None:
 
 def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
     generate = getattr(model, "generate", None)
-    return inspect.signature(generate).parameters if callable(generate) else {}
+    return parameters_of(generate) if callable(generate) else {}
 
 
 def _crop_cache(options: Mapping[str, Any]) -> bool:

@@ -7,7 +7,6 @@ every batch, so that no prediction is kept. They have the methods of torchmetric
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -17,6 +16,7 @@ from torch import nn
 
 from tr_core.evaluation.gather import map_objects
 from tr_core.protocols import Strategy
+from tr_core.signatures import names_argument
 
 if TYPE_CHECKING:
     from tr_core.trainer.trainer import Trainer
@@ -169,7 +169,7 @@ def is_streaming(metrics: Any) -> bool:
     """
     if isinstance(metrics, StreamingMetric):
         kind: Any = type(metrics)  # of an object whose class is compiled no signature can be had
-        return not callable(metrics) or "compute_result" not in inspect.signature(kind.__call__).parameters
+        return not callable(metrics) or not names_argument(kind.__call__, "compute_result")
     return isinstance(metrics, Mapping)
 
 

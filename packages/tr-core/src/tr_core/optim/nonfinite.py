@@ -11,7 +11,6 @@ if it skips the update.
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -19,8 +18,8 @@ import torch
 from torch import nn
 
 from tr_core.metric_means import read_scalars
-from tr_core.model_io import takes_argument
 from tr_core.protocols import Strategy
+from tr_core.signatures import names_argument, takes_argument
 
 if TYPE_CHECKING:
     from tr_core.run import Run
@@ -243,4 +242,4 @@ def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
 @cache
 def _takes_scaler(kind: type[Any]) -> bool:
     # An older protocol, in which an optimizer asks the scaler itself.
-    return "grad_scaler" in inspect.signature(kind.step).parameters
+    return names_argument(kind.step, "grad_scaler")

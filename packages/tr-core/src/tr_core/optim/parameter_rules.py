@@ -12,7 +12,6 @@ trained as the arguments say.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch import nn
 
 from tr_args.errors import did_you_mean
 from tr_args.types.optimizer_options import RULE_KEYS
+from tr_core.signatures import parameters_of
 
 Groups = list[dict[str, Any]]
 
@@ -227,7 +227,7 @@ def _number(value: Any) -> float:
 def _try_out(optimizer: torch.optim.Optimizer, rule: Rule, options: dict[str, Any]) -> None:
     """Have the optimizer's own constructor check the values: it looks at defaults only, not at those of groups."""
     kind = type(optimizer)
-    taken = inspect.signature(kind.__init__).parameters
+    taken = parameters_of(kind.__init__)
     usual = {key: value for key, value in optimizer.defaults.items() if key in taken}
     if not set(options) <= set(usual):
         return

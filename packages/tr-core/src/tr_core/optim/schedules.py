@@ -6,7 +6,6 @@ its value.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial, wraps
@@ -18,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from tr_args.errors import did_you_mean
 from tr_core.optim.greedy import GreedyLR
+from tr_core.signatures import parameters_of
 
 Multiplier = Callable[..., float]
 
@@ -245,7 +245,7 @@ def get_scheduler(
     function = name if callable(name) else _named(name)
     if num_training_steps is None and not str(name).startswith("constant"):
         raise ValueError(f"the schedule {name!r} needs num_training_steps, the optimizer steps of the run")
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     _check_arguments(name, set(parameters), extra)
     if "base_lr" in parameters:
         extra["base_lr"] = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
@@ -281,7 +281,7 @@ def _named(name: str) -> Multiplier:
 
 def _following(name: str, optimizer: Optimizer, num_warmup_steps: int, extra: dict[str, Any]) -> LRScheduler:
     kind = FOLLOW_METRIC[name]
-    _check_arguments(name, set(inspect.signature(kind.__init__).parameters) - {"self", "optimizer"}, extra)
+    _check_arguments(name, set(parameters_of(kind.__init__)) - {"self", "optimizer"}, extra)
     if num_warmup_steps:
         raise ValueError(
             f"the schedule {name!r} follows evaluations and has no warm-up, but warmup_steps asks for "

@@ -28,7 +28,6 @@ from tr_core.preflight.context import SAMPLES, CheckContext
 from tr_core.preflight.origins import last_line, raised_at
 from tr_core.preflight.report import Problem
 from tr_core.random_state import separate_randomness
-from tr_core.validation import overrides_loader
 
 _MOST_LEFT_OUT = 0.1
 """Share of the data that may be left out before it is worth a warning."""
@@ -39,7 +38,7 @@ def check_length(subject: CheckContext) -> Iterator[Problem]:
     if not subject.trains:
         return
     trainer, args, figures = subject.trainer, subject.args, subject.figures
-    if trainer.train_dataset is None and not overrides_loader(trainer):
+    if trainer.train_dataset is None and not trainer.overrides("get_train_dataloader"):
         yield Problem("T401", "train_dataset is None; pass the Trainer data to train on, or do not call train")
         return
     batches = training_batches(trainer.get_train_dataloader(), args, trainer.strategy.world_size)
@@ -83,10 +82,10 @@ class ReadOnceError(Exception):
 def check_first_batch(subject: CheckContext) -> Iterator[Problem]:
     """Load and collate; the batch is for the checks that follow."""
     trainer = subject.trainer
-    if not subject.trains or (trainer.train_dataset is None and not overrides_loader(trainer)):
+    if not subject.trains or (trainer.train_dataset is None and not trainer.overrides("get_train_dataloader")):
         return
     subject.progress("loading two samples")
-    if overrides_loader(trainer):
+    if trainer.overrides("get_train_dataloader"):
         yield from _from_loader(subject)
         return
     batch: list[Any] = []

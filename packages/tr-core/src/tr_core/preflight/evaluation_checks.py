@@ -90,8 +90,9 @@ def _watched(subject: CheckContext, results: dict[str, Any]) -> Iterator[Problem
     key, origin = metric_name(watched), subject.origin("metric_for_best_model")
     measured = [f"{prefix}_{name}" for prefix in subject.evaluation_sets() for name in _MEASURED]
     if key not in results and key not in measured:
-        if adds_to_results(subject.trainer):  # only an evaluation itself can say
-            return
+        trainer = subject.trainer
+        if adds_to_results(trainer.overrides, trainer.callback_handler.callbacks):
+            return  # only an evaluation itself can say
         hint = did_you_mean(key, results)
         yield Problem(
             "T601",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from tr_core.model_io import takes_argument
+from tr_core.signatures import parameters_of, takes_argument
 
 # What transformers' models are told with. The second is the older name of the first.
 _ENABLING = (
@@ -75,7 +74,7 @@ def check_checkpointing_options(options: Mapping[str, Any] | None) -> dict[str, 
     Raises:
         ValueError: one is not known, or `every_n_layers` is no whole number of at least 1.
     """
-    takes = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs", "context_fn"}
+    takes = set(parameters_of(checkpoint)) - {"function", "args", "kwargs", "context_fn"}
     known = sorted(takes | {"preserve_rng_state", "every_n_layers", "offload"})
     if unknown := sorted(set(options or {}) - set(known)):
         raise ValueError(f"activation_checkpointing_kwargs has {unknown}, which are not known; it takes {known}")

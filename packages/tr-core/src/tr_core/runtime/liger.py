@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tr_core.model_io import base_model
+from tr_core.signatures import parameters_of
 
 
 def check_liger() -> None:
@@ -44,7 +44,7 @@ def apply_liger_kernel(model: nn.Module, options: Mapping[str, Any] | None) -> N
             f"use_liger_kernel=True, but liger-kernel has no kernels for {type(inner).__name__} (model_type {kind!r}); "
             f"it has them for {', '.join(sorted(known))}; leave use_liger_kernel out"
         )
-    takes = [name for name in inspect.signature(known[kind]).parameters if name != "model"]
+    takes = [name for name in parameters_of(known[kind]) if name != "model"]
     if unknown := sorted(set(options) - set(takes)):
         raise ValueError(f"liger_kernel_config has {unknown}, which {kind!r} does not take; it takes {takes}")
     monkey_patch._apply_liger_kernel_to_instance(model=inner, **options)

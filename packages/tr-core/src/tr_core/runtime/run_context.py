@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tr_args import TrainingArguments
 from tr_core.runtime.activation_checkpointing import check_checkpointing_options, checkpointed_activations
 from tr_core.runtime.debug import overflow_watch
 from tr_core.runtime.liger import check_liger
@@ -36,15 +37,14 @@ _NEEDS = {
 }
 
 
-def check_conditions(trainer: Trainer) -> None:
+def check_conditions(args: TrainingArguments, device: torch.device) -> None:
     """Raise for what could not be set up, before anything is trained.
 
     Raises:
         ValueError: an option does not suit the device, torch, or another option.
         ImportError: an option needs a package that is not installed.
     """
-    args = trainer.args
-    check_tf32(args.tf32, trainer.strategy.device)
+    check_tf32(args.tf32, device)
     check_checkpointing_options(args.activation_checkpointing_kwargs)
     if args.use_liger_kernel:
         check_liger()

@@ -13,7 +13,6 @@ from tr_args.aliases import aliases
 from tr_args.checked import unknown_argument
 from tr_args.errors import ArgumentsError
 from tr_args.schema import schema
-from tr_core.validation import overrides_eval
 
 if TYPE_CHECKING:
     from tr_core.trainer.trainer import Trainer
@@ -142,7 +141,7 @@ def check_search(trainer: Trainer, directions: list[str], n_trials: int) -> None
         raise ValueError(f"direction={wrong[0]!r} is not known; give minimize or maximize, or a list of them")
     if not directions or n_trials < 1:
         raise ValueError(f"direction={directions} and n_trials={n_trials}: there must be at least one of each")
-    if trainer.eval_dataset is None and not overrides_eval(trainer):
+    if trainer.eval_dataset is None and not trainer.overrides("get_eval_dataloader"):
         raise ValueError("hyperparameter_search compares evaluations, but eval_dataset is None; give the Trainer one")
     if args.push_to_hub:
         raise ValueError(

@@ -6,12 +6,13 @@ better at the same step. A `model_init` function may take the trial as an argume
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tr_core.signatures import parameters_of
 
 Number = int | float
 
@@ -251,7 +252,7 @@ def takes_trial(model_init: Callable[..., Any]) -> bool:
         ValueError: it needs more than one argument, or one by name.
     """
     try:
-        parameters = list(inspect.signature(model_init).parameters.values())
+        parameters = list(parameters_of(model_init).values())
     except (TypeError, ValueError):  # a callable that does not tell
         return False
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -159,7 +159,7 @@ class Stepping(Reporting):
 
     def counts_floating_point_ops(self) -> bool:
         """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
-        return self.flop_counter.knows or type(self).floating_point_ops is not Stepping.floating_point_ops
+        return self.flop_counter.knows or self.overrides("floating_point_ops")
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""

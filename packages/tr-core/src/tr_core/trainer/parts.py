@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from tr_core.data.limits import dev_run_arguments
 from tr_core.data.loaders import LoaderCache
 from tr_core.evaluation.metrics import StreamingMetric
 from tr_core.loss import LabelSmoother, LossRule, StepScope
-from tr_core.model_io import FlopCounter, base_model, can_return_loss, find_label_names, takes_argument
+from tr_core.model_io import FlopCounter, base_model, can_return_loss, find_label_names
 from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState, separate_randomness
@@ -31,14 +30,18 @@ from tr_core.runtime.compilation import Compilation
 from tr_core.runtime.liger import apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
 from tr_core.search.trial import takes_trial
+from tr_core.signatures import is_overridden, takes_argument, with_count
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.trainer.chosen_optimizer import ChosenOptimizer
 from tr_core.validation import (
     check_args,
+    check_data,
+    check_evaluation,
     check_given_optimizers,
     check_given_parts_fit,
+    check_label_names,
     check_model,
-    check_setup,
+    check_options,
     refuse_unsupported,
 )
 from tr_log import configure, get_logger
@@ -55,6 +58,7 @@ class Assembly:
     """
 
     logger = get_logger("tr_core.trainer")
+    own_class: ClassVar[type]  # of these packages, from which a user's subclass inherits
     trial: Any = None
     # Whether something was assigned in a run that acts from its next step.
     has_assignments = False
@@ -120,11 +124,25 @@ class Assembly:
         self.kept_loaders = LoaderCache()
         self.told_columns: set[frozenset[str]] = set()
         check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
-        check_setup(cast("Trainer", self))
+        self.check_setup()
         self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
         self._is_built = True
         if not requested():  # a preflight calls no callback: the Hub's would make a repository now
             self.fire("on_init_end")
+
+    def overrides(self, *names: str) -> bool:
+        """Whether a user's subclass, or an assignment to this object, replaces one of these methods."""
+        return any(is_overridden(self, name, self.own_class) for name in names)
+
+    def check_setup(self) -> None:
+        """Raise where the arguments ask for what this Trainer was not given, or for what cannot be done."""
+        args, computes_loss = self.args, self.overrides("compute_loss", "training_step")
+        check_data(args, self.train_dataset, self.eval_dataset, self.overrides)
+        check_label_names(args, self.model, self.loss_function is not None, computes_loss)
+        check_options(args, self.strategy)
+        check_evaluation(args, self.model, self.compute_metrics, self.loss_rule.counts)
+        if args.save_strategy != "no" and self.train_dataset is not None:
+            self.checkpointer()  # not before training, where checkpoints would be lost, but here
 
     # What the model is, and where it is
 
@@ -281,8 +299,11 @@ class Assembly:
             self._loss_made_of = made_of
         # Overrides written before `num_items_in_batch` existed keep working.
         self._loss_takes_count = takes_argument(methods.compute_loss, "num_items_in_batch")
-        self.step_function = _with_count(methods.training_step)
-        self.loss_context = _loss_context(methods)
+        self.step_function = with_count(methods.training_step)
+        # Only overrides cost a step the calls of these methods.
+        is_own = self.overrides("compute_loss_context_manager", "autocast_smart_context_manager")
+        self.loss_context: Callable[[], AbstractContextManager[object]]
+        self.loss_context = methods.compute_loss_context_manager if is_own else self.strategy.autocast
 
     # Who listens
 
@@ -360,24 +381,6 @@ class Assembly:
 
 # Python names the function in its own errors: the class that a user wrote, not the part of it that holds this.
 Assembly.__init__.__qualname__ = "Trainer.__init__"
-
-
-def _with_count(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `step` as the loop calls it, with the count as the third argument, whatever an override calls it."""
-    parameters = list(inspect.signature(step).parameters.values())
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if sum(p.kind in by_position for p in parameters) > 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return step
-    if takes_argument(step, "num_items_in_batch"):
-        return lambda model, inputs, num_items: step(model, inputs, num_items_in_batch=num_items)
-    return lambda model, inputs, num_items: step(model, inputs)
-
-
-def _loss_context(trainer: Trainer) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes the context of forward and loss: only overrides cost a step the calls of these methods."""
-    names = ("compute_loss_context_manager", "autocast_smart_context_manager")
-    usual = all(getattr(getattr(trainer, name), "__module__", "") == "tr_core.trainer.loss_methods" for name in names)
-    return trainer.strategy.autocast if usual else trainer.compute_loss_context_manager
 
 
 def _same_parts(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:

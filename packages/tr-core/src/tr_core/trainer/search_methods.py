@@ -117,6 +117,10 @@ class Searching(Assembly):
         if self._is_prepared and self.strategy.device.type != "cpu" and not is_left_in_place(self.model):
             self.model_wrapped, self._prepared = self.model.to("cpu"), None
 
+    def current_checkpointer(self) -> Checkpointer | None:
+        """Return where checkpoints go, if that was given or built already."""
+        return self._checkpointer
+
     def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:
         """Use another checkpointer, None for one of the arguments as they are then, and return that of before."""
         before, self._checkpointer = self._checkpointer, checkpointer

@@ -178,3 +178,6 @@ class Seq2SeqTrainer(Trainer):
         if labels is not None and decoder_inputs is not None and labels.shape == decoder_inputs.shape:
             dropped |= {"decoder_input_ids", "decoder_attention_mask"}
         return {name: value for name, value in inputs.items() if name not in dropped}
+
+
+Seq2SeqTrainer.own_class = Seq2SeqTrainer

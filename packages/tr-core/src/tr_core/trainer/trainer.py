@@ -13,7 +13,7 @@ from torch import nn
 from tr_core.data.limits import evaluation_source
 from tr_core.data.loaders import eval_loader, keeping_columns, train_loader
 from tr_core.data.sampler import call_sampler_method
-from tr_core.evaluation.best_metric import check_best_metric
+from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics
 from tr_core.evaluation.evaluation_loop import EvaluationLoop, evaluation_state, in_evaluation_context, prediction_step
 from tr_core.evaluation.metrics import is_streaming
 from tr_core.model_io import main_input_name
@@ -92,7 +92,9 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
                 f"{self.state.max_steps}; call it when the run has ended, or train with another Trainer"
             )
         stop_if_requested(self, resume=resume_from_checkpoint, trains=True)
-        check_best_metric(self)
+        functions = (self.compute_metrics, self.compute_loss_func, self.preprocess_logits_for_metrics)
+        if not may_add_metrics(self.overrides, self.callback_handler.callbacks, functions):
+            check_best_metric(self.args, self.eval_dataset)
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         resume = None if self.args.fast_dev_run else resume
         self.trial = trial
@@ -279,6 +281,9 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.world_size))
         output.metrics.update(speed_metrics(prefix, start_s, output.num_samples, steps))
         return output
+
+
+Trainer.own_class = Trainer
 
 
 def _named(name: str, datasets: Any) -> Any:
