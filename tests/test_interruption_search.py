@@ -101,8 +101,8 @@ def test_the_log_says_how_a_search_goes_on(tmp_path, monkeypatch):
 def spy(lines):
     from tr_core.preemption.preemption import _how_to_resume
 
-    def told(trainer):
-        lines.append(_how_to_resume(trainer))
+    def told(*args, **kwargs):
+        lines.append(_how_to_resume(*args, **kwargs))
         return lines[-1]
 
     return told

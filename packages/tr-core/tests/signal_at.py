@@ -88,6 +88,11 @@ class Heard:
 
     debug = warning = error = info
 
+    def listen_to(self, logger, monkeypatch):
+        """Keep what a logger is given, whoever holds it."""
+        for level in ("debug", "info", "warning", "error"):
+            monkeypatch.setattr(logger, level, getattr(self, level))
+
     def isEnabledFor(self, level):  # noqa: N802  the name of logging.Logger
         return True
 

@@ -83,14 +83,14 @@ def test_a_run_whose_last_step_it_is_ends_as_ever(saving, event):
 
 def test_that_the_last_step_made_a_signal_needless_is_said(saving, monkeypatch):
     heard = Heard()
-    monkeypatch.setattr(Trainer, "logger", heard)
+    heard.listen_to(Trainer.logger, monkeypatch)
     saving(SignalAt("on_step_begin", 9)).train()
     assert heard.said("SIGTERM came with the run's last step: it is complete, and ends as if there had been none")
 
 
 def test_the_log_says_which_signal_came_where_the_run_is_saved_and_how_to_go_on(saving, monkeypatch, tmp_path):
     heard = Heard()
-    monkeypatch.setattr(Trainer, "logger", heard)
+    heard.listen_to(Trainer.logger, monkeypatch)
     interrupt(saving(SignalAt("on_step_begin", 4)))
     assert heard.said(
         f"SIGTERM: stopping with exit code 143 at step 5 of 10, saved as {tmp_path / 'checkpoint-5'}; "
@@ -100,6 +100,6 @@ def test_the_log_says_which_signal_came_where_the_run_is_saved_and_how_to_go_on(
 
 def test_with_save_only_model_the_log_says_that_no_run_can_go_on(saving, monkeypatch):
     heard = Heard()
-    monkeypatch.setattr(Trainer, "logger", heard)
+    heard.listen_to(Trainer.logger, monkeypatch)
     interrupt(saving(SignalAt("on_step_begin", 4), save_only_model=True))
     assert heard.said("the checkpoint holds the weights, but no run can go on from it")

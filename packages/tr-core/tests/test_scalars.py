@@ -1,7 +1,6 @@
-from types import SimpleNamespace
-
 import torch
 
+from tr_core.data.position import DataPosition
 from tr_core.loss import split_loss
 from tr_core.metric_means import accumulator_dtype, read_scalars
 from tr_core.session import _is_within_epoch
@@ -26,10 +25,6 @@ def test_numbers_beside_a_loss_keep_all_their_digits():
 
 
 def test_a_run_is_within_an_epoch_from_its_first_sample_to_the_end_of_it():
-    def run(samples, ended):
-        return SimpleNamespace(position=SimpleNamespace(samples=samples), is_at_epoch_end=ended)
-
-    found = [
-        _is_within_epoch(run(samples, ended)) for samples, ended in ((0, False), (1, False), (9, False), (9, True))
-    ]
+    cases = ((0, False), (1, False), (9, False), (9, True))
+    found = [_is_within_epoch(DataPosition(samples=samples, is_at_epoch_end=ended)) for samples, ended in cases]
     assert found == [False, True, True, False]

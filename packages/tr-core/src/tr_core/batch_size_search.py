@@ -129,7 +129,7 @@ class _Attempts:
         for part, values in self._noted:
             vars(part).update(values)
         self._forward.put_back()
-        self._run.reopens_pass = True
+        self._run.position.is_retry = True
 
 
 def _finishes(trainer: Trainer, run: Run, attempts: _Attempts) -> bool:

@@ -48,16 +48,16 @@ def run_epochs(trainer: Trainer, run: Run) -> None:
 
 def begin_epoch(trainer: Trainer, run: Run) -> None:
     """Do what is due at the beginning of an epoch, or where a run goes on in its middle."""
-    if not run.reopens_pass:
+    if not run.position.is_retry:
         trainer.fire("on_epoch_begin")
-    run.reopens_pass = run.is_at_epoch_end = False
+    run.position.is_retry = run.position.is_at_epoch_end = False
     run.mode.note()
     apply_changes(trainer, run)
 
 
 def end_epoch(trainer: Trainer, run: Run, *, moves_on: bool) -> None:
     """Do what is due at the end of an epoch; `moves_on` says whether the next sample is of the next epoch."""
-    run.is_at_epoch_end = True
+    run.position.is_at_epoch_end = True
     if moves_on:
         run.position.epoch, run.position.samples = run.position.epoch + 1, 0
     trainer.fire("on_epoch_end")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from tr_args import TrainingArguments
 from tr_core.data.batches import Batches
-from tr_core.data.position import derive_position
+from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
 from tr_core.log_window import (
     RankWindow,
@@ -40,19 +41,6 @@ CHECK_EVERY = 64
 
 
 @dataclass
-class DataPosition:
-    """Which sample comes next: a pure count, so that batch size and world size may change at resume.
-
-    Attributes:
-        epoch: the pass over the data, from 0.
-        samples: samples of that pass consumed by all ranks together.
-    """
-
-    epoch: int = 0
-    samples: int = 0
-
-
-@dataclass
 class Run:
     """One call of `train`.
 
@@ -74,7 +62,6 @@ class Run:
         syncs_each_batch: whether gradients are exchanged after every micro-batch, not after a step's last one only.
         settings: what the run is trained with, as its checkpoints remember it.
         begins_pass_anew: whether a restored place in a pass is its beginning.
-        reopens_pass: whether the next pass is one that was begun already, where a step is made again.
         hides_nan: whether losses that are not finite are left out of the log.
         update_strategy: what clips and applies gradients: the strategy, or a guard before it where not all are applied.
         guard: that guard, None where every update is applied.
@@ -101,9 +88,6 @@ class Run:
         seen: assignments to the arguments up to then, False, and the optimizer's groups then: what the loop compares.
         zero: the scalar that a step's loss begins with, on the device.
         interruption: what ends the run after a signal, None where nothing does.
-        owed: what an interruption left out of the last step, `evaluate` and perhaps `save` after it.
-        is_at_epoch_end: whether an epoch has ended since the last step, with what is due then.
-        ends_epoch_early: whether a callback had asked, when a restored checkpoint was saved, to end the epoch there.
         has_saved: whether this call began to save a checkpoint.
     """
 
@@ -124,7 +108,6 @@ class Run:
     syncs_each_batch: bool = False
     settings: Settings | None = None
     begins_pass_anew: bool = False
-    reopens_pass: bool = False
     hides_nan: bool = False
     update_strategy: Strategy | UpdateGuard = field(init=False)
     guard: UpdateGuard | None = None
@@ -146,9 +129,6 @@ class Run:
     zero: torch.Tensor = field(init=False)
     loss_before_step: torch.Tensor = field(init=False)
     interruption: Preemption | None = None
-    owed: list[str] = field(default_factory=list)
-    is_at_epoch_end: bool = False
-    ends_epoch_early: bool = False
     has_saved: bool = False
     parameters: list[torch.Tensor] = field(default_factory=list)
     outside: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -226,6 +206,10 @@ class Run:
         if self.interruption is not None and self.strategy.world_size > 1:
             self.interruption.agree_on_flags()
 
+    def writes_in_background(self, args: TrainingArguments) -> bool:
+        """Whether a checkpoint may be on its way to the disk."""
+        return args.save_async and (args.save_strategy != "no" or self.has_saved)
+
     def settle(self) -> None:
         """Wait, after the last step, for what is being written in the background."""
         if self.interruption is not None:
@@ -279,9 +263,9 @@ class Run:
             "last_logged_step": self.last_logged_step,
             "learning_rate": self.learning_rate,
             "window": self.window,
-            "owed": self.owed,
-            "is_at_epoch_end": self.is_at_epoch_end,
-            "ends_epoch_early": self.ends_epoch_early,
+            "owed": self.position.pending,
+            "is_at_epoch_end": self.position.is_at_epoch_end,
+            "ends_epoch_early": self.position.ends_epoch_early,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -289,14 +273,15 @@ class Run:
         if "foreign" in state_dict:
             self._begin_after(state_dict["foreign"])
             return
-        self.position = DataPosition(state_dict["epoch"], 0 if self.begins_pass_anew else state_dict["samples"])
+        position = self.position
+        position.epoch, position.samples = state_dict["epoch"], 0 if self.begins_pass_anew else state_dict["samples"]
         self.data.restore_order(state_dict["order"], self.position.samples)
         self.last_logged_step = state_dict["last_logged_step"]
         # For the log at the end of an epoch, if the checkpoint is of its last step.
         self.learning_rate = state_dict["learning_rate"]
-        self.owed = list(state_dict["owed"])
-        self.is_at_epoch_end = state_dict["is_at_epoch_end"]
-        self.ends_epoch_early = state_dict["ends_epoch_early"]
+        position.pending = list(state_dict["owed"])
+        position.is_at_epoch_end = state_dict["is_at_epoch_end"]
+        position.ends_epoch_early = state_dict["ends_epoch_early"]
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
         strategy, in_epoch = self.strategy, self.position.samples > 0
@@ -315,8 +300,9 @@ class Run:
     def _begin_after(self, saved: dict[str, Any]) -> None:
         """Go on from where a run of another program was, with a new log window."""
         passes, samples = derive_position(saved, self.data, self.plan.per_step)
-        self.is_at_epoch_end = True  # its run ended there, as far as its files tell
-        self.position = DataPosition(passes, 0 if self.begins_pass_anew else samples)
+        position = self.position
+        position.is_at_epoch_end = True  # its run ended there, as far as its files tell
+        position.epoch, position.samples = passes, 0 if self.begins_pass_anew else samples
         self.last_logged_step = saved["global_step"]
 
     def collect_window(self, state: TrainerState) -> None:

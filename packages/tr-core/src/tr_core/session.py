@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,12 +23,13 @@ from tr_core.checkpoint.restoring import Resume, resume_run
 from tr_core.checkpoint.saving import model_parts
 from tr_core.checkpoint.settings import Settings
 from tr_core.data.limits import training_batches
+from tr_core.data.position import DataPosition
 from tr_core.log_window import close_window
 from tr_core.loop import end_epoch, log_evaluate_save, run_epochs
 from tr_core.model import TrainingMode
-from tr_core.optim.fused_backward import fused_backward
+from tr_core.optim.fused_backward import check_fused_backward, fused_backward
 from tr_core.plan import make_plan, resolve_steps
-from tr_core.preemption.preemption import preemptible
+from tr_core.preemption.preemption import make_preemption, preemptible
 from tr_core.protocols import Checkpointer
 from tr_core.random_state import set_seed
 from tr_core.results import TrainOutput, speed_metrics
@@ -59,8 +61,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
         if is_run_complete(trainer, run):
             return _return_finished(trainer, run)
         _log_run_start(trainer, run)
-        around = (fused_backward(trainer, run), preemptible(trainer, run), watching_modules(trainer))
-        with around[0], around[1], around[2], _in_training(trainer, run):
+        with _training_strategy(trainer, run), _stopping_early(trainer, run), _in_training(trainer, run):
             trainer.random_state.reapply()
             switch_optimizer(trainer, "train")
             if trainer.args.eval_on_start and run.first_step == 0:
@@ -70,6 +71,33 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
             run_pending(trainer, run)
             (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(trainer, run)
             return _finish(trainer, run, read_memory)
+
+
+@contextmanager
+def _training_strategy(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Have an optimizer that consumes gradients in the backward pass take over what the strategy does with them."""
+    usual, optimizer = trainer.strategy, run.optimizer
+    name = None if trainer.has_given_optimizer else str(trainer.args.optim)
+    check_fused_backward(optimizer, usual, name, syncs_each_batch=run.syncs_each_batch)
+    with fused_backward(usual, optimizer, trainer.model_wrapped, run.max_grad_norm, trainer.logger.info) as strategy:
+        trainer.strategy = run.strategy = strategy
+        run.update_strategy = run.guard or strategy
+        try:
+            yield
+        finally:
+            trainer.strategy = run.strategy = usual
+
+
+@contextmanager
+def _stopping_early(trainer: Trainer, run: Run) -> Iterator[None]:
+    def save() -> None:
+        trainer.save_checkpoint(run)
+        trainer.fire("on_save")
+
+    writes = partial(run.writes_in_background, trainer.args)
+    run.interruption = make_preemption(trainer, trainer.strategy, run.position, save, writes)
+    with preemptible(run.interruption), watching_modules(trainer):
+        yield
 
 
 @contextmanager
@@ -274,7 +302,7 @@ def is_run_complete(trainer: Trainer, run: Run) -> bool:
     if run.first_step < run.plan.max_steps:
         return False
     is_due = _evaluates_at_epoch_end(trainer) or _logs_at_epoch_end(trainer, run)
-    return not run.owed and not (_is_within_epoch(run) and is_due)
+    return not run.position.pending and not (_is_within_epoch(run.position) and is_due)
 
 
 def run_pending(trainer: Trainer, run: Run) -> None:
@@ -289,19 +317,19 @@ def run_pending(trainer: Trainer, run: Run) -> None:
     control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
     is_at_the_end = state.global_step >= state.max_steps
     is_asked_to_stop = control.should_training_stop  # in `on_train_begin`
-    if run.owed:
+    if run.position.pending:
         control.should_evaluate = args.eval_strategy != "no"
-        control.should_save = "save" in run.owed and args.save_strategy != "no"
-        control.should_training_stop, run.owed = is_at_the_end, []
+        control.should_save = "save" in run.position.pending and args.save_strategy != "no"
+        control.should_training_stop, run.position.pending = is_at_the_end, []
         log_evaluate_save(trainer, run)
         is_asked_to_stop = control.should_training_stop
     control.should_training_stop |= is_at_the_end
-    if _is_within_epoch(run) and (is_at_the_end or is_asked_to_stop or run.ends_epoch_early):
+    if _is_within_epoch(run.position) and (is_at_the_end or is_asked_to_stop or run.position.ends_epoch_early):
         end_epoch(trainer, run, moves_on=run.is_pass_complete() or not control.should_training_stop)
 
 
-def _is_within_epoch(run: Run) -> bool:
-    return run.position.samples > 0 and not run.is_at_epoch_end
+def _is_within_epoch(position: DataPosition) -> bool:
+    return position.samples > 0 and not position.is_at_epoch_end
 
 
 def _evaluates_at_epoch_end(trainer: Trainer) -> bool:

@@ -103,7 +103,7 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
     checkpointer = trainer.checkpointer()
     run.collect_window(state)
     run.has_saved = True
-    run.ends_epoch_early = trainer.control.should_epoch_stop and not run.is_at_epoch_end
+    run.position.ends_epoch_early = trainer.control.should_epoch_stop and not run.position.is_at_epoch_end
     best = state.best_global_step
     if best is not None:
         _record_best_checkpoint(trainer, checkpointer, best)

@@ -1,4 +1,4 @@
-"""Derive the data position of a run that another program began.
+"""Hold which sample a run trains with next, and derive that of a run that another program began.
 
 Such a program saved its progress, but not its position in the data.
 """
@@ -7,12 +7,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tr_core.data.batches import Batches
 
 # A share of a pass, times its micro-batches, is whole but for the rounding of a float.
 _ROUNDING = 1e-3
+
+
+@dataclass
+class DataPosition:
+    """Which sample comes next: a count, so that batch size and world size may change at resume.
+
+    Attributes:
+        epoch: number of the epoch, from 0.
+        samples: samples of that epoch consumed by all ranks together.
+        pending: what an interruption skipped after the last step: `evaluate`, and perhaps `save` after it.
+        is_at_epoch_end: whether an epoch has ended since the last step, with what is due then.
+        ends_epoch_early: whether a callback had asked, when a restored checkpoint was saved, to end the epoch there.
+        is_retry: whether the next epoch has begun already, because one of its steps is made again.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    pending: list[str] = field(default_factory=list)
+    is_at_epoch_end: bool = False
+    ends_epoch_early: bool = False
+    is_retry: bool = False
+
+    def next_epoch(self) -> None:
+        """Move to the first sample of the next epoch."""
+        self.epoch, self.samples = self.epoch + 1, 0
 
 
 def derive_position(saved: Mapping[str, Any], data: Batches, per_step: int) -> tuple[int, int]:

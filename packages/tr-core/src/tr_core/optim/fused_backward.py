@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tr_core.protocols import InBackward, Strategy
-
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
 
 
 class FusedBackwardStrategy:
@@ -88,54 +84,67 @@ class FusedBackwardStrategy:
 
 
 @contextmanager
-def fused_backward(trainer: Trainer, run: Run) -> Iterator[None]:
-    """Surround training: if the run's optimizer consumes gradients, it takes over what the strategy does with them.
+def fused_backward(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float | None, tell: Any
+) -> Iterator[Strategy]:
+    """Give the strategy to train with: one whose backward and step are the optimizer's, if that consumes gradients.
 
-    Raises:
-        ValueError: the arguments ask for what such an optimizer cannot do.
+    Args:
+        strategy: what places the model and talks to the other ranks.
+        optimizer: the run's, checked by `check_fused_backward`.
+        model: what the strategy's `prepare` returned.
+        max_norm: norm that gradients are clipped to; None for no clipping.
+        tell: called with a sentence, once, if the gradient norm is an estimate.
     """
-    optimizer, strategy = run.optimizer, trainer.strategy
     if not getattr(optimizer, "fused_in_backward", False):
-        yield
+        yield strategy
         return
-    _check(trainer, run)
     consuming = cast("InBackward", optimizer)
     consuming.bind(strategy)
     if consuming.updates_in_backward:
-        cast("Any", consuming).clip_to(run.max_grad_norm)
-    wrapper = FusedBackwardStrategy(strategy, optimizer, trainer.model_wrapped, trainer.logger.info)
-    trainer.strategy = run.strategy = cast("Strategy", wrapper)
-    run.update_strategy = run.guard or run.strategy
+        cast("Any", consuming).clip_to(max_norm)
     try:
-        yield
+        yield cast("Strategy", FusedBackwardStrategy(strategy, optimizer, model, tell))
     finally:
-        trainer.strategy = run.strategy = strategy
         consuming.detach()
         consuming.zero_grad()
 
 
-def _check(trainer: Trainer, run: Run) -> None:
-    name = f"optim={str(trainer.args.optim)!r}"
-    if trainer.has_given_optimizer:
-        name = type(run.optimizer).__name__
-    if not isinstance(run.optimizer, InBackward):
+def check_fused_backward(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, name: str | None, *, syncs_each_batch: bool
+) -> None:
+    """Raise if an optimizer that consumes gradients in the backward pass cannot do what it is asked for.
+
+    Args:
+        optimizer: the run's; any other one passes.
+        strategy: what the run computes with.
+        name: the argument `optim`; None if the optimizer was passed or assigned.
+        syncs_each_batch: whether gradients are exchanged after every micro-batch.
+
+    Raises:
+        ValueError: the message says what cannot be done, and what to use instead.
+    """
+    if not getattr(optimizer, "fused_in_backward", False):
+        return
+    name = type(optimizer).__name__ if name is None else f"optim={name!r}"
+    if not isinstance(optimizer, InBackward):
         missing = sorted(
             member
             for member in ("bind", "backward", "clip_grad_norm", "detach", "reduces_own_gradients", "norm_is_estimated")
-            if not hasattr(run.optimizer, member)
+            if not hasattr(optimizer, member)
         )
         raise ValueError(
             f"{name} says that it consumes gradients in the backward pass (fused_in_backward), but has no "
             f"{', '.join(missing)}; tr_core.protocols.InBackward says what it needs"
         )
-    if run.syncs_each_batch:
+    if syncs_each_batch:
         raise ValueError(
             f"sync_each_batch=True cannot be used with {name}, which exchanges its gradients once a step; leave it out "
             "of accelerator_config"
         )
-    if run.strategy.world_size > 1 and not run.optimizer.reduces_own_gradients:
+    if strategy.world_size > 1 and not optimizer.reduces_own_gradients:
         raise ValueError(
-            f"{name} does not average gradients over ranks, and they are consumed before {type(run.strategy).__name__} "
+            f"{name} does not average gradients over ranks, and they are consumed before {type(strategy).__name__} "
             "could; train on one process, or use another optimizer"
         )
 

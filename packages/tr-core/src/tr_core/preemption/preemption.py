@@ -13,41 +13,82 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import torch
+
+from tr_args import TrainingArguments
+from tr_core.callback import CallbackList
 from tr_core.data.loaders import SeededLoader, saves_on_signal
+from tr_core.data.position import DataPosition
 from tr_core.preemption.signals import StopSignals, interrupted
-from tr_core.protocols import Collectives
+from tr_core.protocols import Checkpointer, Collectives
 from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 # What ranks tell each other: 0, the number of a signal, or this, which is larger than any.
 FAILED_SAVE = 1000
 
 
+class Preemptible(Protocol):
+    """What ends between two steps: a run, as it is when it is asked for.
+
+    Attributes:
+        args: the training arguments.
+        state: what the run has reached.
+        control: what happens next.
+        callback_handler: the callbacks.
+        search: the search that the run is a trial of, None for any other run.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackList
+    search: Any
+
+    def checkpointer(self) -> Checkpointer:
+        """Return where checkpoints go."""
+        ...
+
+
 @contextmanager
-def preemptible(trainer: Trainer, run: Run) -> Iterator[None]:
+def preemptible(preemption: Preemption | None) -> Iterator[None]:
     """Surround training and its events: signals end it with a checkpoint, and a failed background save ends it.
 
-    Without checkpoints there is nothing to write, and signals act as ever; a callback may still ask for one. What a
-    callback of one rank asks for, all ranks do, in any run.
+    Without checkpoints there is nothing to write, and signals keep their usual effect; a callback may still ask for
+    one. What a callback of one rank asks for, all ranks do, in any run.
+
+    Args:
+        preemption: what `make_preemption` returned.
     """
-    args, has_ranks = trainer.args, trainer.strategy.world_size > 1
-    if not (args.save_async or saves_on_signal(args) or has_ranks):
+    if preemption is None:
         yield
         return
-    interruption = run.interruption = Preemption(trainer, run)
     with ExitStack() as undo:
-        undo.callback(interruption.forget)
-        if args.save_async or has_ranks:
-            interruption.listen()
-        if saves_on_signal(args):
-            undo.enter_context(interruption.signals)
+        undo.callback(preemption.forget)
+        preemption.begin(undo)
         yield
+
+
+def make_preemption(
+    owner: Preemptible,
+    strategy: Collectives,
+    position: DataPosition,
+    save: Callable[[], None],
+    writes: Callable[[], bool],
+) -> Preemption | None:
+    """Return what ends a run between two steps; None where nothing does.
+
+    The arguments are those of `Preemption`.
+    """
+    args = owner.args
+    if not (args.save_async or saves_on_signal(args) or strategy.world_size > 1):
+        return None
+    return Preemption(owner, strategy, position, save, writes)
 
 
 class Preemption:
@@ -60,60 +101,77 @@ class Preemption:
     With one process nothing here is called before a signal came, unless checkpoints are written in the background,
     for then each step looks whether that failed. With several ranks one host-side exchange a step travels while the
     next one computes, so that all of them stop at the step after the one in which the signal was seen. The flags that
-    callbacks set travel with it (`StepAgreement`).
+    callbacks set travel with it (`FlagSync`).
 
     Args:
-        trainer: whose run it is.
-        run: the run.
+        owner: what is read of the run, each time it is needed.
+        strategy: how ranks exchange what they know.
+        position: where the evaluation is noted that an interruption skips.
+        save: saves a checkpoint and fires `on_save`.
+        writes: whether a checkpoint may be on its way to the disk in the background.
 
     Attributes:
         signals: the block in which signals are noted.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self._trainer, self._run, self._strategy = trainer, run, trainer.strategy
+    def __init__(
+        self,
+        owner: Preemptible,
+        strategy: Collectives,
+        position: DataPosition,
+        save: Callable[[], None],
+        writes: Callable[[], bool],
+    ) -> None:
+        self._owner, self._strategy, self._position, self._save, self._writes = owner, strategy, position, save, writes
         self._listeners: dict[str, Callable[..., None]] = {"on_step_end": self._after_step, "on_save": self._after_save}
-        if trainer.args.save_async or saves_on_signal(trainer.args):
+        if owner.args.save_async or saves_on_signal(owner.args):
             self._listeners["on_prediction_step"] = self._after_prediction_step
         self._agreement = None
-        if trainer.strategy.world_size > 1:
-            self._agreement = FlagSync(trainer.strategy)
+        if strategy.world_size > 1:
+            self._agreement = FlagSync(strategy)
             self._listeners |= dict.fromkeys(("on_train_begin", "on_epoch_end"), self._after_other)
-        self.signals = StopSignals(self._note, watches=trainer.strategy.world_size > 1)
+        self.signals = StopSignals(self._note, watches=strategy.world_size > 1)
         self._agreed, self._is_leaving = 0, False
         self._error: Exception | None = None
         self._before_evaluation: _StateBeforeEvaluation | None = None
 
+    def begin(self, undo: ExitStack) -> None:
+        """Note signals until `undo` ends; look at every step at once where a save or a rank may ask for an end."""
+        args = self._owner.args
+        if args.save_async or self._strategy.world_size > 1:
+            self.listen()
+        if saves_on_signal(args):
+            undo.enter_context(self.signals)
+
     def listen(self) -> None:
         """Look at every step, evaluation batch and save from now on; a signal handler may call this."""
         for event, method in self._listeners.items():
-            self._trainer.callback_handler.listen(event, method)
+            self._owner.callback_handler.listen(event, method)
 
     def forget(self) -> None:
         """Listen no longer."""
         for event, method in self._listeners.items():
-            self._trainer.callback_handler.unlisten(event, method)
+            self._owner.callback_handler.unlisten(event, method)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Surround an evaluation between two steps, which a signal cuts short: what it changed is put back first."""
-        self._before_evaluation = before = _StateBeforeEvaluation(self._trainer)
+        self._before_evaluation = before = _StateBeforeEvaluation(self._owner, self._strategy.device)
         try:
             yield
             self.agree_on_flags()
         except _EvaluationInterrupted:
-            before.put_back(self._trainer)
-            self._owe(saves=self._trainer.control.should_save)
+            before.put_back()
+            self._skip_evaluation(saves=self._owner.control.should_save)
             self._is_leaving = True
-            self._trainer.save_checkpoint(self._run)
-            self._trainer.fire("on_save")
+            self._save()
         finally:
             self._before_evaluation = None
 
     def agree_on_flags(self) -> None:
         """Have all ranks do what the callbacks of any ask for, at a place to which all come together."""
         if self._agreement is not None:
-            self._is_asked(self._trainer.control, waits=True)
+            self._is_asked(self._owner.control, waits=True)
 
     def settle(self) -> None:
         """Wait, after the last step, for what is being written; all ranks call it.
@@ -124,9 +182,9 @@ class Preemption:
         if self._agreement is not None:
             self._take(self._agreement.last_number())
         if self._writes():
-            self._trainer.checkpointer().wait()
+            self._owner.checkpointer().wait()
         if number := self._agreed or self.signals.number:
-            self._trainer.logger.info(
+            logger.info(
                 "%s came with the run's last step: it is complete, and ends as if there had been none",
                 signal.Signals(number).name,
             )
@@ -138,16 +196,12 @@ class Preemption:
         """
         if not self._writes():
             return
-        checkpointer = self._trainer.checkpointer()
+        checkpointer = self._owner.checkpointer()
         try:
-            checkpointer.path(self._trainer.state.global_step)  # which waits
+            checkpointer.path(self._owner.state.global_step)  # which waits
             checkpointer.check()
         except Exception as failure:
             error.add_note(f"besides, in the background: {type(failure).__name__}: {failure}")
-
-    def _writes(self) -> bool:
-        args = self._trainer.args
-        return args.save_async and (args.save_strategy != "no" or self._run.has_saved)
 
     def _note(self) -> None:
         # In a signal handler, where a log line could meet the lock of one that is being written.
@@ -157,16 +211,18 @@ class Preemption:
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{text}; a second one stops at once\n".encode())
 
-    def _after_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # A pass that a callback ends here has its own end to come; the next step is soon enough.
         if not self._is_asked(control) or control.should_training_stop or control.should_epoch_stop:
             return
         if control.should_evaluate:
-            self._owe(saves=control.should_save)
+            self._skip_evaluation(saves=control.should_save)
         control.should_evaluate, control.should_save = False, True
         self._is_leaving = True
 
-    def _after_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _after_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._before_evaluation is None:  # an evaluation that a callback makes is that callback's own
             return
         # A loader of the user's own may give each rank another number of batches, and so of chances to agree.
@@ -175,34 +231,36 @@ class Preemption:
         if self._is_asked(None):
             raise _EvaluationInterrupted
 
-    def _after_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _after_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_leaving:
             self._leave(args, state)
         is_asked = self._is_asked(control, waits=True)
         if is_asked and not (control.should_training_stop or control.should_epoch_stop):
             self._leave(args, state)
 
-    def _after_other(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _after_other(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.agree_on_flags()
 
-    def _leave(self, args: Any, state: TrainerState) -> NoReturn:
-        trainer = self._trainer
+    def _leave(self, args: TrainingArguments, state: TrainerState) -> NoReturn:
+        owner = self._owner
         if args.save_async:
-            trainer.checkpointer().wait()
-        error = interrupted(self._agreed, state.global_step, trainer.checkpointer().path(state.global_step))
-        trainer.logger.warning(
+            owner.checkpointer().wait()
+        error = interrupted(self._agreed, state.global_step, owner.checkpointer().path(state.global_step))
+        logger.warning(
             "%s: stopping with exit code %d at step %d of %d, saved as %s; %s",
             error.signal.name,
             error.code,
             state.global_step,
             state.max_steps,
             error.checkpoint,
-            _how_to_resume(trainer),
+            _how_to_resume(args, is_trial=owner.search is not None),
         )
         raise error
 
-    def _owe(self, *, saves: bool) -> None:
-        self._run.owed = ["evaluate", *(["save"] if saves else [])]
+    def _skip_evaluation(self, *, saves: bool) -> None:
+        self._position.pending = ["evaluate", *(["save"] if saves else [])]
 
     def _is_asked(self, control: TrainerControl | None, *, waits: bool = False) -> bool:
         """Whether all ranks know of a signal; every rank asks as often as the others.
@@ -226,7 +284,7 @@ class Preemption:
     def _find(self) -> int:
         if self._error is None and self._writes():
             try:
-                self._trainer.checkpointer().check()
+                self._owner.checkpointer().check()
             except Exception as error:  # raised on all ranks together, once they know of it
                 self._error = error
         return self.signals.number if self._error is None else FAILED_SAVE
@@ -251,21 +309,22 @@ class _EvaluationInterrupted(BaseException):  # not an Exception: nothing on its
 class _StateBeforeEvaluation:
     """What an evaluation that is cut short has changed of a run's state, as it was before."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._generators = RandomState(trainer.strategy.device).state_dict()
-        self._callbacks = copy.deepcopy(trainer.callback_handler.state_dict())
-        self._num_entries = len(trainer.state.log_history)
+    def __init__(self, owner: Preemptible, device: torch.device) -> None:
+        self._owner, self._device = owner, device
+        self._generators = RandomState(device).state_dict()
+        self._callbacks = copy.deepcopy(owner.callback_handler.state_dict())
+        self._num_entries = len(owner.state.log_history)
 
-    def put_back(self, trainer: Trainer) -> None:
-        RandomState(trainer.strategy.device).load_state_dict(self._generators)
-        trainer.callback_handler.load_state_dict(self._callbacks)
-        del trainer.state.log_history[self._num_entries :]
+    def put_back(self) -> None:
+        RandomState(self._device).load_state_dict(self._generators)
+        self._owner.callback_handler.load_state_dict(self._callbacks)
+        del self._owner.state.log_history[self._num_entries :]
 
 
-def _how_to_resume(trainer: Trainer) -> str:
-    if trainer.args.save_only_model:
+def _how_to_resume(args: TrainingArguments, *, is_trial: bool) -> str:
+    if args.save_only_model:
         return "save_only_model=True, so the checkpoint holds the weights, but no run can go on from it"
-    if trainer.search is not None:
+    if is_trial:
         return "hyperparameter_search(resume=True) with the same arguments goes on from there"
     return "train(resume_from_checkpoint=True) with the same arguments goes on from there"
 
