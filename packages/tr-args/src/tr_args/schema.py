@@ -8,9 +8,12 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from tr_args.constraints import Constraint
+from tr_args.facts import Fact
+
+FactKind = TypeVar("FactKind", bound=Fact)
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class FieldSpec:
 
     Attributes:
         name: the field's name.
-        hint: its type, with constraints as `Annotated`; optional if its default is None.
+        hint: its type, with constraints and facts as `Annotated`; optional if its default is None.
         default: its default, or `MISSING`.
         default_factory: makes its default, or `MISSING`.
         metadata: what the class attached to the field (`help`, `aliases`, `choices` are understood).
@@ -42,6 +45,11 @@ class FieldSpec:
     def constraints(self) -> tuple[Constraint, ...]:
         """What narrows the type."""
         return _constraints(self.hint)
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """What its class states about it."""
+        return _facts(self.hint)
 
     @property
     def secret(self) -> bool:
@@ -71,6 +79,21 @@ def schema(cls: type) -> dict[str, FieldSpec]:
     }
 
 
+@functools.cache
+def facts(cls: type, fact: Fact) -> tuple[str, ...]:
+    """Return the names of the fields of the dataclass `cls` that state `fact`, in order.
+
+    `facts(TrainingArguments, Numbers.SCHEDULE)` are the arguments that the schedule depends on.
+    """
+    return tuple(name for name, spec in schema(cls).items() if fact in spec.facts)
+
+
+def facts_of_kind(cls: type, kind: type[FactKind]) -> dict[str, FactKind]:
+    """Return the facts of one kind by the names of the fields that state one, in order."""
+    stated = ((name, fact) for name, spec in schema(cls).items() for fact in spec.facts)
+    return {name: fact for name, fact in stated if isinstance(fact, kind)}
+
+
 def _owner(cls: type, name: str) -> type:
     return next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
 
@@ -79,18 +102,14 @@ def _resolve(cls: type) -> dict[str, Any]:
     """Return each field's type; `Any` where it cannot be evaluated (names under TYPE_CHECKING)."""
     hints: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        for base in cls.__mro__:
-            if field.name not in inspect.get_annotations(base):
-                continue
-            hint = _evaluate(base, field.name)
-            if field.name in hints:
-                # A subclass that declares a field again keeps the constraints it does not replace.
-                if _constraints(hint):
-                    hints[field.name] = Annotated[hints[field.name], *_constraints(hint)]
-            else:
-                hints[field.name] = hint
-            if _constraints(hints[field.name]):
-                break
+        owners = [base for base in cls.__mro__ if field.name in inspect.get_annotations(base)]
+        hint, *inherited = (_evaluate(base, field.name) for base in owners)
+        for (
+            other
+        ) in inherited:  # a subclass that declares a field again keeps constraints and facts it does not replace
+            extras = [*(() if _constraints(hint) else _constraints(other)), *(() if _facts(hint) else _facts(other))]
+            hint = Annotated[hint, *extras] if extras else hint
+        hints[field.name] = hint
     return hints
 
 
@@ -107,6 +126,12 @@ def _constraints(hint: Any) -> tuple[Constraint, ...]:
     if get_origin(hint) is not Annotated:
         return ()
     return tuple(extra for extra in get_args(hint)[1:] if isinstance(extra, Constraint))
+
+
+def _facts(hint: Any) -> tuple[Fact, ...]:
+    if get_origin(hint) is not Annotated:
+        return ()
+    return tuple(extra for extra in get_args(hint)[1:] if isinstance(extra, Fact))
 
 
 def _optional_if_none(hint: Any, default: Any) -> Any:

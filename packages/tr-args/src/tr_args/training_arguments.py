@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from tr_args.aliases import OldNames
 from tr_args.checked import Rule
 from tr_args.constraints import OptionalCount
+from tr_args.facts import Numbers
 from tr_args.fields.all_fields import AllFields
 from tr_args.grouped_setters import GroupedSetters
 from tr_args.launcher_settings import follow_launcher
@@ -66,16 +67,16 @@ class GenerationFields:
 
     _title = "Generation"
 
-    predict_with_generate: bool = False
+    predict_with_generate: Annotated[bool, Numbers.OTHER] = False
     """Generate in evaluation and prediction, for metrics on text."""
 
-    generation_max_length: OptionalCount = None
+    generation_max_length: Annotated[OptionalCount, Numbers.OTHER] = None
     """Length to generate up to, in tokens. Unset is the model's generation setting."""
 
-    generation_num_beams: OptionalCount = None
+    generation_num_beams: Annotated[OptionalCount, Numbers.OTHER] = None
     """Beams to search with. Unset is the model's generation setting."""
 
-    generation_config: Any = None
+    generation_config: Annotated[Any, Numbers.OTHER] = None
     """Generation settings: an object, a dict of settings, or the name or path of a model or file that has some."""
 
 

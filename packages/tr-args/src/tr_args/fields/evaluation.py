@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tr_args.constraints import CommaSeparated, Count, NonNegative, OptionalCount, OptionalPath, OptionalSteps, Steps
+from tr_args.facts import Numbers, Set
 from tr_args.types.choices import Duration, IntervalStrategy, TokenCounting, WallTime
 
 
@@ -15,41 +16,45 @@ class EvaluationFields:
 
     _title = "Evaluation"
 
-    eval_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy)] = IntervalStrategy.NO
+    eval_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy), Numbers.OTHER] = (
+        IntervalStrategy.NO
+    )
     """When to evaluate: no, steps (every eval_steps), epoch, or every so much wall time, such as 10min or 2h30min.
     With steps and with a time the last step is evaluated too."""
 
-    eval_steps: OptionalSteps = None
+    eval_steps: Annotated[OptionalSteps, Numbers.OTHER] = None
     """Steps between evaluations; below 1 it is a ratio of all steps. Unset is logging_steps."""
 
-    eval_delay: NonNegative = 0.0
+    eval_delay: Annotated[NonNegative, Numbers.OTHER] = 0.0
     """Steps, or epochs with eval_strategy epoch, before the first evaluation."""
 
-    eval_on_start: bool = False
+    eval_on_start: Annotated[bool, Numbers.OTHER] = False
     """Evaluate once before the first step."""
 
-    per_device_eval_batch_size: Count = 8
+    per_device_eval_batch_size: Annotated[Count, Numbers.OTHER] = 8
     """Samples a device takes in one forward pass of evaluation and prediction."""
 
-    prediction_loss_only: bool = False
+    prediction_loss_only: Annotated[bool, Numbers.OTHER] = False
     """Return only the loss from evaluation and prediction."""
 
-    eval_accumulation_steps: OptionalCount = None
+    eval_accumulation_steps: Annotated[OptionalCount, Numbers.OTHER] = None
     """Move outputs to the host every so many batches. Unset leaves the moment to the loop."""
 
-    eval_do_concat_batches: bool = True
+    eval_do_concat_batches: Annotated[bool, Numbers.OTHER] = True
     """Concatenate the outputs of all batches; off, they stay a list with one entry a batch."""
 
-    eval_use_gather_object: bool = False
+    eval_use_gather_object: Annotated[bool, Numbers.OTHER] = False
     """Keep outputs that are not tensors, gathered from all processes as Python objects: a list holds one a sample."""
 
-    include_for_metrics: Annotated[list[Literal["inputs", "loss"]], CommaSeparated()] = field(default_factory=list)
+    include_for_metrics: Annotated[list[Literal["inputs", "loss"]], CommaSeparated(), Numbers.OTHER] = field(
+        default_factory=list
+    )
     """What compute_metrics gets beside predictions and labels: inputs, loss."""
 
-    batch_eval_metrics: bool = False
+    batch_eval_metrics: Annotated[bool, Numbers.OTHER] = False
     """Call compute_metrics on every batch, the last time with compute_result=True."""
 
-    eval_perplexity: bool = False
+    eval_perplexity: Annotated[bool, Numbers.OTHER] = False
     """Report perplexity, exp of the mean loss of a token; only for a loss over tokens that is not smoothed."""
 
 
@@ -62,42 +67,48 @@ class LoggingFields:
 
     _title = "Logging"
 
-    logging_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy)] = IntervalStrategy.STEPS
+    logging_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy), Numbers.UNCHANGED] = (
+        IntervalStrategy.STEPS
+    )
     """When to log the loss: no, steps (every logging_steps), epoch, or every so much wall time, such as 30s."""
 
-    logging_steps: Steps = 500
+    logging_steps: Annotated[Steps, Numbers.UNCHANGED] = 500
     """Steps between logs; below 1 it is a ratio of all steps."""
 
-    logging_first_step: bool = False
+    logging_first_step: Annotated[bool, Numbers.UNCHANGED] = False
     """Log the first step too."""
 
-    logging_nan_inf_filter: bool = False
+    logging_nan_inf_filter: Annotated[bool, Numbers.UNCHANGED] = False
     """Leave losses that are NaN or infinite out of the logged mean. Off, a diverging run shows."""
 
-    on_nonfinite: Literal["log", "raise", "skip"] = "log"
+    on_nonfinite: Annotated[Literal["log", "raise", "skip"], Numbers.OTHER] = "log"
     """When a step's loss or gradient norm is NaN or infinite: log it as it is and say how many steps there were; raise
     an error before such weights are evaluated or saved; or skip the update, which is then counted as skipped_steps."""
 
-    logging_dir: OptionalPath = None
+    logging_dir: Annotated[OptionalPath, Numbers.UNCHANGED] = None
     """Folder for the files of trackers such as TensorBoard; unset is a folder in output_dir."""
 
-    log_level: LogLevel = "passive"
+    log_level: Annotated[LogLevel, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = "passive"
     """Log level of the main process; passive is info."""
 
-    log_level_replica: LogLevel = "warning"
+    log_level_replica: Annotated[LogLevel, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = "warning"
     """Log level of all other processes; passive is warning."""
 
-    log_on_each_node: bool = True
+    log_on_each_node: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = True
     """Let the first process of every machine log as a main process; off, only the very first one does."""
 
-    disable_tqdm: bool | None = None
+    disable_tqdm: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Show no progress bars. Unset shows them unless log_level is error or critical."""
 
-    report_to: Annotated[list[str], CommaSeparated(nothing="none")] = field(default_factory=list)
+    report_to: Annotated[list[str], CommaSeparated(nothing="none"), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = field(
+        default_factory=list
+    )
     """Trackers to report to, such as tensorboard or wandb; "none" for none, "all" for all installed."""
 
-    run_name: str | None = None
+    run_name: Annotated[str | None, Numbers.UNCHANGED] = None
     """Name of the run in trackers."""
 
-    include_num_input_tokens_seen: Annotated[Literal["no", "all", "non_padding"], TokenCounting()] = "no"
+    include_num_input_tokens_seen: Annotated[
+        Literal["no", "all", "non_padding"], TokenCounting(), Numbers.UNCHANGED
+    ] = "no"
     """Count the input tokens trained on: all, only non_padding, or no."""

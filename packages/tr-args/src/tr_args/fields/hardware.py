@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from tr_args.constraints import Above, CommaSeparated, OptionalCount, OptionalSeed, Options, Seed, UserPath
+from tr_args.facts import Numbers, Set
 from tr_args.files import ConfigFile
 from tr_args.types.sharding import AcceleratorConfig, FsdpConfig, FsdpOptions, ParallelSizes
 
@@ -16,28 +17,30 @@ class HardwareFields:
 
     _title = "Seeds and devices"
 
-    seed: Seed = 42
+    seed: Annotated[Seed, Numbers.OTHER] = 42
     """Seed of all random numbers."""
 
-    data_seed: OptionalSeed = None
+    data_seed: Annotated[OptionalSeed, Numbers.ORDER] = None
     """Seed of the data's order. Unset is seed."""
 
-    full_determinism: bool = False
+    full_determinism: Annotated[bool, Numbers.OTHER] = False
     """Use only deterministic algorithms: the same bits in every run, slower."""
 
-    use_cpu: bool = False
+    use_cpu: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
     """Train on the CPU even if there is another device."""
 
-    strategy: str = "auto"
+    strategy: Annotated[str, Numbers.OTHER, Set.AT_CONSTRUCTION] = "auto"
     """How to train: auto, single (one device), ddp, fsdp, or the name of an installed strategy."""
 
-    accelerator_config: Annotated[AcceleratorConfig, ConfigFile()] = field(default_factory=AcceleratorConfig)
+    accelerator_config: Annotated[AcceleratorConfig, ConfigFile(), Numbers.OTHER, Set.AT_CONSTRUCTION] = field(
+        default_factory=AcceleratorConfig
+    )
     """How data is shared among processes, as a mapping or a file, such as {"even_batches": false}."""
 
-    parallelism_config: Annotated[Options, ParallelSizes()] = None
+    parallelism_config: Annotated[Options, ParallelSizes(), Numbers.OTHER, Set.AT_CONSTRUCTION] = None
     """Over how many processes samples and shards are spread, such as {"dp_replicate_size": 2, "dp_shard_size": 4}."""
 
-    skip_memory_metrics: bool = True
+    skip_memory_metrics: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = True
     """Do not add memory use to the metrics."""
 
 
@@ -47,50 +50,50 @@ class PrecisionFields:
 
     _title = "Precision, memory and compilation"
 
-    bf16: bool = False
+    bf16: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
     """Compute in bfloat16 where that is safe (mixed precision)."""
 
-    fp16: bool = False
+    fp16: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
     """Compute in float16 where that is safe, with a scaled loss (mixed precision)."""
 
-    bf16_full_eval: bool = False
+    bf16_full_eval: Annotated[bool, Numbers.OTHER] = False
     """Turn the whole model to bfloat16 for evaluation and prediction outside training; afterwards it is as before."""
 
-    fp16_full_eval: bool = False
+    fp16_full_eval: Annotated[bool, Numbers.OTHER] = False
     """Turn the whole model to float16 for evaluation and prediction outside training; afterwards it is as before."""
 
-    tf32: bool | None = None
+    tf32: Annotated[bool | None, Numbers.OTHER] = None
     """Allow (true) or forbid (false) TF32 in products and convolutions; unset leaves torch's settings."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, Numbers.OTHER] = False
     """Compute activations again in the backward pass instead of keeping them: less memory, slower."""
 
-    activation_checkpointing_kwargs: Options = None
+    activation_checkpointing_kwargs: Annotated[Options, Numbers.OTHER] = None
     """Options of torch.utils.checkpoint, such as {"use_reentrant": false}, with two more: every_n_layers checkpoints
     only every so many layers, offload keeps what is needed to compute a layer again in host memory."""
 
-    torch_compile: bool = False
+    torch_compile: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
     """Compile the model with torch.compile, in training and evaluation."""
 
-    torch_compile_backend: str | None = None
+    torch_compile_backend: Annotated[str | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
     """Backend of torch.compile; setting it turns compilation on. Without one it is inductor."""
 
-    torch_compile_mode: str | None = None
+    torch_compile_mode: Annotated[str | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
     """Mode of inductor, such as max-autotune; setting it turns compilation on."""
 
-    use_liger_kernel: bool = False
+    use_liger_kernel: Annotated[bool, Numbers.OTHER] = False
     """Patch the model with Liger kernels before training."""
 
-    liger_kernel_config: Options = None
+    liger_kernel_config: Annotated[Options, Numbers.OTHER] = None
     """Which Liger kernels to use, such as {"rope": true}."""
 
-    use_cache: bool = False
+    use_cache: Annotated[bool, Numbers.OTHER] = False
     """Value of the model's use_cache setting while training."""
 
-    torch_empty_cache_steps: OptionalCount = None
+    torch_empty_cache_steps: Annotated[OptionalCount, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Release the device's cached memory every so many steps; unset never does."""
 
-    auto_find_batch_size: bool = False
+    auto_find_batch_size: Annotated[bool, Numbers.UNCHANGED] = False
     """When memory runs out, make the step again with smaller micro-batches and more of them, and go on so: a step has
     the same samples as before."""
 
@@ -101,37 +104,39 @@ class DistributedFields:
 
     _title = "Distributed training"
 
-    ddp_backend: str | None = None
+    ddp_backend: Annotated[str | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Backend that processes talk through, such as nccl or gloo. Unset is the device's own."""
 
-    ddp_timeout: Annotated[int, Above(0)] = 1800
+    ddp_timeout: Annotated[int, Above(0), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = 1800
     """Seconds after which a process stops waiting for the others."""
 
-    ddp_find_unused_parameters: bool | None = None
+    ddp_find_unused_parameters: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Look in every step for parameters that got no gradient; costs time. Unset lets the strategy decide."""
 
-    ddp_bucket_cap_mb: OptionalCount = None
+    ddp_bucket_cap_mb: Annotated[OptionalCount, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """MiB of gradients that are exchanged at once."""
 
-    ddp_broadcast_buffers: bool | None = None
+    ddp_broadcast_buffers: Annotated[bool | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
     """Copy buffers from the first process to the others in every forward pass."""
 
-    ddp_static_graph: bool | None = None
+    ddp_static_graph: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Promise that every step uses the same parameters, in the same order."""
 
-    fsdp: Annotated[list[str], FsdpOptions()] = field(default_factory=list)
+    fsdp: Annotated[list[str], FsdpOptions(), Numbers.OTHER, Set.AT_CONSTRUCTION] = field(default_factory=list)
     """Shard the model: full_shard, shard_grad_op, no_shard or hybrid_shard, with auto_wrap and offload."""
 
-    fsdp_config: Annotated[dict[str, Any], ConfigFile(), FsdpConfig()] = field(default_factory=dict)
+    fsdp_config: Annotated[dict[str, Any], ConfigFile(), FsdpConfig(), Numbers.OTHER, Set.AT_CONSTRUCTION] = field(
+        default_factory=dict
+    )
     """Further sharding options, as a mapping or a file; their names may start with fsdp_."""
 
-    deepspeed: Annotated[dict[str, Any] | str | None, UserPath()] = None
+    deepspeed: Annotated[dict[str, Any] | str | None, UserPath(), Numbers.OTHER, Set.AT_CONSTRUCTION] = None
     """DeepSpeed configuration, as a mapping or the path of its JSON file."""
 
-    local_rank: int = -1
+    local_rank: Annotated[int, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = -1
     """Number of this process on its machine, as old launchers pass it; newer ones set LOCAL_RANK."""
 
-    debug: Annotated[list[Literal["underflow_overflow", "tpu_metrics_debug"]], CommaSeparated()] = field(
-        default_factory=list
+    debug: Annotated[list[Literal["underflow_overflow", "tpu_metrics_debug"]], CommaSeparated(), Numbers.UNCHANGED] = (
+        field(default_factory=list)
     )
     """Debugging aids: underflow_overflow, tpu_metrics_debug."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from tr_args.constraints import AtLeast, RepositoryName, Secret, Steps, UserPath
+from tr_args.facts import Numbers, Set
 from tr_args.types.choices import Duration, HubStrategy, SaveStrategy, WallTime
 
 
@@ -15,58 +16,58 @@ class SavingFields:
 
     _title = "Saving, best model and resuming"
 
-    save_strategy: Annotated[SaveStrategy | Duration, WallTime(SaveStrategy)] = SaveStrategy.STEPS
+    save_strategy: Annotated[SaveStrategy | Duration, WallTime(SaveStrategy), Numbers.UNCHANGED] = SaveStrategy.STEPS
     """When to write a checkpoint: no, steps (every save_steps), epoch, best (when the metric improves), or every so
     much wall time, such as 30min. With steps and with a time the last step is saved too."""
 
-    save_steps: Steps = 500
+    save_steps: Annotated[Steps, Numbers.UNCHANGED] = 500
     """Steps between checkpoints; below 1 it is a ratio of all steps."""
 
-    save_total_limit: Annotated[int | None, AtLeast(1, ", or none to keep all")] = None
+    save_total_limit: Annotated[int | None, AtLeast(1, ", or none to keep all"), Numbers.UNCHANGED] = None
     """Checkpoints to keep; older ones are deleted, never the best one. Unset keeps all."""
 
-    save_keep_every: Annotated[int | None, AtLeast(1, ", or none to keep none for ever")] = None
+    save_keep_every: Annotated[int | None, AtLeast(1, ", or none to keep none for ever"), Numbers.UNCHANGED] = None
     """Keep for ever each checkpoint whose step is a multiple of this, whatever save_total_limit says: such do not
     count towards it."""
 
-    save_async: bool = False
+    save_async: Annotated[bool, Numbers.UNCHANGED] = False
     """Write checkpoints in the background: training waits only while the state is copied to host memory. A write that
     fails ends the run at the next step, and the run's end waits for the last one."""
 
-    save_on_each_node: bool = False
+    save_on_each_node: Annotated[bool, Numbers.UNCHANGED] = False
     """Let every machine write checkpoints, for machines that share no file system."""
 
-    save_only_model: bool = False
+    save_only_model: Annotated[bool, Numbers.UNCHANGED] = False
     """Save the model alone: smaller, but training cannot be resumed from it."""
 
-    checkpointer: str = "local"
+    checkpointer: Annotated[str, Numbers.UNCHANGED] = "local"
     """Name of what writes and reads checkpoints."""
 
-    enable_jit_checkpoint: bool = True
+    enable_jit_checkpoint: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = True
     """On SIGTERM, SIGUSR1 or Ctrl-C, finish the step, write a checkpoint on all ranks and stop with exit code 143, 138
     or 130; a second signal stops at once. An evaluation that is due or under way is left to the resumed run. Signals
     act as ever without save_strategy, before training begins, outside the main thread, and where a handler is set."""
 
-    load_best_model_at_end: bool = False
+    load_best_model_at_end: Annotated[bool, Numbers.UNCHANGED] = False
     """After training, load the best checkpoint's weights. Whatever save_strategy says, a model that an evaluation
     finds the best so far is saved at once."""
 
-    metric_for_best_model: str | None = None
+    metric_for_best_model: Annotated[str | None, Numbers.METRIC] = None
     """Metric that tells which model is best, with or without eval_ before it. Unset is the loss, where one is
     needed."""
 
-    greater_is_better: bool | None = None
+    greater_is_better: Annotated[bool | None, Numbers.METRIC] = None
     """Whether a larger metric is better. Unset: yes, unless its name ends with loss."""
 
-    resume_from_checkpoint: Annotated[str | bool | None, UserPath()] = None
+    resume_from_checkpoint: Annotated[str | bool | None, UserPath(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Checkpoint folder to go on from, also one that transformers' Trainer wrote; true for the newest one in
     output_dir (an error without one), auto for the newest one if there is any; hub for last-checkpoint of
     hub_model_id, hub:OWNER/NAME[@REVISION] for that of another repository."""
 
-    ignore_data_skip: bool = False
+    ignore_data_skip: Annotated[bool, Numbers.UNCHANGED] = False
     """When resuming, start the epoch's data again instead of going on after the last sample."""
 
-    restore_callback_states_from_checkpoint: bool = True
+    restore_callback_states_from_checkpoint: Annotated[bool, Numbers.UNCHANGED] = True
     """When resuming, give callbacks back the states that they were saved with; off, they begin anew."""
 
 
@@ -76,23 +77,23 @@ class HubFields:
 
     _title = "Hub"
 
-    push_to_hub: bool = False
+    push_to_hub: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = False
     """Upload the model after training, and as hub_strategy says."""
 
-    hub_model_id: Annotated[str | None, RepositoryName()] = None
+    hub_model_id: Annotated[str | None, RepositoryName(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Repository to upload to, as name or organization/name. Unset is the name of output_dir."""
 
-    hub_strategy: HubStrategy = HubStrategy.EVERY_SAVE
+    hub_strategy: Annotated[HubStrategy, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = HubStrategy.EVERY_SAVE
     """What to upload, and when: end, every_save, checkpoint (also as last-checkpoint) or all_checkpoints."""
 
-    hub_token: Annotated[str | None, Secret()] = field(default=None, repr=False)
+    hub_token: Annotated[str | None, Secret(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = field(default=None, repr=False)
     """Access token; never written to logs or files. Unset is the one the hub's own login stored."""
 
-    hub_private_repo: bool | None = None
+    hub_private_repo: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Create the repository as a private one. Unset is the organization's default."""
 
-    hub_always_push: bool = False
+    hub_always_push: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = False
     """Upload even if the upload before is not done yet."""
 
-    hub_revision: str | None = None
+    hub_revision: Annotated[str | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Branch to upload to. Unset is the main branch."""
