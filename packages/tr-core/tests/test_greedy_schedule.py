@@ -5,8 +5,10 @@ import torch
 from small_models import samples
 from torch import nn
 
+from tr_args.types.choices import MetricSchedule
 from tr_core import get_scheduler
 from tr_core.optim.greedy import GreedyLR
+from tr_core.optim.schedules import FOLLOW_METRIC
 
 
 def optimizer(*rates):
@@ -182,3 +184,7 @@ def test_options_that_cannot_work_are_refused(options, message):
 def test_a_schedule_that_follows_evaluations_has_no_warm_up(name):
     with pytest.raises(ValueError, match=f"the schedule '{name}' follows evaluations and has no warm-up, .* 10 steps"):
         get_scheduler(name, optimizer(1.0), num_warmup_steps=10)
+
+
+def test_every_schedule_that_follows_a_metric_has_a_class():
+    assert list(FOLLOW_METRIC) == list(MetricSchedule)

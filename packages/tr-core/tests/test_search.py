@@ -7,9 +7,10 @@ import pytest
 import torch
 from small_models import Classifier, samples
 
-from tr_core import Trainer, TrainerCallback
+from tr_args.facts import Set
+from tr_args.schema import facts
+from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.search import BestRun, TrialPrunedError, default_compute_objective, default_hp_space
-from tr_core.search.arguments import _FIXED
 from tr_core.search.journal import TrialRecord
 from tr_core.search.samplers import GridSampler
 from tr_core.search.search import choose_best, on_rank_zero
@@ -194,7 +195,7 @@ def test_what_the_default_callbacks_are_built_from_cannot_be_searched(make_args)
     choose_strategy(args)
     acts_later = {"logging_strategy", "eval_strategy", "save_strategy", "parameter_rules"}
     acts_later.add("place_model_on_device")  # a property of a subclass
-    assert {name for name in args.read - acts_later if not name.startswith(_FIXED)} == set()
+    assert args.read - acts_later - set(facts(TrainingArguments, Set.AT_CONSTRUCTION)) == set()
 
 
 # What a search needs

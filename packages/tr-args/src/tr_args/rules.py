@@ -8,10 +8,9 @@ from tr_args.checked import Rule
 from tr_args.fields.all_fields import AllFields
 from tr_args.fields.hardware import PrecisionFields
 from tr_args.fields.training import DataFields, RegularizationFields
-from tr_args.types.choices import IntervalStrategy, SaveStrategy
+from tr_args.types.choices import IntervalStrategy, MetricSchedule, SaveStrategy
 
-METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that follow the watched metric."""
+_METRIC_SCHEDULES = tuple(MetricSchedule)
 
 
 def fill_defaults(args: AllFields) -> None:
@@ -37,7 +36,7 @@ def watches_metric(args: AllFields) -> bool:
     return (
         args.load_best_model_at_end
         or args.save_strategy == SaveStrategy.BEST
-        or args.lr_scheduler_type in METRIC_SCHEDULES
+        or args.lr_scheduler_type in _METRIC_SCHEDULES
     )
 
 
@@ -82,7 +81,7 @@ def _loading(args: DataFields) -> Iterator[Rule]:
 def _evaluation(args: AllFields) -> Iterator[Rule]:
     if args.eval_strategy != "no":
         return
-    if args.lr_scheduler_type in METRIC_SCHEDULES:
+    if args.lr_scheduler_type in _METRIC_SCHEDULES:
         yield ("lr_scheduler_type", "eval_strategy"), _EVALUATE
     if args.save_strategy == "best":
         yield ("save_strategy", "eval_strategy"), _EVALUATE

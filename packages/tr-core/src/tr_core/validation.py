@@ -19,9 +19,11 @@ from typing import Any
 from torch import nn
 
 from tr_args import TrainingArguments
+from tr_args.facts import Only
 from tr_args.fields.evaluation import EvaluationFields
 from tr_args.fields.saving import SavingFields
 from tr_args.fields.training import DataFields, OptimizerFields
+from tr_args.schema import facts_of_kind
 from tr_core.batch_size_search import check_batch_size_search
 from tr_core.data.loaders import has_length
 from tr_core.evaluation.metrics import check_streaming, is_streaming
@@ -31,29 +33,18 @@ from tr_core.protocols import Checkpointer, Strategy
 from tr_core.runtime.run_context import check_conditions
 from tr_core.signatures import takes_argument
 
-# Options that are refused for good. name -> (value that is allowed, why nothing else can be)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "dataloader_in_order": (
-        True,
-        "batches would come in the order in which the loading processes finish them, so the position in the data could "
-        "not be known and a run not be resumed",
-    ),
-}
-
 
 def refuse_unsupported(args: TrainingArguments) -> None:
-    """Raise for options whose effect cannot be had.
+    """Raise for arguments of which only one value is supported.
 
     Raises:
-        ValueError: one or more are set; the message names each with the reason why it is refused.
+        ValueError: one or more have another; the message names each with the reason why it is refused.
     """
-    if problems := _set_otherwise(args, REFUSED):
+    supported = facts_of_kind(type(args), Only)
+    values = {name: (getattr(args, name), only) for name, only in supported.items()}
+    problems = [f"  {name}={value!r}: {only.reason}" for name, (value, only) in values.items() if value != only.value]
+    if problems:
         raise ValueError("options that cannot be used, and why:\n" + "\n".join(problems))
-
-
-def _set_otherwise(args: TrainingArguments, table: dict[str, tuple[Any, str]]) -> list[str]:
-    values = {name: (getattr(args, name, allowed), allowed, text) for name, (allowed, text) in table.items()}
-    return [f"  {name}={value!r}: {text}" for name, (value, allowed, text) in values.items() if value != allowed]
 
 
 def check_model(model: Any, model_init: Any) -> None:

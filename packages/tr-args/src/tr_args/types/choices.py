@@ -32,6 +32,13 @@ class SaveStrategy(StrEnum):
     BEST = "best"
 
 
+class MetricSchedule(StrEnum):
+    """The values of `lr_scheduler_type` that follow the watched metric. Others are functions of the step."""
+
+    PLATEAU = "reduce_lr_on_plateau"
+    GREEDY = "greedy"
+
+
 class HubStrategy(StrEnum):
     """What to upload, and when."""
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from tr_args.facts import GroupOption, Numbers
+from tr_args.schema import facts, facts_of_kind
 from tr_core.checkpoint import schedule_state as schedules
 from tr_core.checkpoint.optimizer_groups import GroupChange, apply_options, check_state_shapes, compare_groups
 from tr_core.checkpoint.settings import SAMPLES, Difference, Settings
@@ -21,20 +23,6 @@ if TYPE_CHECKING:
 
     from tr_core.run import Run
     from tr_core.trainer.trainer import Trainer
-
-_OPTIMIZER_ARGUMENTS = {
-    "learning_rate": ("learning_rate",),
-    "weight_decay": ("weight_decay",),
-    "adam_beta1": ("betas",),
-    "adam_beta2": ("betas",),
-    "adam_epsilon": ("eps",),
-    "parameter_rules": (),
-    "optim_args": (),
-}
-"""Arguments of the optimizer, and what of its groups each of them sets; empty for anything."""
-
-_SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-_METRIC_ARGUMENTS = ("metric_for_best_model", "greater_is_better")
 
 
 def apply_changed_arguments(trainer: Trainer, run: Run, schedule_state: dict[str, Any]) -> None:
@@ -131,7 +119,7 @@ class _ArgumentChanges:
         saved, run, args = self.saved, self.run, self.trainer.args
         is_same_length = (saved["steps"], saved["samples_per_step"]) == (self.settings.steps, run.plan.per_step)
         if is_same_length and state is not None:
-            is_same = not rates and not self.names & set(_SCHEDULE_ARGUMENTS)
+            is_same = not rates and not self.names & set(facts(type(args), Numbers.SCHEDULE))
             return None if is_same else int(state["last_epoch"])
         by_passes = args.max_steps <= 0 and not args.ignore_data_skip
         left = steps_left(args, run.data, run.position.epoch, run.position.samples) if by_passes else None
@@ -152,10 +140,11 @@ class _ArgumentChanges:
 
     def outcome(self, difference: Difference) -> str:
         """Say in a few words what became of a changed argument."""
+        kind = type(self.trainer.args)
         special: dict[str, Callable[[], str]] = {
-            **dict.fromkeys(_OPTIMIZER_ARGUMENTS, lambda: self._of_optimizer(difference.name)),
-            **dict.fromkeys(_SCHEDULE_ARGUMENTS, self._of_schedule),
-            **dict.fromkeys(_METRIC_ARGUMENTS, self._of_metric),
+            **dict.fromkeys(facts(kind, Numbers.OPTIMIZER), lambda: self._of_optimizer(difference.name)),
+            **dict.fromkeys(facts(kind, Numbers.SCHEDULE), self._of_schedule),
+            **dict.fromkeys(facts(kind, Numbers.METRIC), self._of_metric),
             "seed": lambda: "no effect: random states are those of the checkpoint",
             "fp16": lambda: (
                 f"applied; the {'loss scale begins anew' if difference.now else 'saved one is passed over'}"
@@ -168,8 +157,8 @@ class _ArgumentChanges:
             return f"not applied: {type(self.run.optimizer).__name__} was given, and its saved state goes on"
         if name == "learning_rate" and self.is_own_schedule:
             return f"not applied: the saved state of {type(self.run.schedule).__name__}, your own schedule, goes on"
-        options = _OPTIMIZER_ARGUMENTS[name]
-        has_effect = any(change.name in options or not options for change in self.groups)
+        option = facts_of_kind(type(self.trainer.args), GroupOption).get(name)
+        has_effect = any(option is None or change.name == option.name for change in self.groups)
         return "applied" if has_effect else "no effect: no parameter group depends on it"
 
     def _of_schedule(self) -> str:
@@ -189,12 +178,9 @@ class _ArgumentChanges:
         lines, then, now = [], self.saved["steps"], self.settings.steps
         if self.place is not None and then != now:
             lines.append(f"steps of the schedule: {then} -> {now}, of which {self.place} count as done")
-        if not self.names & {"optim", *_OPTIMIZER_ARGUMENTS}:
+        if not self.names & {"optim", *facts(type(self.trainer.args), Numbers.OPTIMIZER)}:
             lines += [f"{c.name} of parameter group {c.group}: {c.then} -> {c.now}" for c in self.groups]
         return lines
-
-
-_ORDER_ARGUMENTS = ("data_seed", "train_sampling_strategy", "overfit_batches", "length_column_name", SAMPLES)
 
 
 def resolve_order(
@@ -209,7 +195,7 @@ def resolve_order(
     """
     args = trainer.args
     found = {change.name: change for change in differences}
-    changed = {name: found[name] for name in _ORDER_ARGUMENTS if name in found}
+    changed = {name: found[name] for name in (*facts(type(args), Numbers.ORDER), SAMPLES) if name in found}
     if args.train_sampling_strategy != "group_by_length":
         changed.pop("length_column_name", None)
     changed.pop("data_seed", None)

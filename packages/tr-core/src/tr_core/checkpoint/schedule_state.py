@@ -13,11 +13,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from tr_core.checkpoint.optimizer_groups import Group, GroupChange, set_rate
-from tr_core.optim.greedy import GreedyLR
+from tr_core.optim.schedules import FOLLOW_METRIC
 
 # Functions of the number of steps, and those that remember evaluations. Any other schedule is the user's own affair.
 _FUNCTIONS = (LambdaLR,)
-_FOLLOWING = (ReduceLROnPlateau, GreedyLR)
+_FOLLOWING = tuple(FOLLOW_METRIC.values())
 
 
 def is_function(schedule: LRScheduler) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tr_args.fields.evaluation import LoggingFields
-from tr_args.fields.saving import HubFields, SavingFields
-from tr_args.fields.training import ScriptFields
+from tr_args.facts import Numbers
+from tr_args.schema import facts
 from tr_core.checkpoint.adapters import is_adapter
 from tr_core.checkpoint.optimizer_groups import read_groups
 from tr_core.checkpoint.schedule_state import describe_schedule
@@ -28,34 +27,6 @@ if TYPE_CHECKING:
     from tr_core.trainer.trainer import Trainer
 
 FORMAT = 1
-
-# Arguments that change no number of a run, beside whole groups of them. Every other one is compared.
-_NO_NUMBERS = {
-    "output_dir",
-    "overwrite_output_dir",
-    "max_time",
-    "fast_dev_run",
-    "skip_memory_metrics",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_persistent_workers",
-    "dataloader_prefetch_factor",
-    "dataloader_multiprocessing_context",
-    "ddp_backend",
-    "ddp_timeout",
-    "ddp_find_unused_parameters",
-    "ddp_bucket_cap_mb",
-    "ddp_static_graph",
-    "local_rank",
-    "debug",
-    "torch_empty_cache_steps",
-    "auto_find_batch_size",
-}
-_NO_NUMBERS |= {
-    field.name for group in (HubFields, LoggingFields, SavingFields, ScriptFields) for field in fields(group)
-}
-# And those of such groups that do.
-_NO_NUMBERS -= {"on_nonfinite", "metric_for_best_model", "greater_is_better"}
 
 
 @dataclass(frozen=True)
@@ -158,8 +129,8 @@ class Settings:
 
 def shaping_arguments(args: Any) -> dict[str, Any]:
     """Return the arguments that the numbers of a run depend on, as JSON has them; secret ones are not among them."""
-    passed_over = _NO_NUMBERS if args.eval_strategy == "steps" else {*_NO_NUMBERS, "eval_steps"}
-    return {name: value for name, value in args.to_dict().items() if name not in passed_over}
+    skipped = {*facts(type(args), Numbers.UNCHANGED), *(() if args.eval_strategy == "steps" else ("eval_steps",))}
+    return {name: value for name, value in args.to_dict().items() if name not in skipped}
 
 
 PROCESSES, SAMPLES = "number of processes", "samples of the training data"

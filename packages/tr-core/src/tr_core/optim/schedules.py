@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from tr_args.errors import did_you_mean
+from tr_args.types.choices import MetricSchedule
 from tr_core.optim.greedy import GreedyLR
 from tr_core.signatures import parameters_of
 
@@ -211,9 +212,10 @@ SCHEDULES: dict[str, Multiplier] = {
     "cosine_warmup_with_min_lr": cosine_warmup_with_min_lr,
     "warmup_stable_decay": warmup_stable_decay,
 }
-PLATEAU = "reduce_lr_on_plateau"
-GREEDY = "greedy"
-FOLLOW_METRIC: dict[str, Callable[..., LRScheduler]] = {PLATEAU: ReduceLROnPlateau, GREEDY: GreedyLR}
+FOLLOW_METRIC: dict[str, type[LRScheduler]] = {
+    MetricSchedule.PLATEAU: ReduceLROnPlateau,
+    MetricSchedule.GREEDY: GreedyLR,
+}
 """Schedules that are stepped with the result of an evaluation, and their classes."""
 
 

@@ -12,40 +12,11 @@ from typing import TYPE_CHECKING, Any
 from tr_args.aliases import aliases
 from tr_args.checked import unknown_argument
 from tr_args.errors import ArgumentsError
-from tr_args.schema import schema
+from tr_args.facts import Set
+from tr_args.schema import facts, schema
 
 if TYPE_CHECKING:
     from tr_core.trainer.trainer import Trainer
-
-# Read when a Trainer is built, or set by the search itself: a trial that sets them would change nothing.
-_FIXED = (
-    "accelerator_config",
-    "bf16",
-    "ddp_",
-    "deepspeed",
-    "disable_tqdm",
-    "ema_",
-    "enable_jit_checkpoint",
-    "fast_dev_run",
-    "fp16",
-    "fsdp",
-    "hub_",
-    "local_rank",
-    "log_level",
-    "log_on_each_node",
-    "max_time",
-    "neftune_",
-    "output_dir",
-    "parallelism_config",
-    "push_to_hub",
-    "report_to",
-    "resume_from_checkpoint",
-    "skip_memory_metrics",
-    "strategy",
-    "torch_compile",
-    "torch_empty_cache_steps",
-    "use_cpu",
-)
 
 
 @contextmanager
@@ -81,12 +52,13 @@ def converted(args: Any, values: Any) -> dict[str, Any]:
             '{"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}'
         )
     kind = type(args)
-    known = {*schema(kind), *aliases(kind)}
+    former, fixed = aliases(kind), facts(kind, Set.AT_CONSTRUCTION)
+    known = {*schema(kind), *former}
     problems = [unknown_argument(kind, name) for name in values if name not in known]
     problems += [
         f"{name} is fixed when the Trainer is built and cannot be searched"
         for name in values
-        if name in known and name not in ("fp16_full_eval", "bf16_full_eval") and name.startswith(_FIXED)
+        if (former[name].target if name in former else name) in fixed
     ]
     if problems:
         raise ValueError(f"hp_space: {'; '.join(problems)}")
