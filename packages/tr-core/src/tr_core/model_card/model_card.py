@@ -12,15 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from tr_args import TrainingArguments
 from tr_core.model_card.front_matter import front_matter
 from tr_core.model_io import base_model
 from tr_core.optim.optimizers import describe
 from tr_core.state import TrainerState
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 FILE_NAME = "README.md"
 MARKER = "<!-- Written by Trainer.create_model_card, which replaces this file as long as this line is in it. -->"
@@ -79,11 +83,36 @@ class CardDetails:
         return CardDetails(**{name: old if new is None else new for name, (new, old) in pairs.items()})
 
 
-def write_model_card(trainer: Trainer, details: CardDetails) -> None:
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a card says of a run, as it is when the card is written.
+
+    Attributes:
+        args: the training arguments.
+        state: the run's state, with its log.
+        model: the unwrapped model.
+        optimizer: what trained it; None if none was built yet.
+        dataset: the evaluation data, or without any the training data.
+        num_devices: number of processes.
+        samples_per_step: samples of one optimizer step, of all processes.
+        has_best_weights: whether the best weights were loaded at the end.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    dataset: Any
+    num_devices: int
+    samples_per_step: int
+    has_best_weights: bool
+
+
+def write_model_card(run: TrainedRun, details: CardDetails) -> None:
     """Write the card to the output folder, unless somebody wrote one by hand: that stays, and a warning says so."""
-    path = Path(trainer.args.output_dir) / FILE_NAME
+    path = Path(run.args.output_dir) / FILE_NAME
     if path.exists() and not any(mark in path.read_text(encoding="utf-8", errors="replace") for mark in _GENERATED):
-        trainer.logger.warning(
+        logger.warning(
             "%s was not written by create_model_card and stays as it is; to have it replaced, move it away or put this "
             "line into it: %s",
             path,
@@ -91,43 +120,42 @@ def write_model_card(trainer: Trainer, details: CardDetails) -> None:
         )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(model_card(trainer, details), encoding="utf-8")
+    path.write_text(model_card(run, details), encoding="utf-8")
 
 
-def model_card(trainer: Trainer, details: CardDetails) -> str:
+def model_card(run: TrainedRun, details: CardDetails) -> str:
     """Return the text of the card."""
-    figures = of_the_model(trainer.state, trainer.args.load_best_model_at_end and not trainer.lacks_best_weights)
-    details = _with_defaults(trainer, details)
+    figures = of_the_model(run.state, run.has_best_weights)
+    details = _with_defaults(run, details)
     parts = [
-        front_matter(_metadata(trainer, details, figures)) + MARKER,
+        front_matter(_metadata(run.model, details, figures)) + MARKER,
         f"# {_line(details.model_name)}",
         _introduction(details, figures),
         "## Model description\n\nNot written yet.",
         "## Intended uses and limitations\n\nNot written yet.",
         "## Training and evaluation data\n\nNot written yet.",
         "## Training procedure",
-        "### Training hyperparameters\n\n" + _bullets(hyperparameters(trainer)),
+        "### Training hyperparameters\n\n" + _bullets(hyperparameters(run)),
     ]
-    if rows := in_training(trainer.state):
+    if rows := in_training(run.state):
         parts.append("### Training results\n\n" + _table(rows))
-    parts.append("### Framework versions\n\n" + _bullets(_versions(trainer.model)))
+    parts.append("### Framework versions\n\n" + _bullets(_versions(run.model)))
     return "\n\n".join(parts) + "\n"
 
 
-def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+def hyperparameters(run: TrainedRun) -> dict[str, Any]:
     """Return what the run was trained with, by the names that model cards have for it."""
-    args, strategy = trainer.args, trainer.strategy
-    accumulation, total = args.gradient_accumulation_steps, trainer.get_total_train_batch_size(args)
+    args, accumulation, total = run.args, run.args.gradient_accumulation_steps, run.samples_per_step
     is_by_steps = args.max_steps > 0
     found = {
         "learning_rate": args.learning_rate,
         "train_batch_size": args.train_batch_size,
         "eval_batch_size": args.eval_batch_size,
         "seed": args.seed,
-        "num_devices": strategy.world_size if strategy.world_size > 1 else None,
+        "num_devices": run.num_devices if run.num_devices > 1 else None,
         "gradient_accumulation_steps": accumulation if accumulation > 1 else None,
         "total_train_batch_size": total if total != args.train_batch_size else None,
-        "optimizer": describe(trainer.optimizer) if trainer.optimizer is not None else args.optim,
+        "optimizer": describe(run.optimizer) if run.optimizer is not None else args.optim,
         "weight_decay": args.weight_decay or None,
         "parameter_rules": args.parameter_rules or None,
         "max_grad_norm": args.max_grad_norm or None,
@@ -141,10 +169,10 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _with_defaults(trainer: Trainer, details: CardDetails) -> CardDetails:
-    args, model = trainer.args, base_model(trainer.model)
+def _with_defaults(run: TrainedRun, details: CardDetails) -> CardDetails:
+    args, model = run.args, base_model(run.model)
     name = args.hub_model_id or Path(args.output_dir).expanduser().absolute().name
-    tag, part = _hub_dataset(trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset)
+    tag, part = _hub_dataset(run.dataset)
     defaults = CardDetails(
         model_name=str(name).split("/")[-1],
         finetuned_from=_origin(model),
@@ -158,12 +186,12 @@ def _with_defaults(trainer: Trainer, details: CardDetails) -> CardDetails:
     return complete
 
 
-def _metadata(trainer: Trainer, details: CardDetails, figures: EvaluationFigures | None) -> dict[str, Any]:
+def _metadata(model: nn.Module, details: CardDetails, figures: EvaluationFigures | None) -> dict[str, Any]:
     metrics = _numbers(figures)
     # What a library that made the model wants it to be found by.
-    tags = [*_words(details.tags), "generated_from_trainer", *_words(getattr(trainer.model, "model_tags", None))]
+    tags = [*_words(details.tags), "generated_from_trainer", *_words(getattr(model, "model_tags", None))]
     return {
-        "library_name": _library(trainer.model),
+        "library_name": _library(model),
         "language": _words(details.language),
         "license": details.license,
         "base_model": details.finetuned_from,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tr_args import ArgumentsError
 from tr_core.callback import CallbackList
@@ -23,10 +23,8 @@ from tr_core.preflight.evaluation_checks import check_evaluation
 from tr_core.preflight.model_checks import check_forward_backward, check_loss_division, check_trainable
 from tr_core.preflight.origins import Origins, last_line, raised_at
 from tr_core.preflight.report import Problem, Report
+from tr_core.preflight.requested import CheckedTrainer
 from tr_core.preflight.resource_checks import check_disk_space, check_memory, check_optimizer, estimate
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
 
 Check = Callable[[CheckContext], Iterator[Problem]]
 
@@ -64,7 +62,7 @@ _TRAINER_CHECKS: tuple[Check, ...] = (
 
 
 def check(
-    trainer: Trainer,
+    trainer: CheckedTrainer,
     *,
     resume: Any = None,
     evaluation_data: Any = None,

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from tr_core.metric_means import MetricWindow
 from tr_core.preflight.origins import Origins
+from tr_core.preflight.requested import CheckedTrainer
 from tr_core.runtime.run_context import training_context
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
 
 SAMPLES = 2
 """Samples that the model is tried with."""
@@ -45,7 +43,7 @@ class CheckContext:
     """
 
     args: Any
-    given_trainer: Trainer | None = None
+    given_trainer: CheckedTrainer | None = None
     origin: Origins = field(default_factory=Origins)
     resume: Any = None
     evaluation_data: Any = None
@@ -62,9 +60,9 @@ class CheckContext:
     optimizer: Any = None
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> CheckedTrainer:
         """The Trainer, for checks that are made only where there is one."""
-        return cast("Trainer", self.given_trainer)
+        return cast("CheckedTrainer", self.given_trainer)
 
     def evaluation_sets(self) -> dict[str, Any]:
         """Return the evaluation data by the prefix of its metrics."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +22,10 @@ from tr_core.preflight.context import SAMPLES, CheckContext, training_mode
 from tr_core.preflight.data_checks import count_rows, labels_outside
 from tr_core.preflight.origins import last_line, passed_through, raised_at
 from tr_core.preflight.report import Problem
+from tr_core.preflight.requested import CheckedTrainer
 from tr_core.random_state import set_seed
 from tr_core.signatures import takes_argument
 from tr_core.validation import check_quantized
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
 
 
 def check_trainable(subject: CheckContext) -> Iterator[Problem]:
@@ -260,7 +258,7 @@ def _share(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (16 if dtype in (torch.bfloat16, torch.float16) else 2000)
 
 
-def _step(trainer: Trainer, pieces: Sequence[Any], seed: int) -> _Step:
+def _step(trainer: CheckedTrainer, pieces: Sequence[Any], seed: int) -> _Step:
     """Make the forward and backward passes of one step; `pieces` are its micro-batches."""
     model, strategy, rule = trainer.model_wrapped, trainer.strategy, trainer.loss_rule
     set_seed(seed)

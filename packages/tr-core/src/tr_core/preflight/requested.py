@@ -11,15 +11,91 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tr_core.protocols import Checkpointer, Strategy
+from tr_core.state import TrainerState
 from tr_log.terminal import write_line
 
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
-
 VARIABLE = "TR_PREFLIGHT"
+
+
+class CheckedTrainer(Protocol):
+    """What a preflight looks at: a Trainer's data, model, loss and optimizer, and the methods that a user may override.
+
+    The attributes and methods are those of `Trainer`.
+    """
+
+    args: Any
+    strategy: Strategy
+    model: nn.Module
+    model_wrapped: nn.Module
+    state: TrainerState
+    lr_scheduler: LRScheduler | None
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    label_names: list[str]
+    callback_handler: Any
+    compute_metrics: Any
+    loss_rule: Any
+    step_function: Callable[..., torch.Tensor]
+    scope: Any
+    metric_window: Any
+    is_in_train: bool
+    is_checked: bool
+    _loss_takes_count: bool
+
+    @property
+    def compute_loss(self) -> Callable[..., Any]:
+        """Compute the loss of one batch."""
+        ...
+
+    @property
+    def create_optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+        """Build the optimizer, unless there is one."""
+        ...
+
+    @property
+    def create_scheduler(self) -> Callable[..., LRScheduler]:
+        """Build the schedule, unless there is one."""
+        ...
+
+    @property
+    def evaluation_loop(self) -> Callable[..., Any]:
+        """Go through evaluation data."""
+        ...
+
+    @property
+    def get_train_dataloader(self) -> Callable[..., Any]:
+        """Build the loader of the training data."""
+        ...
+
+    @property
+    def _collator(self) -> Callable[..., Any]: ...
+
+    def overrides(self, *names: str) -> bool:
+        """Whether a user replaced one of the methods of these names."""
+        ...
+
+    def prepare(self) -> nn.Module:
+        """Return the model as the strategy wrapped it."""
+        ...
+
+    def checkpointer(self) -> Checkpointer:
+        """Return where checkpoints go."""
+        ...
+
+    @property
+    def get_num_trainable_parameters(self) -> Callable[..., int]:
+        """Count the numbers that training changes."""
+        ...
 
 
 class PreflightDone(SystemExit):
@@ -32,7 +108,7 @@ def requested() -> bool:
 
 
 def stop_if_requested(
-    trainer: Trainer, *, resume: Any = None, evaluation_data: Any = None, trains: bool = False
+    trainer: CheckedTrainer, *, resume: Any = None, evaluation_data: Any = None, trains: bool = False
 ) -> None:
     """Make the preflight of `trainer` and end the script, if `trainer check` started this process; else do nothing.
 
@@ -68,7 +144,7 @@ def stop_if_requested(
     raise PreflightDone(0)
 
 
-def _refuse_if_checked(trainer: Trainer) -> None:
+def _refuse_if_checked(trainer: CheckedTrainer) -> None:
     if trainer.is_checked:
         raise RuntimeError(
             "this Trainer was checked by tr_core.preflight.check, which leaves its model, data and random number "

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tr_args import TrainingArguments
 from tr_args.aliases import aliases
 from tr_args.checked import unknown_argument
 from tr_args.errors import ArgumentsError
 from tr_args.facts import Set
 from tr_args.schema import facts, schema
 
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
-
 
 @contextmanager
-def changed(args: Any, values: Mapping[str, Any], output_dir: str) -> Iterator[None]:
+def changed(args: TrainingArguments, values: Mapping[str, Any], output_dir: str) -> Iterator[None]:
     """Change arguments inside a block and put all of them back afterwards, whatever was changed in it.
 
     Args:
@@ -40,7 +38,7 @@ def changed(args: Any, values: Mapping[str, Any], output_dir: str) -> Iterator[N
         vars(args).update(before)
 
 
-def converted(args: Any, values: Any) -> dict[str, Any]:
+def converted(args: TrainingArguments, values: Any) -> dict[str, Any]:
     """Return what a search space gave, with the types of the arguments of these names; `args` stay as they are.
 
     Raises:
@@ -100,20 +98,35 @@ def default_hp_space(trial: Any) -> dict[str, Any]:
     }
 
 
-def check_search(trainer: Trainer, directions: list[str], n_trials: int) -> None:
+def check_search(
+    args: TrainingArguments,
+    directions: list[str],
+    n_trials: int,
+    *,
+    has_model_init: bool,
+    has_eval_data: bool,
+    has_own_checkpointer: bool,
+) -> None:
     """Raise where a Trainer cannot make the runs of a hyper-parameter search.
+
+    Args:
+        args: the training arguments.
+        directions: `minimize` or `maximize`, for each objective.
+        n_trials: trials of the search.
+        has_model_init: whether the Trainer can make a new model for each trial.
+        has_eval_data: whether it has data to evaluate, or a method of the user's that finds some.
+        has_own_checkpointer: whether it was given a checkpointer.
 
     Raises:
         ValueError: the message says what is missing or in the way.
     """
-    args = trainer.args
-    if trainer.model_init is None:
+    if not has_model_init:
         raise ValueError("hyperparameter_search needs a new model for every trial; give the Trainer a model_init")
     if wrong := [direction for direction in directions if direction not in ("minimize", "maximize")]:
         raise ValueError(f"direction={wrong[0]!r} is not known; give minimize or maximize, or a list of them")
     if not directions or n_trials < 1:
         raise ValueError(f"direction={directions} and n_trials={n_trials}: there must be at least one of each")
-    if trainer.eval_dataset is None and not trainer.overrides("get_eval_dataloader"):
+    if not has_eval_data:
         raise ValueError("hyperparameter_search compares evaluations, but eval_dataset is None; give the Trainer one")
     if args.push_to_hub:
         raise ValueError(
@@ -124,7 +137,7 @@ def check_search(trainer: Trainer, directions: list[str], n_trials: int) -> None
             f"resume_from_checkpoint={args.resume_from_checkpoint!r} would have every trial go on from one checkpoint; "
             "leave it out, and give hyperparameter_search resume=True to go on with a search"
         )
-    if trainer.has_own_checkpointer:
+    if has_own_checkpointer:
         raise ValueError(
             "the checkpointer that the Trainer was given has one folder for all trials; leave it out, so that each has "
             "its own"

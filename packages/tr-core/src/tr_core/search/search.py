@@ -8,22 +8,22 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from tr_core.protocols import Collectives
+from tr_args import TrainingArguments
+from tr_core.protocols import Checkpointer, Collectives, Stateful, Strategy
 from tr_core.search.arguments import changed, converted, default_compute_objective, default_hp_space
 from tr_core.search.journal import FILE_NAME, Journal, TrialRecord, same_values
 from tr_core.search.samplers import Sampler, Space
 from tr_core.search.trial import FixedTrial, TrialPrunedError
+from tr_core.state import TrainerState
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 
 class BestRun(NamedTuple):
@@ -155,13 +155,50 @@ class SearchPlan:
         )
 
 
+class TrialRunner(Protocol):
+    """What a search asks of the Trainer that makes its runs.
+
+    Attributes:
+        args: the training arguments, which each trial changes.
+        state: that of the newest run.
+        strategy: how ranks exchange what they decide.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    strategy: Strategy
+
+    @property
+    def callback_handler(self) -> Stateful:
+        """The callbacks, which begin each run as they were before the search."""
+        ...
+
+    @property
+    def train(self) -> Callable[..., Any]:
+        """Make a run."""
+        ...
+
+    @property
+    def evaluate(self) -> Callable[..., dict[str, float]]:
+        """Evaluate the model of a run."""
+        ...
+
+    def forget_model(self) -> None:
+        """Have the next run begin with a new model."""
+        ...
+
+    def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:
+        """Use another checkpointer, None for a new one, and return that of before."""
+        ...
+
+
 class Search:
     """One search with a Trainer.
 
     Rank 0 draws the trials, keeps the journal and decides; every rank makes every run.
 
     Args:
-        trainer: makes the runs.
+        runner: makes the runs.
         plan: what to do.
         make_sampler: makes where the trials come from; called on rank 0 alone.
 
@@ -169,14 +206,14 @@ class Search:
         record: the trial at hand, as all ranks know it.
     """
 
-    def __init__(self, trainer: Trainer, plan: SearchPlan, make_sampler: Callable[[], Sampler]) -> None:
-        self._trainer, self._plan, self._make_sampler = trainer, plan, make_sampler
-        self._folder = Path(trainer.args.output_dir)
+    def __init__(self, runner: TrialRunner, plan: SearchPlan, make_sampler: Callable[[], Sampler]) -> None:
+        self._runner, self._plan, self._make_sampler = runner, plan, make_sampler
+        self._folder = Path(runner.args.output_dir)
         self._sampler: Any = None
         self._journal = Journal(self._folder / FILE_NAME)
         self._trial: Any = None
         self._begin_s = time.monotonic()
-        self._callback_states = copy.deepcopy(trainer.callback_handler.state_dict())
+        self._callback_states = copy.deepcopy(runner.callback_handler.state_dict())
         self.record = TrialRecord(-1)
         self._values: list[float] | None = None
 
@@ -202,7 +239,7 @@ class Search:
         self._values = self._objectives(metrics)
         if len(self._plan.directions) > 1:
             return
-        step, value = self._trainer.state.global_step, self._values[0]
+        step, value = self._runner.state.global_step, self._values[0]
 
         def prune() -> bool:
             self._journal.report(self._journal.records[self.record.number], step, value)
@@ -212,8 +249,8 @@ class Search:
             raise TrialPrunedError(f"trial {self.record.number} is pruned at step {step} with {value}")
 
     @property
-    def _strategy(self) -> Any:
-        return self._trainer.strategy
+    def _strategy(self) -> Strategy:
+        return self._runner.strategy
 
     def _open(self, resume: bool) -> str:
         """Begin a search, or go on with the newest in the output folder; return the folder that it has."""
@@ -225,7 +262,7 @@ class Search:
             journal.open(settings)
         elif journal.has_trials():
             earlier, folder = folder, self._folder / f"search-{number + 1}"
-            self._trainer.logger.info(
+            logger.info(
                 "%s holds an earlier search, which resume=True would go on with; this one is a new one, in %s",
                 earlier,
                 folder,
@@ -247,7 +284,7 @@ class Search:
         self._trial = trial = self._sampler.ask()
         if trial is None:
             return None
-        arguments = converted(self._trainer.args, self._plan.space(trial))
+        arguments = converted(self._runner.args, self._plan.space(trial))
         name = None if self._plan.name_of is None else self._plan.name_of(trial)
         record = TrialRecord(trial.number, name=name, params=dict(trial.params), arguments=arguments)
         record.distributions = self._sampler.distributions(trial)
@@ -256,18 +293,18 @@ class Search:
         return record, earlier is not None and same_values(earlier.hyperparameters, record.hyperparameters)
 
     def _make_run(self, goes_on: bool) -> None:
-        record, trainer = self.record, self._trainer
+        record, runner = self.record, self._runner
         shown = ", ".join(f"{name}={value}" for name, value in record.hyperparameters.items())
-        trainer.logger.info("trial %d of %d: %s", record.number, self._plan.n_trials, shown)
+        logger.info("trial %d of %d: %s", record.number, self._plan.n_trials, shown)
         trial = self._trial if self._strategy.world_size == 1 else FixedTrial(record.number, record.params)
         self._values = None
         pruned: tuple[type[Exception], ...] = (TrialPrunedError, *getattr(self._sampler, "pruned", ()))
         try:
-            with changed(trainer.args, record.arguments, str(self._folder / f"run-{record.number}")), self._parts():
-                saves = trainer.args.save_strategy != "no" and not trainer.args.save_only_model
-                trainer.train(resume_from_checkpoint="auto" if goes_on and saves else None, trial=trial)
+            with changed(runner.args, record.arguments, str(self._folder / f"run-{record.number}")), self._parts():
+                saves = runner.args.save_strategy != "no" and not runner.args.save_only_model
+                runner.train(resume_from_checkpoint="auto" if goes_on and saves else None, trial=trial)
                 if self._values is None:
-                    self._values = self._objectives(trainer.evaluate())
+                    self._values = self._objectives(runner.evaluate())
             state, error = ("complete", None) if _are_numbers(self._values) else ("failed", "an objective is NaN")
         except pruned:
             state, error = "pruned", None
@@ -284,7 +321,7 @@ class Search:
         record.distributions = self._sampler.distributions(self._trial)
         self._sampler.tell(self._trial, record)
         self._journal.end(record)
-        self._trainer.logger.info("trial %d is %s: %s", record.number, state, error or record.values)
+        logger.info("trial %d is %s: %s", record.number, state, error or record.values)
 
     def _objectives(self, metrics: dict[str, float]) -> list[float]:
         result = self._plan.objective(dict(metrics))
@@ -302,14 +339,14 @@ class Search:
     @contextmanager
     def _parts(self) -> Iterator[None]:
         """Begin a run with a new model, callbacks as they were before the search, and checkpoints of its own."""
-        trainer = self._trainer
-        trainer.callback_handler.load_state_dict(copy.deepcopy(self._callback_states))
-        before = trainer.exchange_checkpointer(None)
-        trainer.forget_model()
+        runner = self._runner
+        runner.callback_handler.load_state_dict(copy.deepcopy(self._callback_states))
+        before = runner.exchange_checkpointer(None)
+        runner.forget_model()
         try:
             yield
         finally:
-            own = trainer.exchange_checkpointer(before)
+            own = runner.exchange_checkpointer(before)
             if own is not None:
                 own.close()
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tr_core.checkpoint import saving
-from tr_core.model_card.model_card import CardDetails, Words, write_model_card
+from tr_core.model_card.model_card import CardDetails, TrainedRun, Words, write_model_card
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.trainer.output_methods import Reporting
 
 if TYPE_CHECKING:
     from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
 
 
 class Publishing(Reporting):
@@ -56,13 +55,13 @@ class Publishing(Reporting):
             dataset: names of the data sets; by default their identifiers.
             dataset_args: which part of each data set.
         """
-        stop_if_requested(cast("Trainer", self))
+        stop_if_requested(self)
         given = CardDetails(
             language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
         )
         self.card_details = self.card_details.updated(given)
         if self.is_world_process_zero():
-            write_model_card(cast("Trainer", self), self.card_details)
+            write_model_card(self._trained_run(), self.card_details)
 
     def push_to_hub(
         self,
@@ -94,7 +93,7 @@ class Publishing(Reporting):
             RuntimeError: it was not pushed, also when tried again; the message says why.
         """
         given, token = _Hidden(token), None
-        stop_if_requested(cast("Trainer", self))
+        stop_if_requested(self)
         if self.args.fast_dev_run:
             self.logger.info("fast_dev_run=%r: nothing is pushed to the Hub", self.args.fast_dev_run)
             return None
@@ -138,7 +137,7 @@ class Publishing(Reporting):
             tr_core.plugins.PluginError: the package that pushes is not installed.
         """
         given, token = _Hidden(token), None
-        stop_if_requested(cast("Trainer", self))
+        stop_if_requested(self)
         if not self.is_world_process_zero():
             return
         hub = saving.find_hub(self.callback_handler.callbacks, self.args)
@@ -160,6 +159,19 @@ class Publishing(Reporting):
             repository = hub.repository.but(token=token and token.value, revision=revision, private=private)
             elsewhere["repository"] = repository
         return hub.push_to_hub(self.args.output_dir, commit_message=message, blocking=blocking, **elsewhere)
+
+    def _trained_run(self) -> TrainedRun:
+        args = self.args
+        return TrainedRun(
+            args,
+            self.state,
+            self.model,
+            self.optimizer,
+            self.train_dataset if self.eval_dataset is None else self.eval_dataset,
+            self.strategy.world_size,
+            self.get_total_train_batch_size(args),
+            args.load_best_model_at_end and not self.lacks_best_weights,
+        )
 
     def _save_to_push(self) -> None:
         # An override of save_model may have any signature, and calls the one above, which is not to push again.

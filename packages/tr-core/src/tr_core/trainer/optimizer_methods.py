@@ -17,11 +17,11 @@ from tr_core.optim.optimizers import (
 )
 from tr_core.optim.parameter_rules import check_applied, read_rules
 from tr_core.optim.schedules import FOLLOW_METRIC, get_scheduler
-from tr_core.trainer.parts import Assembly
+from tr_core.trainer.parts import TrainerParts
 from tr_core.validation import check_given_parts_fit
 
 
-class Optimizing(Assembly):
+class Optimizing(TrainerParts):
     """How optimizer and schedule are built, and what they hold."""
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -118,6 +118,10 @@ class Optimizing(Assembly):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters that weight decay applies to: no biases, no scales of norms."""
         return decay_parameter_names(model)
+
+    def get_num_trainable_parameters(self) -> int:
+        """Count the numbers that training changes."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of one optimizer step: of a micro-batch, times accumulation, times processes."""

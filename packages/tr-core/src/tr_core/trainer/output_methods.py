@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tr_core.checkpoint import saving
-from tr_core.metric_means import MetricWindow
 from tr_core.preflight.requested import stop_if_requested
-from tr_core.trainer.parts import Assembly
+from tr_core.trainer.parts import TrainerParts
 from tr_log.terminal import write_line
 
 if TYPE_CHECKING:
     from tr_core.trainer.trainer import Trainer
 
 
-class Reporting(Assembly):
+class Reporting(TrainerParts):
     """What is logged and saved."""
-
-    # Where `log_metric` adds to: the open window of a run, or of an evaluation; None outside both.
-    metric_window: MetricWindow | None = None
 
     def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
         """Have a value averaged and logged: from `compute_loss`, `training_step` or a callback.
@@ -84,7 +80,7 @@ class Reporting(Assembly):
 
         With `ema_decay` the weights are the average.
         """
-        stop_if_requested(cast("Trainer", self))
+        stop_if_requested(self)
         self.prepare()
         saving.save_model(cast("Trainer", self), Path(output_dir or self.args.output_dir))
 

@@ -22,10 +22,12 @@ from tr_core.data.limits import dev_run_arguments
 from tr_core.data.loaders import LoaderCache
 from tr_core.evaluation.metrics import StreamingMetric
 from tr_core.loss import LabelSmoother, LossRule, StepScope
+from tr_core.metric_means import MetricWindow
 from tr_core.model_io import FlopCounter, base_model, can_return_loss, find_label_names
 from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState, separate_randomness
+from tr_core.results import EvalLoopOutput, TrainOutput
 from tr_core.runtime.compilation import Compilation
 from tr_core.runtime.liger import apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from tr_core.trainer.trainer import Trainer
 
 
-class Assembly:
+class TrainerParts:
     """What a run is made of.
 
     The constructor's arguments are described at `Trainer`, which adds what is done with the parts.
@@ -60,13 +62,30 @@ class Assembly:
     logger = get_logger("tr_core.trainer")
     own_class: ClassVar[type]  # of these packages, from which a user's subclass inherits
     trial: Any = None
-    # Whether something was assigned in a run that acts from its next step.
-    has_assignments = False
+    has_assignments = False  # something was assigned in a run that acts from its next step
     # Whether an optimizer that knows two sets of weights has put those to judge into the model.
     is_optimizer_in_evaluation = False
+    is_in_evaluation = False
+    is_checked = False  # by a preflight, so that it may not run any more
+    metric_window: MetricWindow | None = None  # what `log_metric` adds to, in a run or an evaluation
     _is_built = False
     model: nn.Module
     model_wrapped: nn.Module
+    # Methods of the classes below that others of them call, so that an override counts.
+    training_step: Callable[..., torch.Tensor]
+    compute_loss: Callable[..., Any]
+    compute_loss_context_manager: Callable[..., AbstractContextManager[object]]
+    create_optimizer: Callable[..., torch.optim.Optimizer]
+    create_scheduler: Callable[..., LRScheduler]
+    declared_loss_kwargs: Callable[..., bool | None]
+    evaluate: Callable[..., dict[str, float]]
+    evaluation_loop: Callable[..., EvalLoopOutput]
+    get_num_trainable_parameters: Callable[..., int]
+    get_total_train_batch_size: Callable[..., int]
+    get_train_dataloader: Callable[..., Any]
+    save_model: Callable[..., None]
+    train: Callable[..., TrainOutput]
+    _collator: Callable[..., Any]
     _checkpointer_made_of: dict[str, Any] | None = None
 
     def __init__(  # noqa: PLR0917  the documented order
@@ -209,10 +228,6 @@ class Assembly:
             self._settled_assignments = args.num_assignments
         self._derive()
 
-    def get_num_trainable_parameters(self) -> int:
-        """Count the numbers that training changes."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-
     def _take_model(self, model: nn.Module) -> None:
         self._set("model", model)
         self.model_wrapped, self._prepared = model, None
@@ -311,18 +326,6 @@ class Assembly:
         """Send an event to the callbacks that define it; what they return ends up in `control`."""
         self.callback_handler.fire(event, **extra)
 
-    def add_callback(self, callback: Any) -> None:
-        """Append a callback, or an instance of a callback class."""
-        self.callback_handler.add(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove and return a callback: this object, or the first of this class; None if there is none."""
-        return self.callback_handler.pop(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback: this object, or the first of this class."""
-        self.callback_handler.pop(callback)
-
     # Who this process is, and where its checkpoints go
 
     def is_local_process_zero(self) -> bool:
@@ -357,9 +360,8 @@ class Assembly:
         saving.save_checkpoint(cast("Trainer", self), run)
 
     def _prepare_conditions(self) -> None:
-        args = self.args
+        args, self.given_use_cache = self.args, cast("bool | None", None)
         self.memory = MemoryMeter(self.strategy.device, is_on=not args.skip_memory_metrics)
-        self.given_use_cache: bool | None = None
         self.compilation: Compilation | None = None
         if args.torch_compile:
             self.compilation = Compilation(args.torch_compile_backend or "inductor", args.torch_compile_mode)
@@ -380,7 +382,7 @@ class Assembly:
 
 
 # Python names the function in its own errors: the class that a user wrote, not the part of it that holds this.
-Assembly.__init__.__qualname__ = "Trainer.__init__"
+TrainerParts.__init__.__qualname__ = "Trainer.__init__"
 
 
 def _same_parts(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:

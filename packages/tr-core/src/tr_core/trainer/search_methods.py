@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from tr_core.model import is_left_in_place
 from tr_core.preflight.requested import stop_if_requested
@@ -12,13 +12,10 @@ from tr_core.protocols import Checkpointer
 from tr_core.search.arguments import check_search
 from tr_core.search.samplers import make_sampler
 from tr_core.search.search import BestRun, Search, SearchPlan
-from tr_core.trainer.parts import Assembly
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+from tr_core.trainer.parts import TrainerParts
 
 
-class Searching(Assembly):
+class Searching(TrainerParts):
     """What makes the runs of a search.
 
     Attributes:
@@ -75,18 +72,27 @@ class Searching(Assembly):
             ValueError: something needed is missing or wrong; before the first run, if that can be known.
             ImportError: the backend's library is not installed.
         """
-        trainer = cast("Trainer", self)
         directions = [direction] if isinstance(direction, str) else list(direction)
-        check_search(trainer, directions, n_trials)
-        stop_if_requested(trainer, trains=True)
+        self._check_search(directions, n_trials)
+        stop_if_requested(self, trains=True)
         plan = SearchPlan.from_options(hp_space, compute_objective, directions, n_trials, hp_name, kwargs)
         seed = self.args.seed
         make = partial(make_sampler, backend, plan.space, directions, n_trials, seed, kwargs)
-        self.search = Search(trainer, plan, make)
+        self.search = Search(self, plan, make)
         try:
             return self.search.run(resume)
         finally:
             self.search = None
+
+    def _check_search(self, directions: list[str], n_trials: int) -> None:
+        check_search(
+            self.args,
+            directions,
+            n_trials,
+            has_model_init=self.model_init is not None,
+            has_eval_data=self.eval_dataset is not None or self.overrides("get_eval_dataloader"),
+            has_own_checkpointer=self.has_own_checkpointer,
+        )
 
     def report_trial(self, metrics: dict[str, float]) -> None:
         """Tell the search, if there is one, what an evaluation during training gave.

@@ -58,9 +58,6 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         ValueError: arguments ask for what is not there.
     """
 
-    is_in_evaluation = False
-    is_checked = False  # by a preflight, so that it may not run any more
-
     # Running
 
     def train(
@@ -152,6 +149,20 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
             output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
             self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    # Callbacks
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, or an instance of a callback class."""
+        self.callback_handler.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a callback: this object, or the first of this class; None if there is none."""
+        return self.callback_handler.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback: this object, or the first of this class."""
+        self.callback_handler.pop(callback)
 
     # Data
 
