@@ -13,7 +13,7 @@ def test_the_examples_of_the_readme_run(tmp_path, monkeypatch, capsys):
     for program in programs:
         exec(compile(program, "README.md", "exec", dont_inherit=True), {"__name__": "example"})
     printed = capsys.readouterr().out
-    shown = re.search(r"(?:^    .*\n)+(?=\nCalled without)", README, flags=re.MULTILINE)
+    shown = re.search(r"(?:^    .*\n)+(?=\nWithout a list)", README, flags=re.MULTILINE)
     assert printed == "".join(line[4:] for line in shown.group().splitlines(keepends=True))
 
 

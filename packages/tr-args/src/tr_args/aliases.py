@@ -1,6 +1,6 @@
-"""Accept a former name of an argument wherever its present name is accepted.
+"""Accept a former name of an argument wherever its current name is accepted.
 
-`OldNames` lists the former names of training arguments, and says what to do instead of arguments that were removed.
+`OldNames` lists the former names of training arguments. For removed arguments it says what to use instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Alias:
     """A class attribute that stands for a field under a former name.
 
     It can be passed to the constructor, set, read, and given in files and on command lines. The first use of
-    each name in a process logs one warning. A subclass may declare a field of that name: then it is only that.
+    each name in a process logs one warning. If a subclass declares a field of that name, the name means that field.
 
     Attributes:
         target: name of the field.
@@ -56,7 +56,7 @@ class Alias:
         self.name = name
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Any:
-        if instance is None:  # which `dataclass` would take for the default of a field of this name
+        if instance is None:  # otherwise `dataclass` would take it for the default of a field of this name
             raise AttributeError(self.name)
         if self._is_field_of(instance):
             if self.name not in vars(instance):
@@ -66,7 +66,7 @@ class Alias:
         return self.read(getattr(instance, self.target))
 
     def __set__(self, instance: object, value: Any) -> None:
-        # Without a plain default the class has no attribute that would go before this one.
+        # A field without a plain default leaves no class attribute that would override this one.
         if self._is_field_of(instance):
             vars(instance)[self.name] = value
             return
@@ -74,7 +74,7 @@ class Alias:
         setattr(instance, self.target, self.write(value))
 
     def notice(self) -> None:
-        """Log, once a process, that there is a newer name."""
+        """Log the newer name, once a process."""
         if self.name not in _noticed:
             _noticed.add(self.name)
             logger.warning("%s is a former name and still works; the argument is called %s", self.name, self.target)
@@ -89,7 +89,7 @@ class Alias:
 
 @functools.cache
 def aliases(cls: type) -> dict[str, Alias]:
-    """Return the former names that the dataclass `cls` accepts; what it declares under such a name goes before."""
+    """Return the former names that the dataclass `cls` accepts, without those it declares as fields."""
     fields, declared = schema(cls), {field.name for field in dataclasses.fields(cls)}
     return {
         name: value
@@ -100,7 +100,7 @@ def aliases(cls: type) -> dict[str, Alias]:
     }
 
 
-# Arguments that scripts still pass and that nothing replaces one to one: what to do instead.
+# Arguments that scripts still pass and that no other argument replaces one to one. name -> what to do instead
 _RETIRED = {
     "adafactor": "set optim='adafactor'",
     "dispatch_batches": "set it in accelerator_config",
@@ -126,7 +126,7 @@ def _as_ratio(warmup_steps: Any) -> float:
 
 
 class OldNames:
-    """Former names of training arguments; each says so once and means the present one."""
+    """Former names of training arguments. Each logs the current name once, and sets that argument."""
 
     _retired = _RETIRED
 

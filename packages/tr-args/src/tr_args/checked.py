@@ -1,6 +1,6 @@
 """Check and convert the values of a dataclass when they are set, and report all problems at once.
 
-`resolve` converts what a constructor call, a file or a command line gives. It handles former names, unknown names,
+`resolve` converts the values of a constructor call, a file or a command line. It handles former names, unknown names,
 wrong types and missing values. `build` makes the object. `Checked` converts each value that is assigned later.
 """
 
@@ -25,7 +25,7 @@ class Given:
     Attributes:
         value: the value.
         origin: where it came from.
-        name: the name it was given under, where that is not the field's.
+        name: the name it was given under; empty if that is the field's.
     """
 
     value: Any
@@ -34,7 +34,7 @@ class Given:
 
 
 class Resolved(NamedTuple):
-    """Converted values and their origins, by field; and whether every required field has one."""
+    """Converted values and their origins by field. `complete` is true if every required field has a value."""
 
     values: dict[str, Any]
     origins: dict[str, str]
@@ -44,7 +44,7 @@ class Resolved(NamedTuple):
 def resolve(
     cls: type, given: Mapping[str, Given], problems: list[Problem], *, positional: tuple[Any, ...] = ()
 ) -> Resolved:
-    """Convert what is given for the dataclass `cls`; what cannot be used goes to `problems` instead."""
+    """Convert the given values for the dataclass `cls`, and append those it cannot use to `problems`."""
     given = {**_by_position(cls, positional, given, problems), **given}
     known = without_aliases(cls, given, problems)
     values: dict[str, Any] = {}
@@ -78,12 +78,12 @@ def unknown_argument(cls: type, name: str) -> str:
 
 
 def generated_init(cls: type) -> bool:
-    """Return whether the constructor of `cls` takes its fields by name, as one that `dataclass` writes."""
+    """Return whether the constructor of `cls` takes its fields by name, like those that `dataclass` generates."""
     return _parameters(cls) >= set(schema(cls)) and not _is_variadic(cls)
 
 
 def _rename(cls: type, name: str, alias: Alias, item: Given) -> Given:
-    """Return what is given under a former name as a value of the field.
+    """Convert a value given under a former name to one of the field.
 
     Raises:
         RefusedError: the value does not fit the former argument.
@@ -93,7 +93,7 @@ def _rename(cls: type, name: str, alias: Alias, item: Given) -> Given:
 
 
 def without_aliases(cls: type, given: Mapping[str, Given], problems: list[Problem]) -> dict[str, Given]:
-    """Replace former names by the fields they stand for; two names with different values are a problem."""
+    """Replace former names by their fields; two names with different values are a problem."""
     former = aliases(cls)
     known = {name: item for name, item in given.items() if name not in former}
     for name in (name for name in given if name in former):
@@ -156,18 +156,18 @@ def _is_variadic(cls: type) -> bool:
     return bool(cls.__init__.__code__.co_flags & variadic)
 
 
-# A long name that is so near to a field's can only be a slip; other attributes are the user's own business.
+# A long name this similar to a field's is a typo. Users may set any other attribute.
 SLIP = 0.87
 SLIP_LENGTH = 8
 
 Rule = tuple[tuple[str, ...], str]
-"""Names of the fields that do not go together, and what to change."""
+"""Names of fields that contradict each other, and what to change."""
 
 
 class CheckedType(type):
-    """Look at the arguments of a constructor call before the constructor does."""
+    """Check the arguments of a constructor call before the constructor runs."""
 
-    if not TYPE_CHECKING:  # a type checker shall see the dataclass's own constructor
+    if not TYPE_CHECKING:  # type checkers see the dataclass's own constructor
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             """Return a new object, or raise `ArgumentsError` with everything that is wrong."""
@@ -185,12 +185,12 @@ class CheckedType(type):
 class Checked(metaclass=CheckedType):
     """A base for dataclasses whose values are converted to the fields' types on every assignment.
 
-    Former names (`Alias`) and unknown ones are dealt with before the dataclass's own `__init__` runs, so that
-    subclasses declared with `@dataclass` need nothing special.
+    Former names (`Alias`) and unknown names are handled before the dataclass's own `__init__` runs. So subclasses
+    declared with `@dataclass` need nothing special.
 
     Attributes:
-        num_assignments: how many values were assigned since the object was built: who works with the values sees by it
-            that some may have changed.
+        num_assignments: values assigned since the object was built. A reader compares it to see that some may have
+            changed.
     """
 
     num_assignments: ClassVar[int] = 0
@@ -223,9 +223,9 @@ class Checked(metaclass=CheckedType):
         return self._origins.get(name, "default")
 
     def check(self) -> Self:
-        """Fill in what follows from other values, check how all values go together, and return the object.
+        """Fill in values that follow from others, check all values together, and return the object.
 
-        The constructor does this; after assignments it is for whoever uses the values (a Trainer does).
+        The constructor calls it. After assignments, call it before the values are used; a Trainer does.
 
         Raises:
             ArgumentsError: with every problem.
@@ -241,10 +241,10 @@ class Checked(metaclass=CheckedType):
             yield Problem(first, value, message, origin, tuple(others))
 
     def _complete(self) -> None:
-        """Set the fields whose values follow from others."""
+        """Fill in the fields whose values follow from others."""
 
     def _rules(self) -> Iterator[Rule]:
-        """Yield which values do not go together."""
+        """Yield the values that contradict each other."""
         yield from ()
 
     def _refuse_slip(self, name: str) -> None:
@@ -264,12 +264,12 @@ def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] =
     """Return an object of the checked dataclass `cls`.
 
     Args:
-        cls: a subclass of `Checked` with a constructor that `dataclass` generated.
+        cls: a subclass of `Checked` whose constructor was generated by `dataclass`.
         given: values by name, with their origins; former names allowed.
         positional: values in the order of the constructor's positional parameters.
 
     Raises:
-        ArgumentsError: with everything that is wrong with the values, each alone and together.
+        ArgumentsError: with every problem of the values, alone and together.
     """
     problems: list[Problem] = []
     values, origins, complete = resolve(cls, given, problems, positional=positional)
@@ -280,7 +280,7 @@ def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] =
     instance.__dict__["_building"] = True
     try:
         instance.__init__(**values)
-        # Again, for subclasses whose own `__post_init__` does not call this class's.
+        # Repeated for subclasses whose own `__post_init__` does not call this class's.
         instance._complete()
         former = aliases(cls)
         refused = {former[p.field].target if p.field in former else p.field for p in problems}
@@ -288,7 +288,7 @@ def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] =
     except ArgumentsError as error:
         raise ArgumentsError(problems + error.problems) from None
     except Exception as error:
-        if problems:  # it may only have met a default that stands in for a refused value
+        if problems:  # the default in place of a refused value may have caused it
             raise ArgumentsError(problems) from error
         raise
     del instance.__dict__["_building"]

@@ -21,8 +21,8 @@ class Constraint:
     """What a value must be beyond its type.
 
     Attributes:
-        bare: what a command-line flag without a value stands for; `NOTHING` if it needs one.
-        separator: what joins several words of a command line into text that `before` reads; None leaves them a list.
+        bare: value of a command-line flag without a value; `NOTHING` if it needs one.
+        separator: text that joins several words of a command line for `before`; None leaves them a list.
         secret: whether the value must never be shown.
     """
 
@@ -31,11 +31,11 @@ class Constraint:
     secret = False
 
     def before(self, value: Any) -> Any:
-        """Return what is to be converted to the type instead of `value`."""
+        """Return the value to convert to the type."""
         return value
 
     def after(self, value: Any) -> Any:
-        """Return the checked value; raises `RefusedError` with what is needed."""
+        """Return the checked value, or raise `RefusedError` with what is needed."""
         return value
 
 
@@ -72,7 +72,7 @@ class Above(Constraint):
 
 @dataclass(frozen=True)
 class Between(Constraint):
-    """A number from `low` to `high`, or above `low` where `open_start` and below `high` where `open_end`."""
+    """A number from `low` to `high`; `open_start` excludes `low`, `open_end` excludes `high`."""
 
     low: float
     high: float
@@ -127,8 +127,8 @@ class CommaSeparated(Constraint):
     """A list that may be given as text with commas.
 
     Attributes:
-        nothing: a word that stands for the empty list.
-        unset: what None stands for; by default the empty list.
+        nothing: a word that means the empty list.
+        unset: the value that replaces None; by default the empty list.
     """
 
     nothing: str = ""
@@ -152,7 +152,7 @@ class CommaSeparated(Constraint):
 
 @dataclass(frozen=True)
 class UserPath(Constraint):
-    """A path in which `~` is the user's home; values that are no text pass."""
+    """A path in which `~` is the user's home; values that are not text are accepted as they are."""
 
     def after(self, value: Any) -> Any:
         """Return the path with `~` expanded."""
@@ -171,14 +171,14 @@ def _utf_8(path: str) -> str:
 
 @dataclass(frozen=True)
 class Secret(Constraint):
-    """A value that appears in no message, file or log."""
+    """A value that is never written to a message, file or log."""
 
     secret = True
 
 
 @dataclass(frozen=True)
 class RepositoryName(Constraint):
-    """The name of a repository, `owner/name` or `name`; an address is refused, for it may hold a token."""
+    """The name of a repository, `owner/name` or `name`. Addresses are refused, because they may hold a token."""
 
     def after(self, value: Any) -> Any:
         """Return `value` if it is no address."""

@@ -1,8 +1,7 @@
-"""Turn a value from a call, a file or a command line into what a type annotation promises, or refuse it.
+"""Convert a value from a call, a file or a command line to the type of an annotation, or refuse it.
 
-Text is read by one rule wherever it comes from: it is converted to the type, and where a type leaves a choice
-(`bool | str`), text that is JSON of one of its members (`true`, `null`, `[..]`, `{..}`, a number) becomes
-that.
+One rule holds for text from every source: it is converted to the type. Where a type leaves a choice (`bool | str`),
+JSON of one of its members (`true`, `null`, `[..]`, `{..}`, a number) becomes that member.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 def convert(value: Any, hint: Any) -> Any:
     """Return `value` as the type `hint`.
 
-    Types this module does not know let every value pass that is not text; text is handed to the type.
+    Types this module does not know accept every value that is not text. They are called with text.
 
     Raises:
-        RefusedError: it cannot be done without losing something; says what is needed.
+        RefusedError: the value does not fit, or would lose information; says what is needed.
     """
     origin = get_origin(hint)
     if origin is Annotated:
@@ -73,7 +72,7 @@ def convert_field(spec: FieldSpec, value: Any) -> Any:
 def _single(value: Any, kind: Any) -> Any:
     if kind in _SCALARS:
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
-            value = value.item()  # a number of numpy or torch; from a device this waits for it
+            value = value.item()  # a number of numpy or torch. Sync: if it is on a device.
         return _SCALARS[kind](value)
     if isinstance(kind, type):
         if issubclass(kind, Enum):
@@ -116,7 +115,7 @@ def _union(value: Any, members: tuple[Any, ...]) -> Any:
 
 
 def _text_or_json(text: str, members: tuple[Any, ...]) -> Any:
-    """Read text where text is allowed, but JSON of another member means that member."""
+    """Keep text, unless it is JSON of another member of the union."""
     stripped = text.strip()
     try:
         parsed = load_json(stripped.lower() if stripped.lower() in ("true", "false", "null") else stripped)

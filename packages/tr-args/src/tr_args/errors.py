@@ -1,4 +1,4 @@
-"""Report all problems with a set of arguments at once, and suggest the name that a misspelt one was meant to be."""
+"""Report all problems with a set of arguments at once, and suggest the right name for a misspelt one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from tr_args.bounded_text import printable
 from tr_args.masking import MASK, is_secret_name, mask_secrets
 
-# Shorter names are part of too many others to say anything.
+# Shorter names are part of too many others to be a hint.
 LEAST_PART = 5
-# Longer ones are no slips, and comparing letters takes the product of the lengths.
+# Longer names are no typos, and comparing letters takes time in the product of the lengths.
 LONGEST = 200
-MOST_GUESSED = 50  # unknown names for which the one that was meant is looked for: that takes a millisecond each
+MOST_GUESSED = 50  # unknown names for which a similar one is searched: a millisecond each
 
 
 def closest(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
     """Return the name in `known` that `name` most resembles, or None if none comes near.
 
     Args:
-        name: what was written.
-        known: what could have been meant.
+        name: the name as written.
+        known: names it could mean.
         cutoff: least similarity, from 0 (anything) to 1 (equal).
     """
     if len(name) > LONGEST:
@@ -34,12 +34,12 @@ def closest(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | No
 
 
 def did_you_mean(name: str, known: Iterable[str], *, also: Iterable[str] = (), prefix: str = "") -> str:
-    """Return `; did you mean NAME?` for what `name` may have been meant to be, or an empty string.
+    """Return `; did you mean NAME?` with the most similar names, or an empty string.
 
     Args:
-        name: what was written.
-        known: what could have been meant; the nearest name, or up to three of which `name` is a part.
-        also: what could have been meant too, if it is the nearest.
+        name: the name as written.
+        known: names it could mean; the nearest one is suggested, or up to three that contain `name`.
+        also: further names, suggested only if one of them is the nearest.
         prefix: put before the names.
     """
     known = list(known)
@@ -54,12 +54,12 @@ class _Nothing(Enum):
 
 
 NOTHING: Any = _Nothing.NOTHING
-"""Stands for 'there is no value', where None is a value like others."""
+"""Marks a missing value where None is a valid value."""
 
 
 class _Shortener(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
-        return super().repr_str(mask_secrets(x), level)  # before it is cut: of half a token nobody sees what it is
+        return super().repr_str(mask_secrets(x), level)  # before it is cut: half a token is not recognised as one
 
 
 _shortener = _Shortener()
@@ -69,12 +69,12 @@ _shortener.maxlist = _shortener.maxdict = 10
 
 _MOST_SHOWN = 100  # problems
 _LARGEST_SHOWN_BITS = 512
-_LONGEST_WORDS = 200  # of what a message repeats of a file or a library
+_LONGEST_WORDS = 200  # characters that a message quotes from a file or a library
 _LONGEST_MESSAGE = 2_000
 
 
 class RefusedError(ValueError):
-    """A value cannot be taken; the text says what is needed instead and starts with a verb."""
+    """A value does not fit; the text says what is needed instead and starts with a verb."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        field: name of the argument as the user spelled it; empty where it concerns none (an unreadable file).
+        field: name of the argument as the user spelled it; empty if none is involved (an unreadable file).
         value: what was given; `NOTHING` where the problem is not about a value.
         message: what is needed, or what to change.
         origin: where the value came from: `default`, `call`, `assignment`, `file NAME`, `environment VAR`,
@@ -114,10 +114,10 @@ class Problem:
 
 
 class ArgumentsError(ValueError):
-    """Arguments cannot be used as they are; lists every problem found, not only the first.
+    """Arguments cannot be used as they are. It lists every problem found, not only the first.
 
     Attributes:
-        problems: what is wrong, in the order found.
+        problems: the problems, in the order found.
     """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -141,11 +141,11 @@ def show(value: object) -> str:
         return f"a whole number of {value.bit_length():,} bits"
     try:
         return _shortener.repr(value)
-    except ValueError:  # it holds a whole number that Python refuses to write
+    except ValueError:  # it holds a whole number that Python refuses to convert to text
         return f"a {type(value).__name__} with a number of too many digits"
 
 
 def cut(text: str, most: int = _LONGEST_WORDS) -> str:
-    """Return a text, or its beginning and its length where a message would be too long with all of it."""
+    """Return a text, or its beginning and its length if it is too long for a message."""
     text = mask_secrets(text)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"

@@ -1,6 +1,6 @@
-"""Name what a training argument changes, beside its type: `Annotated[Beta, Numbers.OPTIMIZER]` stands at its field.
+"""State at a field what a training argument changes: `Annotated[Beta, Numbers.OPTIMIZER]`.
 
-Code that treats arguments differently asks `tr_args.schema.facts` for their names, so that it needs no list of them.
+Code that treats some arguments differently gets their names from `tr_args.schema.facts`. So it needs no list of names.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Numbers(Fact, Enum):
 
 
 class Set(Fact, Enum):
-    """When the argument is read for the last time."""
+    """When the argument must be set."""
 
     AT_CONSTRUCTION = "at construction"
-    """When a Trainer is built, or the argument is set by a hyper-parameter search itself: a trial cannot set it."""
+    """Before a Trainer is built. A trial of a hyper-parameter search cannot set it."""
 
 
 @dataclass(frozen=True)
 class GroupOption(Fact):
-    """The option of the optimizer's parameter groups that the argument sets; without one it may set any."""
+    """The option of the optimizer's parameter groups that the argument sets. An argument without one may set any."""
 
     name: str
 

@@ -19,7 +19,7 @@ from tr_args.constraints import Constraint
 from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, RefusedError, closest, cut
 from tr_args.flags import FlagTable
 
-# A key of more dotted parts than there may be levels: each would cost the parser a walk through all those before it.
+# A key with more dotted parts than levels are allowed. The parser would walk through all earlier parts for each.
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _CHAIN = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MOST_LEVELS}}}")
 
@@ -27,15 +27,15 @@ _CHAIN = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MOST_LEVEL
 def read_mapping(path: str | os.PathLike[str], kind: str | None = None) -> dict[str, Any]:
     """Return the mapping in a file.
 
-    YAML is read by the rules of YAML 1.2 for plain scalars: `5e-5` is a number, `no` is text. A key that is
-    there twice is refused in every format. An empty YAML or TOML file is an empty mapping.
+    Plain scalars of YAML follow YAML 1.2: `5e-5` is a number, `no` is text. Duplicate keys are refused in every
+    format. An empty YAML or TOML file is an empty mapping.
 
     Args:
         path: the file; `~` is the home folder.
-        kind: `yaml`, `toml` or `json`; None goes by the file's ending.
+        kind: `yaml`, `toml` or `json`; None uses the file's ending.
 
     Raises:
-        ArgumentsError: there is no such file, or it does not hold a mapping in its format; says where.
+        ArgumentsError: the file does not exist, or does not hold a mapping in its format; says where.
     """
     try:
         reader, most_bytes = _reader(Path(path), kind)
@@ -44,7 +44,7 @@ def read_mapping(path: str | os.PathLike[str], kind: str | None = None) -> dict[
     except (RefusedError, ContentError) as refusal:
         raise ArgumentsError([Problem("", NOTHING, cut(str(refusal)), f"file {path}")]) from None
     except RecursionError:
-        # Deeper than this is refused in words; whoever calls from far down may have less room.
+        # Deeper nesting has its own message. A caller deep in other calls has less stack left.
         message = "cannot be read from so deep within other calls"
         raise ArgumentsError([Problem("", NOTHING, message, f"file {path}")]) from None
 
@@ -87,7 +87,7 @@ def _read_toml(text: str) -> Any:
 
 
 def _read_yaml(text: str) -> Any:
-    # Imported here because few programs read YAML and its import is most of this package's.
+    # Imported here: few programs read YAML, and its import is most of this package's import time.
     from tr_args.yaml_loader import load
 
     return load(text)
@@ -104,7 +104,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], int]] = {
 class ConfigFile(Constraint):
     """A mapping, JSON text of one, or the path of a JSON, YAML or TOML file that holds one.
 
-    None stands for the empty mapping.
+    None means the empty mapping.
     """
 
     def before(self, value: Any) -> Any:
@@ -121,15 +121,15 @@ class ConfigFile(Constraint):
         return value
 
 
-MOST_WORDS_BYTES = 1 << 20  # of a file of arguments
+MOST_WORDS_BYTES = 1 << 20  # largest file of arguments
 
 
 class Sources:
-    """Values by dataclass and field. What is added later wins.
+    """Values by dataclass and field. Values that are added later win.
 
     Attributes:
         given: for each dataclass, its fields' values.
-        problems: what was wrong with the sources.
+        problems: the problems of the sources.
     """
 
     def __init__(self, table: FlagTable) -> None:
@@ -138,15 +138,14 @@ class Sources:
         self.problems: list[Problem] = []
 
     def add(self, values: Mapping[str, Any], origin: str, *, allow_extra: bool = False) -> None:
-        """Add values by name: those of fields, former names, aliases.
+        """Add values by the names of fields, former names and aliases.
 
-        A name of one of the dataclasses (`TrainingArguments` or `training_arguments`) may hold a mapping of
-        its fields.
+        The name of a dataclass (`TrainingArguments` or `training_arguments`) may hold a mapping of its fields.
 
         Args:
             values: the values.
             origin: where they come from.
-            allow_extra: leave out unknown names instead of noting a problem.
+            allow_extra: ignore unknown names instead of recording a problem.
         """
         given: dict[str, Given] = {}
         for name, value in values.items():
@@ -159,13 +158,13 @@ class Sources:
         self._add_layer(given)
 
     def _add_layer(self, given: Mapping[str, Given]) -> None:
-        """Add values of known names that are equal in rank: two different ones for a field are a problem."""
+        """Add values of one source under known names; two different values for a field are a problem."""
         layer: dict[type, dict[str, Given]] = {cls: {} for cls in self._table.classes}
         for name, item in given.items():
             option = self._table.named(name)
             if option is None:
                 continue
-            # Names with `-` and aliases of a field's metadata mean the field; former names come below.
+            # Names with `-` and aliases of a field's metadata mean the field. Former names follow below.
             if option.name in layer[option.cls]:
                 message = f"has {option.name} twice, in two spellings; keep one"
                 self.problems.append(Problem(name, NOTHING, message, item.origin))
@@ -184,7 +183,7 @@ class Sources:
         return [cls.__name__ for cls in self._table.classes]
 
     def add_environment(self, prefix: str) -> None:
-        """Add environment variables called `prefix` and a name in capitals; a near miss is a problem."""
+        """Add environment variables called `prefix` and a name in capitals; a similar unknown name is a problem."""
         names = {f"{prefix}{name.upper()}": name for name in self._table.options if name.isidentifier()}
         given: dict[str, Given] = {}
         for variable, value in os.environ.items():

@@ -16,7 +16,7 @@ from tr_args.schema import FieldSpec, schema
 
 
 class Shape(Enum):
-    """How many words of a command line a flag takes: one, one or none, or any number."""
+    """How many words of a command line a flag takes: one (ONE), one or none (SWITCH), or any number (MANY)."""
 
     ONE = "one"
     SWITCH = "switch"
@@ -41,17 +41,17 @@ class Option:
 
     @property
     def kinds(self) -> set[Any]:
-        """The types a value may have, without their parameters."""
+        """The types that a value may have, without their parameters."""
         return {get_origin(member) or member for member in members(self.hint)}
 
     @property
     def is_switch(self) -> bool:
-        """Whether true and false are values, so that there is a `--no_NAME`."""
+        """Whether true and false are values. Only then `--no_NAME` exists."""
         return bool in self.kinds
 
     @property
     def bare(self) -> Any:
-        """What the flag alone stands for; `NOTHING` if it needs a value."""
+        """The value of the flag alone; `NOTHING` if it needs one."""
         constraint = next((item for item in self.spec.constraints if item.bare is not NOTHING), None)
         if constraint is not None:
             return constraint.bare
@@ -59,7 +59,7 @@ class Option:
 
     @property
     def separator(self) -> str | None:
-        """What joins several words into one text; None if they stay a list."""
+        """Text that joins several words; None if they stay a list."""
         return next((item.separator for item in self.spec.constraints if item.separator is not None), None)
 
     @property
@@ -72,7 +72,7 @@ class Option:
 
     @property
     def metavar(self) -> str | None:
-        """What stands for the value in a help page; None for a switch."""
+        """The placeholder of the value in a help page; None for a switch."""
         if self.shape is Shape.SWITCH:
             return None
         words = [word for member in members(self.hint) for word in _metavars(member)]
@@ -80,11 +80,11 @@ class Option:
 
 
 class FlagTable:
-    """All names of a list of dataclasses, and what they stand for.
+    """All names of a list of dataclasses, and what they mean.
 
     Attributes:
         classes: the dataclasses, in order.
-        options: what each name stands for: fields, former names and `aliases` metadata, without leading `--`.
+        options: the option of each name: fields, former names and `aliases` metadata, without leading `--`.
     """
 
     def __init__(self, classes: Iterable[type]) -> None:
@@ -120,11 +120,11 @@ class FlagTable:
         self.options[name] = option
 
     def named(self, name: str) -> Option | None:
-        """Return what a name in a file stands for; `-` and `_` are the same."""
+        """Return the option of a name in a file; `-` and `_` are the same."""
         return self.options.get(name) or self.options.get(name.replace("-", "_"))
 
     def flag(self, flag: str) -> tuple[Option, bool] | None:
-        """Return what a flag such as `--learning-rate` or `-l` stands for, and whether it is a `no_` form."""
+        """Return the option of a flag such as `--learning-rate` or `-l`, and whether it is a `no_` form."""
         if not flag.startswith("--"):
             option = self.options.get(flag)
             return (option, False) if option and flag.startswith("-") else None
@@ -135,7 +135,7 @@ class FlagTable:
         return (option, True) if option is not None and option.is_switch and name.startswith("no_") else None
 
     def unknown(self, name: str) -> str:
-        """Return the message for a name or flag that stands for nothing."""
+        """Return the message for an unknown name or flag."""
         dashes = "--" if name.startswith("--") else ""
         plain = name.removeprefix("--").replace("-", "_")
         for cls in self.classes:
@@ -147,7 +147,7 @@ class FlagTable:
         hint = did_you_mean(plain, fields, also=also, prefix=dashes)
         if "-" in name.removeprefix("--") and "_" not in name:
             hint = hint.replace("_", "-")
-        shown = name if name.isprintable() and " " not in name else repr(name)  # or what differs would not be seen
+        shown = name if name.isprintable() and " " not in name else repr(name)  # repr shows invisible characters
         return f"unknown argument {shown}{hint}"
 
 
@@ -180,10 +180,10 @@ def _metavars(member: Any) -> list[str]:
 
 @dataclass
 class Scan:
-    """What a command line holds.
+    """The content of a command line.
 
     Attributes:
-        values: what was given, by the name it was given under; the last one where a name is repeated.
+        values: the values by the name they were given under; the last one if a name is repeated.
         config_files: files named by the configuration flag, in order.
         rest: words that belong to no known flag, in order.
         problems: flags without their value and the like.
@@ -196,7 +196,7 @@ class Scan:
 
 
 class Scanner:
-    """Reads words by a table of flags. A flag is known only by its whole name."""
+    """Read words by a table of flags. A flag must be written in full."""
 
     def __init__(self, table: FlagTable, *, config_flag: str | None, foreign: Collection[str], origin: str) -> None:
         """Prepare to scan.
@@ -204,8 +204,8 @@ class Scanner:
         Args:
             table: the flags.
             config_flag: the flag that names a configuration file, or None.
-            foreign: flags that somebody else reads; they end a list of values.
-            origin: where the words are from, for messages.
+            foreign: flags that other code reads; they end a list of values.
+            origin: source of the words, for messages.
         """
         self._table = table
         self._config_flag = config_flag
@@ -213,7 +213,7 @@ class Scanner:
         self._origin = origin
 
     def scan(self, words: Sequence[str]) -> Scan:
-        """Return what `words` hold."""
+        """Return the flags, values and other words in `words`."""
         result = Scan()
         position = 0
         while position < len(words):
@@ -221,7 +221,7 @@ class Scanner:
         return result
 
     def _next(self, words: Sequence[str], position: int, result: Scan) -> int:
-        """Take the flag at `position` with its values, or leave that word; returns the next position."""
+        """Read the flag at `position` with its values, or leave that word, and return the next position."""
         word = words[position]
         if word == "--":
             result.rest += words[position:]
@@ -231,7 +231,7 @@ class Scanner:
         if match is None and flag != self._config_flag:
             result.rest.append(word)
             return position + 1
-        # Not before it is a flag: looked for behind each word, the end of a long list costs time in its square.
+        # Only after a flag: searching the end of a long list behind each word takes quadratic time.
         following = [inline] if equals else self._following(words, position + 1)
         if match is None or flag == self._config_flag:
             return position + self._take_config(flag, following, result) + (0 if equals else 1)
@@ -252,7 +252,7 @@ class Scanner:
         return 1
 
     def _take(self, option: Option, flag: str, following: list[str], negated: bool, result: Scan) -> int:
-        """Note the value of `option`; returns how many of the following words it took."""
+        """Record the value of `option`, and return how many of the following words it took."""
         if negated:
             result.values[option.name] = False
             return 0
@@ -270,7 +270,7 @@ class Scanner:
         return len(following)
 
     def _following(self, words: Sequence[str], start: int) -> list[str]:
-        """Return the words from `start` on that can be values."""
+        """Return the words from `start` up to the next flag."""
         end = start
         while end < len(words) and not self._is_flag(words[end]):
             end += 1
@@ -284,7 +284,7 @@ class Scanner:
 
 
 def _joined(option: Option, words: list[str]) -> Any:
-    """Return one word as it is, several as a list or as the text of one."""
+    """Return one word as it is, and several as a list or joined to text."""
     if option.shape is Shape.MANY and option.separator is not None:
         return option.separator.join(words)
     return words if option.shape is Shape.MANY and len(words) > 1 else words[0]

@@ -14,8 +14,8 @@ from tr_args.types.choices import HubStrategy, IntervalStrategy, SaveStrategy
 class GroupedSetters:
     """Methods that set a topic's arguments at once and return the object.
 
-    What is not given goes to the field's default. All values are checked alone, and none is set if one does
-    not fit; how they go together is checked by `check`.
+    Arguments that are not given are set to their defaults. All values are checked alone, and none is set if one does
+    not fit. `check` checks them together.
     """
 
     def set_training(
@@ -30,7 +30,7 @@ class GroupedSetters:
         seed: int = 42,
         activation_checkpointing: bool = False,
     ) -> Self:
-        """Set what a training run consists of, and `do_train`."""
+        """Set learning rate, batch size, length and the like of a training run, and `do_train`."""
         return self._set(
             do_train=True,
             learning_rate=learning_rate,
@@ -95,7 +95,7 @@ class GroupedSetters:
         on_each_node: bool = True,
         replica_level: str = "warning",
     ) -> Self:
-        """Set what is logged, when and where."""
+        """Set when, where and how much is logged."""
         return self._set(
             logging_strategy=strategy,
             logging_steps=steps,
@@ -139,7 +139,7 @@ class GroupedSetters:
         epsilon: float = 1e-8,
         args: str | dict[str, Any] | None = None,
     ) -> Self:
-        """Set the optimizer and its numbers."""
+        """Set the optimizer and its options."""
         return self._set(
             optim=name,
             learning_rate=learning_rate,
@@ -153,7 +153,7 @@ class GroupedSetters:
     def set_lr_scheduler(
         self, name: str = "linear", num_epochs: float = 3.0, max_steps: int = -1, warmup_steps: float = 0
     ) -> Self:
-        """Set the schedule and what its length comes from."""
+        """Set the schedule and its length."""
         return self._set(
             lr_scheduler_type=name,
             num_train_epochs=num_epochs,

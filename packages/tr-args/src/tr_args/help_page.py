@@ -1,6 +1,6 @@
 """Lay out the flags of a parser by topic, each with the help text of its field.
 
-The help text of a field is what its metadata says, or the text that stands under it in the class.
+The help text of a field comes from its metadata, or from the string under it in the class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def field_help(spec: FieldSpec) -> str:
 
 @functools.cache
 def _texts_under_fields(cls: type) -> dict[str, str]:
-    """Return the string literals that stand under the fields of `cls`; none where there is no source."""
+    """Return the string literals under the fields of `cls`; none without source code."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
@@ -60,7 +60,7 @@ def add_sections(formatter: argparse.HelpFormatter, table: FlagTable) -> None:
 
 
 def as_action(option: Option, table: FlagTable) -> argparse.Action:
-    """Return an argparse action that looks like the option in a help page; it parses nothing."""
+    """Return an argparse action that shows the option in a help page; it parses nothing."""
     metavar = option.metavar
     return argparse.Action(
         option_strings=list(flag_names(option, table)),
@@ -82,7 +82,7 @@ def flag_names(option: Option, table: FlagTable) -> Iterator[str]:
 
 
 def default_text(option: Option) -> str:
-    """Return an option's default as one would write it on a command line; empty if it says nothing."""
+    """Return an option's default as written on a command line; empty for None, lists and mappings."""
     default: Any = None if option.spec.required else option.spec.make_default()
     if isinstance(default, Enum):
         default = default.value

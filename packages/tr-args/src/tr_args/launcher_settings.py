@@ -1,7 +1,7 @@
-"""Fill the arguments that nobody set from what `accelerate launch` and `trainer launch` put into the environment.
+"""Fill unset arguments from the variables of `accelerate launch` and `trainer launch`.
 
-These launchers take precision, sharding and the like from their own file or flags and hand them on in variables. An
-argument that a call, a file or the command line gives goes before the launcher's.
+These launchers read precision, sharding and the like from their own file or flags, and pass them on in variables. An
+argument from a call, a file or the command line overrides the launcher's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tr_args.conversion import FALSE_WORDS, TRUE_WORDS
 from tr_args.errors import ArgumentsError, Problem
 from tr_args.types.sharding import SHARDING, SIZES
 
-# variable -> why what it asks for cannot be had
+# variable -> why its setting is not supported
 _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has a training loop of its own; launch with FSDP or DeepSpeed",
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": "models are compiled with graph breaks allowed; leave it out",
@@ -37,19 +37,19 @@ _FSDP_KEYS = {
     "FSDP_USE_ORIG_PARAMS": "use_orig_params",
 }
 
-# Fields, their values, and the variable they come from; the fields are filled together, if nobody set one of them.
+# Fields with their values, and the variable they come from. They are filled together, only if all of them are unset.
 _Wish = tuple[dict[str, Any], str]
 
 
 def follow_launcher(args: Checked, environ: Mapping[str, str] | None = None) -> None:
-    """Fill in what the launcher's variables say; filling in twice changes nothing.
+    """Fill unset arguments from the launcher's variables; a second call changes nothing.
 
     Args:
         args: the arguments.
         environ: the variables; None reads those of this process.
 
     Raises:
-        ArgumentsError: a variable asks for what cannot be had.
+        ArgumentsError: a variable has a setting that is not supported.
     """
     variables = os.environ if environ is None else environ
     if not any(name.startswith("ACCELERATE_") for name in variables):
@@ -66,7 +66,7 @@ def follow_launcher(args: Checked, environ: Mapping[str, str] | None = None) -> 
 
 
 def filled_by_launcher(args: Checked) -> dict[str, str]:
-    """Return the fields that the launcher's variables filled, with the variable of each."""
+    """Return the fields that were filled from the launcher's variables, with the variable of each."""
     origins = {name: args.origin(name) for name in args.__dataclass_fields__}
     prefix = "environment ACCELERATE_"
     return {name: origin.split()[1] for name, origin in origins.items() if origin.startswith(prefix)}
@@ -122,14 +122,14 @@ def _sharding(variables: Mapping[str, str]) -> dict[str, Any]:
         value = variables.get(variable, "none")
         if value.lower() != "none":
             config[key] = value.lower() if key == "backward_prefetch" else value
-    # What accelerate launch sets whether or not it was asked to counts only where it can act.
+    # accelerate launch sets these without being asked to, so they count only where they have an effect.
     policy = config.get("auto_wrap_policy")
     if policy == "SIZE_BASED_WRAP" and variables.get("FSDP_MIN_NUM_PARAMS"):
         config["min_num_params"] = variables["FSDP_MIN_NUM_PARAMS"]
     classes = variables.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
     if policy in (None, "TRANSFORMER_BASED_WRAP") and classes != "None":
         config["transformer_layer_cls_to_wrap"] = [name.strip() for name in classes.split(",")]
-    # FSDP_VERSION is not looked at: shards are those of torch's fully_shard, FSDP2, whose own key this is.
+    # FSDP_VERSION is ignored otherwise: models are always sharded by FSDP2, and this key belongs to it.
     reshards = variables.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
     if variables.get("FSDP_VERSION") == "2" and reshards in FALSE_WORDS:
         config["reshard_after_forward"] = False
@@ -137,7 +137,7 @@ def _sharding(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _spread(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the sizes; those that are not numbers stay as they are, for the argument's own check."""
+    """Return the sizes. Text that is no number stays, and the argument's own check refuses it."""
     names = {size: f"PARALLELISM_CONFIG_{size.upper()}" for size in SIZES}
     given = {size: variables[name] for size, name in names.items() if name in variables}
     return {size: int(value) if value.isdigit() else value for size, value in given.items()}

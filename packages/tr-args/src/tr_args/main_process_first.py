@@ -1,4 +1,4 @@
-"""Let one process do something before the others do, without a process group."""
+"""Run a block in one process before the others, without a process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.02
-# How long a failing main process waits for the others to come and hear about it.
+# How long a failing main process waits until the others have read its error.
 GRACE_S = 5.0
 
 _calls = itertools.count()
@@ -26,11 +26,10 @@ _calls = itertools.count()
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where processes meet: a folder that all of them reach.
+    """A folder in which processes meet; all of them can reach it.
 
-    Every waiting process writes a request with a number nobody else has drawn, and goes on only when it gets
-    the answer to exactly that number; so files that an earlier, broken run left behind are never mistaken for
-    an answer.
+    Every waiting process writes a request with a unique number, and continues only after the answer to that number.
+    So files of an earlier, broken run are never mistaken for an answer.
 
     Attributes:
         folder: holds the requests (`want-RANK`), answers (`done-RANK-NUMBER`) and receipts
@@ -46,7 +45,7 @@ class Meeting:
     desc: str
 
     def wait(self, rank: int) -> None:
-        """Return once the main process is done.
+        """Wait until the main process is done.
 
         Raises:
             RuntimeError: the main process failed, with its error's text.
@@ -71,13 +70,13 @@ class Meeting:
             raise RuntimeError(f"the main process failed in {self.desc!r}: {failure}")
 
     def answer(self, *, failure: str = "") -> None:
-        """Let every waiting process go on; returns once all have come, and removes the folder.
+        """Answer every waiting process, wait until all have read it, and remove the folder.
 
         Args:
-            failure: text of the error that the main process met; empty if it was done well.
+            failure: text of the main process's error; empty if it succeeded.
 
         Raises:
-            TimeoutError: some never came; not raised after a failure.
+            TimeoutError: some process never came; not raised after a failure.
         """
         patience = min(self.timeout_s, GRACE_S) if failure else self.timeout_s
         deadline = time.monotonic() + patience
@@ -97,7 +96,7 @@ class Meeting:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _answer_one(self, rank: int, failure: str) -> bool:
-        """Answer the request of `rank`, if there is one; returns whether it has read the answer."""
+        """Answer the request of `rank`, if there is one, and return whether it has read the answer."""
         try:
             number = (self.folder / f"want-{rank}").read_text()
         except FileNotFoundError:
@@ -112,7 +111,7 @@ class Meeting:
 def first(rank: int, size: int, *, timeout_s: float, desc: str, shared: Path | None = None) -> Iterator[None]:
     """Run the body on rank 0, then on the others.
 
-    Every process must enter it equally often. Costs nothing with one process.
+    Every process must enter it equally often. With one process it costs nothing.
 
     Args:
         rank: number of this process among those that meet; 0 is the main one.
@@ -122,10 +121,10 @@ def first(rank: int, size: int, *, timeout_s: float, desc: str, shared: Path | N
         shared: folder to meet in that all machines reach; None for processes of one machine.
 
     Raises:
-        RuntimeError: (not on rank 0) the body failed on rank 0; or the folder to meet in is somebody else's.
+        RuntimeError: (not on rank 0) the body failed on rank 0; or another user owns the folder to meet in.
         TimeoutError: the others did not come in time.
     """
-    call = next(_calls)  # counted by lone processes too: on another machine the same call may be a meeting of several
+    call = next(_calls)  # single processes count too: on another machine the same call may involve several
     if size == 1:
         yield
         return
@@ -153,22 +152,22 @@ def _place(call: int, shared: Path | None) -> Path:
     )
     launch = [os.environ.get(name, "") for name in names]
     if not any(launch):
-        # Processes that no launcher describes are children of one parent.
+        # Without a launcher's variables, the processes are children of one parent.
         launch.append(str(os.getppid()))
     if shared is None:
         launch.append(socket.gethostname())
     key = hashlib.sha256("\0".join(launch).encode()).hexdigest()[:16]
-    user = getattr(os, "getuid", lambda: 0)()  # elsewhere the folder for temporary files is a user's own
+    user = getattr(os, "getuid", lambda: 0)()  # systems without it have a temporary folder for each user
     folder = (shared or Path(tempfile.gettempdir())) / f".tr-first-{user}-{key}-{call}"
     _make_own(folder)
     return folder
 
 
 def _make_own(folder: Path) -> None:
-    """Make a folder for this user alone; its name can be guessed, so one that is there already may be a trap.
+    """Make a folder for this user alone. Its name can be guessed, so an existing one may be a trap.
 
     Raises:
-        RuntimeError: what is there is no folder, or is somebody else's.
+        RuntimeError: the path is no folder, or another user's.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -177,7 +176,7 @@ def _make_own(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         problem = "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
     elif not hasattr(os, "geteuid") or not os.stat(folder.parent).st_mode & stat.S_IWOTH:
-        return  # nobody else can have put it there, whoever the file system says it belongs to
+        return  # no other user can write to the parent, so the owner does not matter
     elif found.st_uid != os.geteuid():
         problem = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -191,7 +190,7 @@ def _make_own(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is either absent or complete to whoever looks."""
+    """Write a file atomically: readers find it absent or complete."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     temporary.write_text(text)
     temporary.replace(path)

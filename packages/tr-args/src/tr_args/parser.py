@@ -22,15 +22,15 @@ MOST_LEFT = 2_000  # flags that belong to no dataclass
 class ArgumentParser(argparse.ArgumentParser):
     """A parser whose flags are the fields of dataclasses.
 
-    Values come from the dataclasses' defaults, then configuration files (`--config`), environment variables
-    where asked for, `.args` files, and the command line; later ones win. Flags may be written with `_` or
-    `-`, must be written in full, and take `--name value` or `--name=value`. Lists take several words,
-    mappings JSON, switches `--flag`, `--flag false` and `--no-flag`.
+    Values come from the dataclasses' defaults, configuration files (`--config`), environment variables (with
+    `env_prefix`), `.args` files and the command line; later ones win. Flags must be written in full, with `_` or `-`,
+    as `--name value` or `--name=value`. Lists take several words, mappings take JSON. Switches take `--flag`,
+    `--flag false` and `--no-flag`.
 
-    Further arguments can be added with `add_argument`; they are returned as a namespace.
+    `add_argument` adds further arguments; they are returned as a namespace.
 
     Attributes:
-        origins: after parsing, where each given field's value came from.
+        origins: after parsing, the source of each given field's value.
     """
 
     def __init__(
@@ -41,14 +41,13 @@ class ArgumentParser(argparse.ArgumentParser):
         env_prefix: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make the flags.
+        """Build the flags.
 
         Args:
             dataclass_types: one dataclass or several.
             config_flag: flag that names a configuration file; not used if a dataclass has a field of that
                 name.
-            env_prefix: read environment variables of this prefix and a field's name in capitals; None reads
-                none.
+            env_prefix: prefix of environment variables, before a field's name in capitals; None reads none.
             **kwargs: passed on to `argparse.ArgumentParser`.
 
         Raises:
@@ -86,18 +85,17 @@ class ArgumentParser(argparse.ArgumentParser):
         Args:
             args: its words; None takes this program's.
             return_remaining_strings: return words that no flag takes, instead of refusing them.
-            look_for_args_file: without `args`, also read the file beside the script that is called like it
-                but ends in `.args`, if there is one.
-            args_filename: file of further arguments, which those of the command line override.
+            look_for_args_file: without `args`, also read `SCRIPT.args` beside the script, if it exists.
+            args_filename: file of further arguments; the command line overrides them.
             args_file_flag: flag that names such a file; it can be repeated.
 
         Returns:
             One object for each dataclass, in order; then a namespace, if arguments were added by hand; then
-            the list of remaining words, if it was asked for.
+            the list of remaining words, if requested.
 
         Raises:
-            ArgumentsError: with everything that is wrong. For this program's own command line (`args` is
-                None) it is written to stderr and the program ends with code 2.
+            ArgumentsError: with every problem. For this program's own command line (`args` is None) it is written to
+                stderr instead, and the program ends with code 2.
         """
         try:
             files = self._args_files(args, look_for_args_file, args_filename)
@@ -112,7 +110,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - one for all overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Return one namespace with the values of all fields and arguments, and the words that nothing takes.
+        """Return one namespace with the values of all fields and arguments, and the words that no flag takes.
 
         `parse_args` uses it too. Ends the program with code 2 if a value cannot be used, as argparse does.
         """
@@ -132,10 +130,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
         Args:
             args: the values.
-            allow_extra_keys: leave out unknown names instead of refusing them.
+            allow_extra_keys: ignore unknown names instead of refusing them.
 
         Raises:
-            ArgumentsError: with everything that is wrong.
+            ArgumentsError: with every problem.
         """
         return self._from_mapping(args, "call", allow_extra_keys)
 
@@ -222,9 +220,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return Scanner(self._table, config_flag=self._config_flag, foreign=foreign, origin=origin).scan(words)
 
     def _parse_by_hand(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Parse what belongs to arguments that were added by hand, and the request for help."""
+        """Parse arguments that were added by hand, and `--help`."""
         unknown = [word for word in words if word.startswith("-")]
-        if len(unknown) > MOST_LEFT:  # argparse goes through all of them for each
+        if len(unknown) > MOST_LEFT:  # argparse takes quadratic time in their number
             message = f"{len(unknown):,} flags are none of the arguments', from {cut(unknown[0])} on"
             raise ArgumentsError(
                 [Problem("", NOTHING, f"{message}; at most {MOST_LEFT:,} are looked at", COMMAND_LINE)]
@@ -272,11 +270,11 @@ def _construct(cls: type, given: dict[str, Given]) -> Any:
     if issubclass(cls, Checked) and generated_init(cls):
         return build(cls, given)
     problems: list[Problem] = []
-    settled = resolve(cls, given, problems)
+    resolved = resolve(cls, given, problems)
     if problems:
         raise ArgumentsError(problems)
     try:
-        return cls(**settled.values)
+        return cls(**resolved.values)
     except ValueError as error:
         if isinstance(error, ArgumentsError):
             raise
@@ -306,4 +304,4 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 HfArgumentParser = ArgumentParser
-"""The name that scripts written for other trainers import."""
+"""The name that scripts for other trainers import."""

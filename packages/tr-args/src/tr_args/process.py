@@ -1,4 +1,4 @@
-"""Tell which process of a launch this is, and what the arguments mean for it.
+"""Find out which process of a launch this is, and what the arguments mean for it.
 
 `Topology` comes from the environment variables that launchers set. `ProcessView` has the properties of training
 arguments that depend on the process.
@@ -23,7 +23,7 @@ from tr_args.types.choices import ParallelMode
 
 @dataclass(frozen=True)
 class Topology:
-    """One process's place among the others.
+    """One process's rank among the others.
 
     Attributes:
         rank: number among all processes, from 0.
@@ -39,16 +39,16 @@ class Topology:
 
 
 def read_topology(local_rank: int = -1) -> Topology:
-    """Return the place that `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` give; alone by default.
+    """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`; by default this is the only process.
 
-    Without the first two, what srun says to one of several processes counts (`SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`,
-    `SLURM_LOCALID`).
+    Without the first two, srun's variables count if it started several processes: `SLURM_PROCID`,
+    `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`.
 
     Args:
-        local_rank: what a launcher passed on the command line instead of `LOCAL_RANK`; -1 if nothing.
+        local_rank: rank that a launcher passed on the command line instead of `LOCAL_RANK`; -1 if none.
 
     Raises:
-        ArgumentsError: a variable is no number, or they contradict each other.
+        ArgumentsError: a variable is no number, or variables contradict each other.
     """
     if _is_one_of_several_of_srun(os.environ):
         return _of_srun()
@@ -73,7 +73,7 @@ def _is_one_of_several_of_srun(environ: Mapping[str, str]) -> bool:
 def _of_srun() -> Topology:
     world_size = _read_variable("SLURM_STEP_NUM_TASKS", 1, low=1)
     local_rank = _read_variable("SLURM_LOCALID", 0, high=world_size - 1)
-    # How many are here is told for all machines at once, which only whoever joins the processes has to read.
+    # srun gives the processes of each machine in one list. Reading it whole is left to the launcher's side.
     return Topology(
         rank=_read_variable("SLURM_PROCID", 0, high=world_size - 1),
         local_rank=local_rank,
@@ -115,7 +115,7 @@ _LEVELS = {
 class ProcessView:
     """Properties of training arguments that depend on the process.
 
-    Until `bind` is called they come from the environment variables that launchers set.
+    Before `bind` is called, they come from the environment variables that launchers set.
     """
 
     def bind(
@@ -127,9 +127,9 @@ class ProcessView:
         world_size: int | None = None,
         local_world_size: int | None = None,
     ) -> Self:
-        """Take over what whoever set up the processes knows; returns the arguments.
+        """Set device and ranks, once the processes are set up, and return the arguments.
 
-        What is not given stays as it was. Not part of the arguments' values: neither compared nor written.
+        Values that are not given stay as they were. They are not arguments: they are neither compared nor written.
 
         Args:
             device: the `torch.device` this process computes on.
@@ -151,7 +151,7 @@ class ProcessView:
 
     @property
     def device(self) -> Any:
-        """The `torch.device` to compute on; imports torch and looks for one only when it is read unbound."""
+        """The `torch.device` to compute on. Without `bind`, reading it imports torch and looks for a device."""
         bound = self.__dict__.get("_bound", {}).get("device")
         if bound is not None:
             return bound
@@ -164,7 +164,7 @@ class ProcessView:
 
     @property
     def n_gpu(self) -> int:
-        """Accelerators this process uses: 0 or 1. One process never uses several."""
+        """Number of accelerators this process uses: 0 or 1, never several."""
         return 0 if getattr(self.device, "type", "cpu") == "cpu" else 1
 
     @property
@@ -223,17 +223,15 @@ class ProcessView:
         The processes meet in a folder, so no process group is needed. Every process must enter it.
 
         Args:
-            local: let the first process of each machine go first, for work whose result other machines do not
-                see; False lets one process go first of all, and needs `output_dir` on a file system all
-                machines share.
-            desc: what is done, for messages.
+            local: the first process of each machine goes first; use it where machines share no files. False lets one
+                process go first, and needs `output_dir` on a file system that all machines share.
+            desc: name of the work, for messages.
 
         Raises:
             RuntimeError: (in the others) the main process failed.
             TimeoutError: some process did not come within `ddp_timeout` seconds.
         """
-        # Imported here because it needs half of what this package costs to import, and most programs never
-        # call it.
+        # Imported here: it takes half of this package's import time, and most programs never call it.
         from tr_args.main_process_first import first
 
         place = self._topology

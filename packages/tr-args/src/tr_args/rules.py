@@ -1,4 +1,4 @@
-"""Fill in the arguments whose values follow from others, and find those that contradict each other."""
+"""Fill in arguments whose values follow from others, and find arguments that contradict each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _METRIC_SCHEDULES = tuple(MetricSchedule)
 
 
 def fill_defaults(args: AllFields) -> None:
-    """Set what is unset and follows from other values. Filling in twice changes nothing."""
+    """Fill in unset arguments that follow from others; a second call changes nothing."""
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
     if args.eval_steps is None:
@@ -32,7 +32,7 @@ def fill_defaults(args: AllFields) -> None:
 
 
 def watches_metric(args: AllFields) -> bool:
-    """Return whether training needs a metric to tell better from worse."""
+    """Return whether training compares models by a metric."""
     return (
         args.load_best_model_at_end
         or args.save_strategy == SaveStrategy.BEST
@@ -96,7 +96,7 @@ def _perplexity(args: AllFields) -> Iterator[Rule]:
 
 
 def _best_model(args: AllFields) -> Iterator[Rule]:
-    # When it evaluates and when it saves are independent: a model that is the best so far is saved when it is found.
+    # Evaluations and saves may be due at different steps: a new best model is saved at once.
     if args.load_best_model_at_end and args.save_strategy == "no" and args.eval_strategy != "no":
         yield ("load_best_model_at_end", "save_strategy"), "needs checkpoints; set save_strategy, such as to 'best'"
 
@@ -117,7 +117,7 @@ def _noise(args: RegularizationFields) -> Iterator[Rule]:
 def _sharding(args: AllFields) -> Iterator[Rule]:
     if args.fsdp and args.deepspeed:
         yield ("fsdp", "deepspeed"), "only one can shard the model; leave the other out"
-    # Strategies of other names may well take these options.
+    # Strategies of other names may support these options.
     if args.fsdp and args.strategy in ("single", "ddp", "deepspeed"):
         yield ("fsdp", "strategy"), "needs strategy='fsdp' or 'auto'"
     if args.deepspeed and args.strategy in ("single", "ddp", "fsdp"):

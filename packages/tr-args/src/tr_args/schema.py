@@ -25,7 +25,7 @@ class FieldSpec:
         hint: its type, with constraints and facts as `Annotated`; optional if its default is None.
         default: its default, or `MISSING`.
         default_factory: makes its default, or `MISSING`.
-        metadata: what the class attached to the field (`help`, `aliases`, `choices` are understood).
+        metadata: the field's metadata; `help`, `aliases` and `choices` are used.
         owner: the class of the hierarchy that declares it.
     """
 
@@ -43,12 +43,12 @@ class FieldSpec:
 
     @property
     def constraints(self) -> tuple[Constraint, ...]:
-        """What narrows the type."""
+        """The constraints that narrow the type."""
         return _constraints(self.hint)
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        """What its class states about it."""
+        """The facts stated at the field."""
         return _facts(self.hint)
 
     @property
@@ -83,7 +83,7 @@ def schema(cls: type) -> dict[str, FieldSpec]:
 def facts(cls: type, fact: Fact) -> tuple[str, ...]:
     """Return the names of the fields of the dataclass `cls` that state `fact`, in order.
 
-    `facts(TrainingArguments, Numbers.SCHEDULE)` are the arguments that the schedule depends on.
+    For example, `facts(TrainingArguments, Numbers.SCHEDULE)` are the arguments that the schedule depends on.
     """
     return tuple(name for name, spec in schema(cls).items() if fact in spec.facts)
 
@@ -156,7 +156,7 @@ def argument(
 
     Args:
         aliases: further flags, such as `"--lr"` or `["--lr", "-l"]`.
-        help: text for `--help`; without it, the text under the field is used.
+        help: text for `--help`; by default the string under the field.
         default: the field's default.
         default_factory: makes the field's default.
         metadata: further metadata of the field; `choices` limits its values.

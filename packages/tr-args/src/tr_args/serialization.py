@@ -1,7 +1,7 @@
-"""Turn arguments into plain values and back, and make relative folders absolute.
+"""Convert arguments to plain values and back, and make relative folders absolute.
 
-A folder is made absolute once, so that files go to the same place after `os.chdir`. What is written of the arguments
-holds the folder as it was given.
+A folder is made absolute once, so that files go to the same folder after `os.chdir`. Written arguments hold the folder
+as it was given.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Arguments = TypeVar("Arguments", bound=Checked)
 def make_folders_absolute(args: Arguments) -> Arguments:
     """Make `output_dir` and `logging_dir` absolute in place; addresses such as `gs://...` stay. Returns the arguments.
 
-    It is no assignment: where the value came from, and whether anything was assigned, stays as it was. What is written
-    of the arguments holds the folder as it was given: a path of this machine says nothing elsewhere.
+    This is no assignment: the origin of the value and `num_assignments` stay. Written arguments hold the folder as it
+    was given, because a path of this machine means nothing on another.
 
     Raises:
         ArgumentsError: a folder is relative, and the working directory is gone or not UTF-8 text.
@@ -47,26 +47,26 @@ def make_folders_absolute(args: Arguments) -> Arguments:
                 message = f"in the working directory it {NOT_UTF_8}"
             raise ArgumentsError([Problem(name, folder, message, args.origin(name))]) from None
         object.__setattr__(args, name, absolute)
-        # A dict of its own: a copy of the arguments may have been given another folder.
+        # A new dict: a copy of the arguments may have another folder.
         given = {**vars(args).get("_given_folders", {}), name: (absolute, folder)}
         object.__setattr__(args, "_given_folders", given)
     return args
 
 
 def as_given(args: Any, name: str) -> Any:
-    """Return an argument's value; of a folder that was made absolute here, what was given."""
+    """Return an argument's value; for a folder that was made absolute, the given path."""
     value = getattr(args, name)
     absolute, given = vars(args).get("_given_folders", {}).get(name, (None, None))
     return given if absolute is not None and value == absolute else value
 
 
 class Serializable(Checked):
-    """Arguments that can be written to JSON and read again; secret values, and tokens within others, are masked."""
+    """Arguments that can be written to JSON and read back. Secret values, and tokens within others, are masked."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values by field name, made of what JSON knows; secret ones as `<NAME>`.
+        """Return the values by field name, as JSON types; secret ones as `<NAME>`.
 
-        `from_dict` makes equal arguments of it, secret values aside.
+        `from_dict` makes equal arguments from it, except for secret values.
         """
         return {
             name: mask(spec) if spec.secret and getattr(self, name) is not None else plain(as_given(self, name))
@@ -78,7 +78,7 @@ class Serializable(Checked):
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return the values as trackers take them: booleans, numbers and text; everything else as text."""
+        """Return the values for trackers: booleans, numbers and text; everything else as text."""
         values = {**self.to_dict(), **self._derived()}
         return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in values.items()}
 
@@ -104,19 +104,19 @@ class Serializable(Checked):
 
 
 def mask(spec: FieldSpec) -> str:
-    """Return what stands for a secret value."""
+    """Return the text that replaces a secret value."""
     return f"<{spec.name.upper()}>"
 
 
 def plain(value: Any) -> Any:
-    """Return `value` made of what JSON knows; objects that describe themselves do, others become text.
+    """Return `value` as JSON types. Objects with `to_dict` become mappings, others become text.
 
-    What looks like a token or a password is masked.
+    Text that looks like a token or a password is masked.
     """
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, str):
-        return mask_secrets(str(value))  # a str, of a subclass too
+        return mask_secrets(str(value))  # subclasses of str become str
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -12,8 +12,7 @@ from tr_args.bounded_text import ContentError, number
 from tr_args.bounded_yaml import BoundedYaml
 from tr_args.errors import RefusedError, cut
 
-# The core schema of YAML 1.2: PyYAML's own rules are those of 1.1, where `5e-5` is text, `no` is false,
-# `1:30` is 90.
+# The core schema of YAML 1.2. PyYAML follows 1.1, where `5e-5` is text, `no` is false and `1:30` is 90.
 _CORE: tuple[tuple[str, str, Sequence[str]], ...] = (
     ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -54,11 +53,11 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:bool", _CoreLoader.construct_trut
 
 
 def load(text: str) -> Any:
-    """Return what the YAML document in `text` holds; None for an empty one.
+    """Return the content of the YAML document in `text`; None for an empty one.
 
     Raises:
-        RefusedError: (a ValueError) it is not valid, holds several documents, has a key twice, or comes to too
-            much; says where.
+        RefusedError: (a ValueError) it is not valid, holds several documents, has a key twice, or expands too far; says
+            where.
     """
     try:
         return yaml.load(text, Loader=_CoreLoader)

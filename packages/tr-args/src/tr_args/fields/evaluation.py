@@ -38,7 +38,7 @@ class EvaluationFields:
     """Return only the loss from evaluation and prediction."""
 
     eval_accumulation_steps: Annotated[OptionalCount, Numbers.OTHER] = None
-    """Move outputs to the host every so many batches. Unset leaves the moment to the loop."""
+    """Move outputs to the host every so many batches. Unset lets the loop choose."""
 
     eval_do_concat_batches: Annotated[bool, Numbers.OTHER] = True
     """Concatenate the outputs of all batches; off, they stay a list with one entry a batch."""
@@ -49,13 +49,13 @@ class EvaluationFields:
     include_for_metrics: Annotated[list[Literal["inputs", "loss"]], CommaSeparated(), Numbers.OTHER] = field(
         default_factory=list
     )
-    """What compute_metrics gets beside predictions and labels: inputs, loss."""
+    """Further values for compute_metrics, beside predictions and labels: inputs, loss."""
 
     batch_eval_metrics: Annotated[bool, Numbers.OTHER] = False
     """Call compute_metrics on every batch, the last time with compute_result=True."""
 
     eval_perplexity: Annotated[bool, Numbers.OTHER] = False
-    """Report perplexity, exp of the mean loss of a token; only for a loss over tokens that is not smoothed."""
+    """Report perplexity, exp of the mean loss per token. Needs a loss over tokens without label smoothing."""
 
 
 LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
@@ -79,11 +79,12 @@ class LoggingFields:
     """Log the first step too."""
 
     logging_nan_inf_filter: Annotated[bool, Numbers.UNCHANGED] = False
-    """Leave losses that are NaN or infinite out of the logged mean. Off, a diverging run shows."""
+    """Leave losses that are NaN or infinite out of the logged mean. Off, the log shows a diverging run."""
 
     on_nonfinite: Annotated[Literal["log", "raise", "skip"], Numbers.OTHER] = "log"
-    """When a step's loss or gradient norm is NaN or infinite: log it as it is and say how many steps there were; raise
-    an error before such weights are evaluated or saved; or skip the update, which is then counted as skipped_steps."""
+    """What to do when a step's loss or gradient norm is NaN or infinite. log: log it as it is, with the number of such
+    steps. raise: raise an error before such weights are evaluated or saved. skip: skip the update, and count it as
+    skipped_steps."""
 
     logging_dir: Annotated[OptionalPath, Numbers.UNCHANGED] = None
     """Folder for the files of trackers such as TensorBoard; unset is a folder in output_dir."""

@@ -38,7 +38,7 @@ class HardwareFields:
     """How data is shared among processes, as a mapping or a file, such as {"even_batches": false}."""
 
     parallelism_config: Annotated[Options, ParallelSizes(), Numbers.OTHER, Set.AT_CONSTRUCTION] = None
-    """Over how many processes samples and shards are spread, such as {"dp_replicate_size": 2, "dp_shard_size": 4}."""
+    """Processes to spread samples and shards over, such as {"dp_replicate_size": 2, "dp_shard_size": 4}."""
 
     skip_memory_metrics: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = True
     """Do not add memory use to the metrics."""
@@ -51,26 +51,26 @@ class PrecisionFields:
     _title = "Precision, memory and compilation"
 
     bf16: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
-    """Compute in bfloat16 where that is safe (mixed precision)."""
+    """Compute in bfloat16 where it is safe (mixed precision)."""
 
     fp16: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
-    """Compute in float16 where that is safe, with a scaled loss (mixed precision)."""
+    """Compute in float16 where it is safe, with a scaled loss (mixed precision)."""
 
     bf16_full_eval: Annotated[bool, Numbers.OTHER] = False
-    """Turn the whole model to bfloat16 for evaluation and prediction outside training; afterwards it is as before."""
+    """Convert the whole model to bfloat16 for evaluation and prediction outside training, and back afterwards."""
 
     fp16_full_eval: Annotated[bool, Numbers.OTHER] = False
-    """Turn the whole model to float16 for evaluation and prediction outside training; afterwards it is as before."""
+    """Convert the whole model to float16 for evaluation and prediction outside training, and back afterwards."""
 
     tf32: Annotated[bool | None, Numbers.OTHER] = None
     """Allow (true) or forbid (false) TF32 in products and convolutions; unset leaves torch's settings."""
 
     activation_checkpointing: Annotated[bool, Numbers.OTHER] = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, slower."""
+    """Recompute activations in the backward pass instead of keeping them: less memory, slower."""
 
     activation_checkpointing_kwargs: Annotated[Options, Numbers.OTHER] = None
-    """Options of torch.utils.checkpoint, such as {"use_reentrant": false}, with two more: every_n_layers checkpoints
-    only every so many layers, offload keeps what is needed to compute a layer again in host memory."""
+    """Options of torch.utils.checkpoint, such as {"use_reentrant": false}, and two more: every_n_layers checkpoints
+    only every so many layers, offload keeps the inputs of checkpointed layers in host memory."""
 
     torch_compile: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
     """Compile the model with torch.compile, in training and evaluation."""
@@ -94,8 +94,8 @@ class PrecisionFields:
     """Release the device's cached memory every so many steps; unset never does."""
 
     auto_find_batch_size: Annotated[bool, Numbers.UNCHANGED] = False
-    """When memory runs out, make the step again with smaller micro-batches and more of them, and go on so: a step has
-    the same samples as before."""
+    """When memory runs out, repeat the step with smaller and more micro-batches, and train on with them. A step keeps
+    its samples."""
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -105,19 +105,19 @@ class DistributedFields:
     _title = "Distributed training"
 
     ddp_backend: Annotated[str | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
-    """Backend that processes talk through, such as nccl or gloo. Unset is the device's own."""
+    """Backend of the process group, such as nccl or gloo. Unset is the device's own."""
 
     ddp_timeout: Annotated[int, Above(0), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = 1800
     """Seconds after which a process stops waiting for the others."""
 
     ddp_find_unused_parameters: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
-    """Look in every step for parameters that got no gradient; costs time. Unset lets the strategy decide."""
+    """Search for parameters without a gradient in every step; costs time. Unset lets the strategy decide."""
 
     ddp_bucket_cap_mb: Annotated[OptionalCount, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """MiB of gradients that are exchanged at once."""
 
     ddp_broadcast_buffers: Annotated[bool | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
-    """Copy buffers from the first process to the others in every forward pass."""
+    """Broadcast buffers from the first process in every forward pass."""
 
     ddp_static_graph: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Promise that every step uses the same parameters, in the same order."""

@@ -27,48 +27,47 @@ class SavingFields:
     """Checkpoints to keep; older ones are deleted, never the best one. Unset keeps all."""
 
     save_keep_every: Annotated[int | None, AtLeast(1, ", or none to keep none for ever"), Numbers.UNCHANGED] = None
-    """Keep for ever each checkpoint whose step is a multiple of this, whatever save_total_limit says: such do not
-    count towards it."""
+    """Keep each checkpoint whose step is a multiple of this for ever. It does not count towards save_total_limit."""
 
     save_async: Annotated[bool, Numbers.UNCHANGED] = False
-    """Write checkpoints in the background: training waits only while the state is copied to host memory. A write that
-    fails ends the run at the next step, and the run's end waits for the last one."""
+    """Write checkpoints in the background: training waits only while the state is copied to host memory. A failed
+    write ends the run at the next step. The end of the run waits for the last write."""
 
     save_on_each_node: Annotated[bool, Numbers.UNCHANGED] = False
     """Let every machine write checkpoints, for machines that share no file system."""
 
     save_only_model: Annotated[bool, Numbers.UNCHANGED] = False
-    """Save the model alone: smaller, but training cannot be resumed from it."""
+    """Save only the model. It is smaller, but training cannot be resumed from it."""
 
     checkpointer: Annotated[str, Numbers.UNCHANGED] = "local"
-    """Name of what writes and reads checkpoints."""
+    """Name of the checkpointer, which writes and reads checkpoints."""
 
     enable_jit_checkpoint: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = True
     """On SIGTERM, SIGUSR1 or Ctrl-C, finish the step, write a checkpoint on all ranks and stop with exit code 143, 138
-    or 130; a second signal stops at once. An evaluation that is due or under way is left to the resumed run. Signals
-    act as ever without save_strategy, before training begins, outside the main thread, and where a handler is set."""
+    or 130; a second signal stops at once. The resumed run does an evaluation that is due or under way. Signals
+    keep their usual effect without save_strategy, before training, outside the main thread, and where a handler is
+    set."""
 
     load_best_model_at_end: Annotated[bool, Numbers.UNCHANGED] = False
-    """After training, load the best checkpoint's weights. Whatever save_strategy says, a model that an evaluation
-    finds the best so far is saved at once."""
+    """After training, load the best checkpoint's weights. A new best model is saved right after its evaluation,
+    whatever save_strategy is."""
 
     metric_for_best_model: Annotated[str | None, Numbers.METRIC] = None
-    """Metric that tells which model is best, with or without eval_ before it. Unset is the loss, where one is
-    needed."""
+    """Metric that chooses the best model, with or without the prefix eval_. Unset is the loss, where one is needed."""
 
     greater_is_better: Annotated[bool | None, Numbers.METRIC] = None
     """Whether a larger metric is better. Unset: yes, unless its name ends with loss."""
 
     resume_from_checkpoint: Annotated[str | bool | None, UserPath(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
-    """Checkpoint folder to go on from, also one that transformers' Trainer wrote; true for the newest one in
-    output_dir (an error without one), auto for the newest one if there is any; hub for last-checkpoint of
-    hub_model_id, hub:OWNER/NAME[@REVISION] for that of another repository."""
+    """Checkpoint folder to resume from, also one that transformers' Trainer wrote. true: the newest one in output_dir
+    (an error without one). auto: the newest one if there is any. hub: last-checkpoint of hub_model_id.
+    hub:OWNER/NAME[@REVISION]: that of another repository."""
 
     ignore_data_skip: Annotated[bool, Numbers.UNCHANGED] = False
-    """When resuming, start the epoch's data again instead of going on after the last sample."""
+    """When resuming, start the epoch's data again instead of continuing after the last sample."""
 
     restore_callback_states_from_checkpoint: Annotated[bool, Numbers.UNCHANGED] = True
-    """When resuming, give callbacks back the states that they were saved with; off, they begin anew."""
+    """When resuming, restore the saved states of callbacks. Off, callbacks start from their initial states."""
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -78,7 +77,7 @@ class HubFields:
     _title = "Hub"
 
     push_to_hub: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = False
-    """Upload the model after training, and as hub_strategy says."""
+    """Upload the model after training, and when hub_strategy asks for it."""
 
     hub_model_id: Annotated[str | None, RepositoryName(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Repository to upload to, as name or organization/name. Unset is the name of output_dir."""
@@ -93,7 +92,7 @@ class HubFields:
     """Create the repository as a private one. Unset is the organization's default."""
 
     hub_always_push: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = False
-    """Upload even if the upload before is not done yet."""
+    """Upload even if the previous upload is not done yet."""
 
     hub_revision: Annotated[str | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Branch to upload to. Unset is the main branch."""

@@ -1,6 +1,6 @@
-"""Declare how a model is trained: where results go, length, batches, data, optimizer, accumulation and clipping.
+"""Declare how a model is trained: output folder, length, batches, data, optimizer, accumulation and clipping.
 
-The switches of the script around the Trainer are here too.
+Switches for the script around the Trainer are here too.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ class OutputFields:
     _: KW_ONLY
 
     overwrite_output_dir: Annotated[bool, Numbers.UNCHANGED] = False
-    """Write into output_dir even if it holds files of an earlier run, and start anew instead of resuming."""
+    """Write into output_dir even if it holds files of an earlier run, and start over instead of resuming."""
 
     num_train_epochs: Annotated[float, Above(0), Numbers.OTHER] = 3.0
-    """How many times to go through the training data; fractions stop within the last pass."""
+    """Number of epochs, each over all training data; a fraction stops within the last epoch."""
 
     max_steps: Annotated[int, MaxSteps(), Numbers.OTHER] = -1
-    """Stop after this many optimizer steps, whatever num_train_epochs says; -1 goes by epochs. Data without a
-    length need it."""
+    """Stop after this many optimizer steps, whatever num_train_epochs is; -1 trains for num_train_epochs. Data without
+    a length need it."""
 
     max_time: Annotated[Duration | None, WallTime(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
-    """Stop after this much wall time of one call of train, such as 8h or 90min: at the end of the step that passes
-    it, with a checkpoint to go on from unless save_strategy is no."""
+    """Stop after this much wall time of one call of train, such as 8h or 90min, at the end of a step. A checkpoint to
+    resume from is saved unless save_strategy is no."""
 
     fast_dev_run: Annotated[bool | int, BoolOrInt(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = False
-    """Try everything out: train one step, or this many, on as many batches of every evaluation and prediction. No
-    checkpoints, trackers, Hub or best model; what a script saves goes to a temporary folder, not to output_dir."""
+    """Try everything out: train one step, or this many, with as many batches in every evaluation and prediction. It
+    uses no checkpoints, trackers, Hub or best model. Files of the script go to a temporary folder, not to
+    output_dir."""
 
     per_device_train_batch_size: Annotated[Count, Numbers.OTHER] = 8
     """Samples a device takes in one forward and backward pass."""
@@ -94,10 +95,10 @@ class DataFields:
     """Processes that load data; 0 loads in the training process."""
 
     dataloader_drop_last: Annotated[bool, Numbers.OTHER] = False
-    """Leave out the last batch if it is not full."""
+    """Drop the last batch if it is not full."""
 
     dataloader_pin_memory: Annotated[bool, Numbers.UNCHANGED] = True
-    """Load into page-locked memory, from which copies to a device are faster."""
+    """Load into page-locked memory; copies to a device are faster."""
 
     dataloader_persistent_workers: Annotated[bool, Numbers.UNCHANGED] = False
     """Keep the loading processes from one epoch to the next."""
@@ -111,7 +112,7 @@ class DataFields:
     """How loading processes are started. Unset is Python's default."""
 
     dataloader_in_order: Annotated[bool, Numbers.OTHER, Only(True, ONLY_IN_ORDER)] = True
-    """Take batches of loading processes in order; off, the first one ready."""
+    """Take batches of loading processes in order. Off, which a Trainer refuses, takes the first one ready."""
 
     train_sampling_strategy: Annotated[Literal["random", "sequential", "group_by_length"], Numbers.ORDER] = "random"
     """Order of the training data: random, sequential, or random with samples of similar length together."""
@@ -120,8 +121,8 @@ class DataFields:
     """Column that holds the samples' lengths, for group_by_length."""
 
     overfit_batches: Annotated[float | None, BatchesOrShare(), Numbers.ORDER] = None
-    """Train on the first so many micro-batches alone, in the same order in every pass; below 1 it is a share of the
-    training data. Evaluations during training use them too. A model that cannot learn these by heart has a fault."""
+    """Train on the first so many micro-batches alone, in the same order in every epoch; below 1 it is a share of the
+    training data. Evaluations during training use them too. A model that cannot memorise them has a fault."""
 
     remove_unused_columns: Annotated[bool, Numbers.OTHER] = True
     """Drop dataset columns that the model's forward does not take."""
@@ -159,7 +160,7 @@ class OptimizerFields:
     """Modules a low-rank optimizer works on: names or regular expressions, or "all-linear"."""
 
     weight_decay: Annotated[NonNegative, Numbers.OPTIMIZER, GroupOption("weight_decay")] = 0.0
-    """Decoupled weight decay; biases and weights of normalisation layers are left out."""
+    """Decoupled weight decay, without biases and weights of normalisation layers."""
 
     parameter_rules: Annotated[list[dict[str, Any]] | None, ParameterRules(), Numbers.OPTIMIZER] = None
     """Learning rate, weight decay or optimizer options for some parameters: {"params": "encoder", "lr_scale": 0.1}."""
@@ -184,10 +185,10 @@ class RegularizationFields:
     """Forward and backward passes whose gradients make one optimizer step."""
 
     average_tokens_across_devices: Annotated[bool, Numbers.OTHER] = True
-    """Weigh the loss by the tokens of all processes together, not of each process alone."""
+    """Weight the loss by the tokens of all processes together, not of each process alone."""
 
     max_grad_norm: Annotated[float | None, AtLeast(0, "; 0 turns clipping off"), Numbers.OTHER] = 1.0
-    """Scale gradients down to this total norm; 0 does not clip. The norm is measured either way."""
+    """Scale gradients down to this total norm; 0 turns clipping off. The norm is measured either way."""
 
     label_smoothing_factor: Annotated[float, Between(0, 1, open_end=True), Numbers.OTHER] = 0.0
     """Share of the target probability that is spread over all classes."""
@@ -196,18 +197,18 @@ class RegularizationFields:
     """Strength of the noise added to embeddings while training (NEFTune); 5 to 15 is usual."""
 
     neftune_length: Annotated[Literal["real", "padded"], Numbers.OTHER, Set.AT_CONSTRUCTION] = "real"
-    """What the noise of a row is measured by: its real tokens, padding then getting none, or the padded length of its
-    batch, by which short rows get less."""
+    """Length that scales the noise of a row. real: its number of real tokens; padding gets no noise. padded: the padded
+    length of the batch; short rows get less noise."""
 
     ema_decay: Annotated[
         float | None, Between(0, 1, open_start=True, open_end=True), Numbers.OTHER, Set.AT_CONSTRUCTION
     ] = None
-    """Keep an exponential moving average of the weights, in float32: after an update a share of 1 - ema_decay is of
-    the new weights; 0.999 is usual. Evaluation, prediction, save_model, load_best_model_at_end and the model that
-    train leaves are the average. Checkpoints hold the raw weights, to resume from, and the average beside them."""
+    """Keep an exponential moving average of the weights in float32: average = ema_decay * average + (1 - ema_decay) *
+    weights; 0.999 is usual. Evaluation, prediction, save_model, load_best_model_at_end and the model after train use
+    the average. Checkpoints hold the raw weights, to resume from, and the average."""
 
     ema_start_step: Annotated[NonNegativeInt, Numbers.OTHER, Set.AT_CONSTRUCTION] = 0
-    """Optimizer steps before the average begins; until then the weights stand for it."""
+    """Optimizer steps before the average begins; until then the weights are used."""
 
     ema_update_steps: Annotated[Count, Numbers.OTHER, Set.AT_CONSTRUCTION] = 1
-    """Optimizer steps between updates of the average; ema_decay is that of one update."""
+    """Optimizer steps between updates of the average; ema_decay applies to one update."""

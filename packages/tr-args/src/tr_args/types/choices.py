@@ -72,13 +72,13 @@ _NEEDED = "needs a duration such as 90s, 10min, 1.5h or 2h30min"
 
 
 class Duration(str):
-    """A length of time: compares and is written as the text it was given as.
+    """A length of time. It compares equal to its text, and is written as that.
 
-    Units are d, h, min (or m) and s, or their whole names, each at most once and the longer ones first; numbers may
-    have a fraction.
+    Units are d, h, min (or m) and s, or their full names, each at most once and longer ones first. Numbers may have a
+    fraction.
 
     Raises:
-        RefusedError: (a ValueError) the text says no time above 0, or leaves the unit out.
+        RefusedError: (a ValueError) the text is no time above 0, or has no unit.
     """
 
     __slots__ = ()
@@ -100,7 +100,7 @@ class Duration(str):
 
 @dataclass(frozen=True)
 class WallTime(Constraint):
-    """A duration, or one of the `choices` of when something happens; words of choices go before."""
+    """A duration, or one of `choices`; a word that is both is a choice."""
 
     choices: type[StrEnum] | None = None
 

@@ -1,7 +1,7 @@
-"""Read how data and model are divided among processes: `accelerator_config`, `parallelism_config`, `fsdp`.
+"""Read how processes share data and shard the model: `accelerator_config`, `parallelism_config`, `fsdp`.
 
-`fsdp` and `fsdp_config` are read in any of their forms. `parallelism_config` says over how many processes samples and
-shards are spread.
+`fsdp` and `fsdp_config` are read in any of their forms. `parallelism_config` gives the number of processes that samples
+and shards are spread over.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class AcceleratorConfig:
     """How data is shared among processes.
 
     Attributes:
-        split_batches: the given batch size is that of all processes together.
+        split_batches: the given batch size is the sum over all processes.
         dispatch_batches: the first process reads for all; None does so for data without a length.
         even_batches: repeat samples so that all processes have equally many batches.
         use_seedable_sampler: draw the order from the seed and the epoch alone.
-        non_blocking: copy to the device without waiting.
+        non_blocking: copy to the device asynchronously.
         gradient_accumulation_kwargs: `num_steps`, `sync_each_batch`.
         use_configured_state: keep process state that was set up before.
     """
@@ -40,10 +40,10 @@ class AcceleratorConfig:
 
 
 DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
-# What divides the work on one sample, which nothing here does. size -> what goes by it
+# Sizes that divide the work on one sample, which is not supported. size -> what it divides
 _WITHIN_SAMPLES = {"tp_size": "matrices", "cp_size": "sequences", "sp_size": "sequences"}
 SIZES = (*DATA_SIZES, *_WITHIN_SAMPLES)
-# How those are divided: without effect where they are not.
+# Options of those sizes, without effect alone.
 _OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _KEYS = (*SIZES, *_OF_THOSE)
 
@@ -52,22 +52,22 @@ class ParallelSizes(Constraint):
     """A mapping of sizes, or an object that has them as attributes, as Accelerate's `ParallelismConfig` does."""
 
     def before(self, value: Any) -> Any:
-        """Return a mapping of what an object has."""
+        """Return the attributes of an object as a mapping."""
         if all(hasattr(value, name) for name in DATA_SIZES):
             return {name: found for name in _KEYS if (found := getattr(value, name, None)) is not None}
         return value
 
     def after(self, value: Any) -> Any:
-        """Return the sizes that are about data, under their plain names."""
+        """Return the sizes of data and shards, under their plain names."""
         return read_sizes(value)
 
 
 def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return `dp_replicate_size` and `dp_shard_size`, as far as they are given; names may have Accelerate's prefix.
+    """Return `dp_replicate_size` and `dp_shard_size` where given; names may have Accelerate's prefix.
 
     Raises:
-        RefusedError: (a ValueError) a key is not known, a size is not a whole number from 1, or it divides the work on
-            one sample.
+        RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or a size divides the work
+            on one sample.
     """
     sizes: dict[str, int] = {}
     for given, size in config.items():
@@ -113,9 +113,9 @@ KEYS: dict[str, Any] = {
     "xla_fsdp_settings": dict[str, Any],
     "xla_fsdp_v2": bool,
 }
-"""Names and types of the options in `fsdp_config`, without the prefix they may have."""
+"""Names and types of the options in `fsdp_config`, without their optional prefix."""
 
-# Other names, and other spellings of values, that configuration files in use hold.
+# Other names and spellings that existing configuration files use.
 _RENAMED = {"backward_prefetch_policy": "backward_prefetch", "offload_params": "cpu_offload"}
 _SPELLINGS: dict[str, dict[str, str]] = {
     "backward_prefetch": {"backward_pos": "backward_post"},
@@ -143,7 +143,7 @@ class FsdpOptions(Constraint):
         return [] if len(words) == 1 and words[0] in ("false", "0", "none") else words
 
     def after(self, value: Any) -> Any:
-        """Return the words if they go together."""
+        """Return the words if they are valid together."""
         for word in value:
             if word not in OPTIONS:
                 raise RefusedError(
@@ -156,7 +156,7 @@ class FsdpOptions(Constraint):
 
 
 class FsdpConfig(Constraint):
-    """A mapping of sharding options; prefixes are taken off, names and values are checked."""
+    """A mapping of sharding options. Prefixes are removed, names and values are checked."""
 
     def after(self, value: Any) -> Any:
         """Return the options under their plain names, converted to their types."""
