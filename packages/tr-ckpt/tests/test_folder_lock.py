@@ -392,6 +392,17 @@ def test_where_no_lock_can_be_made_a_save_goes_on_and_says_so_once(tmp_path, mon
     assert (tmp_path / NAME).exists()
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["free", "left by a dead process"])
+def test_a_file_system_that_loses_what_is_made_is_used_without_a_lock(tmp_path, monkeypatch, caplog, left):
+    if left:
+        left_by_the_dead(tmp_path)
+    missing = FileNotFoundError(errno.ENOENT, "no such file")
+    monkeypatch.setattr(files, "link", lambda *given: (_ for _ in ()).throw(missing))
+    FolderLock(tmp_path).claim()
+    assert "a file that was just made was gone 200 times" in caplog.text
+    assert "nothing keeps another run from saving there" in caplog.text
+
+
 def test_a_lock_that_cannot_be_read_for_a_moment_is_read_again(tmp_path, monkeypatch):
     left_by(tmp_path, pid=2**22 + 1)
     failures, original = [1] * 2, os.open

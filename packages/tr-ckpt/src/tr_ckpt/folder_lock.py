@@ -11,6 +11,7 @@ of that key, which only the one that made it does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -34,6 +35,9 @@ BEAT_S, STALE_S = 15.0, 75.0
 ENDING_S, ORPHAN_S = 30.0, 330.0
 
 _POLL_S = 0.5
+# A try to make the lock fails when another process is faster, and then its lock is found. A file system that loses what
+# was made fails always.
+_MOST_TRIES, _TRY_AGAIN_S = 200, 0.01
 _READ_TRIES, _READ_DELAY_S = 5, 0.2
 
 
@@ -189,7 +193,7 @@ def _key(folder: Path) -> str:
 
 def _acquire(folder: Path, owner: Owner, patience_s: float) -> None:
     path = folder / NAME
-    while True:
+    for _ in range(_MOST_TRIES):
         found = _read(path)
         if found is None:
             if _create(path, owner):
@@ -197,6 +201,8 @@ def _acquire(folder: Path, owner: Owner, patience_s: float) -> None:
         elif _has_ended(path, found, patience_s) and _take_over(path, found, owner, patience_s):
             logger.warning("%s was left locked by %s, which is gone: taken over", folder, found)
             return
+        time.sleep(_TRY_AGAIN_S)
+    raise _CannotLockError(errno.ENOENT, f"a file that was just made was gone {_MOST_TRIES} times")
 
 
 def _create(path: Path, owner: Owner) -> bool:
