@@ -9,7 +9,7 @@ from small_models import Base, Classifier, samples
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
-from tr_core.run import Run
+from tr_core.log_window import LogWindow
 
 BAD = 777.0  # a feature of this value makes a micro-batch bad
 
@@ -135,13 +135,13 @@ def test_a_step_counts_whether_its_loss_or_its_norm_is_not_finite(make_trainer, 
 
 def test_of_a_long_window_every_step_is_counted_and_few_are_kept(make_trainer, told, monkeypatch):
     """Steps are looked at many at a time; bad ones stand at both ends of the first such lot, and of the last."""
-    kept, count = [], Run.count_nonfinite
+    kept, count = [], LogWindow.count_nonfinite
 
-    def noting(run):
-        kept.append(len(run.unjudged))
-        count(run)
+    def noting(window):
+        kept.append(len(window.unjudged))
+        count(window)
 
-    monkeypatch.setattr(Run, "count_nonfinite", noting)
+    monkeypatch.setattr(LogWindow, "count_nonfinite", noting)
     trainer = build(
         make_trainer,
         rows(4 * 140, bad=[1, 64, 65, 140]),

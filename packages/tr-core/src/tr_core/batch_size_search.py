@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
+from tr_args import TrainingArguments
 from tr_core.data.limits import training_batches
 from tr_core.loop import run_epochs
 from tr_core.metric_means import separate_window
@@ -13,12 +14,12 @@ from tr_core.plan import make_plan
 from tr_core.run import Run
 from tr_core.runtime.memory import free_memory, is_out_of_memory
 from tr_core.runtime.step_snapshot import ForwardState, restored_after
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 
-def run_epochs_within_memory(trainer: Trainer, run: Run) -> None:
+def run_epochs_within_memory(run: Run) -> None:
     """Train as `run_epochs` does; a step for which memory does not suffice is made again with smaller micro-batches.
 
     Accumulation grows as the micro-batch shrinks, so a step keeps its samples, and what the failed attempt changed is
@@ -34,30 +35,30 @@ def run_epochs_within_memory(trainer: Trainer, run: Run) -> None:
             f"auto_find_batch_size=True cannot make a step again with {type(optimizer).__name__}, which changes "
             "weights during the backward; set per_device_train_batch_size yourself"
         )
-    if trainer.strategy.world_size > 1:
-        _find_common_size(trainer, run)
-    attempts = _Attempts(trainer, run)
-    trainer.callback_handler.add(attempts, first=True)
+    if run.strategy.world_size > 1:
+        _find_common_size(run)
+    attempts = _Attempts(run)
+    run.methods.callback_handler.add(attempts, first=True)
     try:
-        while not _finishes(trainer, run, attempts):
+        while not _finishes(run, attempts):
             attempts.rewind()
-            reduce_batch_size(trainer, run, _next_size(trainer))
+            reduce_batch_size(run, _next_size(run.methods.args))
     finally:
-        trainer.callback_handler.pop(attempts)
+        run.methods.callback_handler.pop(attempts)
 
 
-def reduce_batch_size(trainer: Trainer, run: Run, size: int) -> None:
+def reduce_batch_size(run: Run, size: int) -> None:
     """Go on from `run.position` with micro-batches of `size` samples a rank and as many more of them a step.
 
     Raises:
         ValueError: the loader's batch size does not follow the arguments.
     """
-    args, strategy = trainer.args, trainer.strategy
+    methods, args, strategy = run.methods, run.methods.args, run.strategy
     before, order = args.train_batch_size, run.data.order_state()
     args.gradient_accumulation_steps = args.gradient_accumulation_steps * before // size
     args.per_device_train_batch_size = args.per_device_train_batch_size // before * size
-    run.note_arguments(args)
-    loader = trainer.get_train_dataloader()
+    run.watch.note_arguments(args, run.optimizer)
+    loader = methods.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
     if data.per_micro_batch != size * strategy.world_size:
         raise ValueError(
@@ -66,20 +67,20 @@ def reduce_batch_size(trainer: Trainer, run: Run, size: int) -> None:
             "build it with that size, or leave auto_find_batch_size out"
         )
     data.restore_order(order, run.position.samples)
-    run.data, trainer.loaders["train_dataloader"] = data, loader
+    run.data, methods.loaders["train_dataloader"] = data, loader
     run.plan = make_plan(args, data).with_max_steps(run.plan.max_steps)
-    trainer.state.train_batch_size = size
-    trainer.logger.warning(
+    methods.state.train_batch_size = size
+    logger.warning(
         "memory suffices for fewer than %d samples a device and micro-batch: going on from step %d with %d, and %d "
         "micro-batches a step; a step has the same samples as before",
         before,
-        trainer.state.global_step,
+        methods.state.global_step,
         size,
         args.gradient_accumulation_steps,
     )
 
 
-def check_batch_size_search(args: Any) -> None:
+def check_batch_size_search(args: TrainingArguments) -> None:
     """Raise `ValueError` where a smaller micro-batch would change which samples are used."""
     if not args.auto_find_batch_size:
         return
@@ -98,32 +99,32 @@ def check_batch_size_search(args: Any) -> None:
 class _Attempts:
     """A callback, to be called before all others: knows where in a step the run is, and how to go back to its begin."""
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self._trainer, self._run = trainer, run
-        self._forward = ForwardState(trainer.model, trainer.strategy.device)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._forward = ForwardState(run.methods.model, run.strategy.device)
         self._noted: list[tuple[Any, dict[str, Any]]] = []
         self.is_in_step = self.is_in_optimizer = False
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Note what a step changes before its optimizer does. Nothing is read from the device."""
         self._forward.note()
-        run = self._run
-        parts = [part for part in (run, run.position, run.metrics, run.tokens) if part is not None]
+        window = self._run.window
+        parts = [part for part in (self._run.position, window, window.means, window.tokens) if part is not None]
         self._noted = [(part, {name: _copy(value) for name, value in vars(part).items()}) for part in parts]
         self.is_in_step = True
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """From here on weights change."""
         self.is_in_step, self.is_in_optimizer = False, True
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """From here on a step is behind."""
         self.is_in_optimizer = False
 
     def rewind(self) -> None:
         """Put everything back to the beginning of the step, and drop its gradients."""
         self.is_in_step = False
-        for parameter in self._trainer.model.parameters():
+        for parameter in self._run.methods.model.parameters():
             parameter.grad = None
         self._run.optimizer.zero_grad()  # some keep of gradients what is not in .grad
         for part, values in self._noted:
@@ -132,23 +133,23 @@ class _Attempts:
         self._run.position.is_retry = True
 
 
-def _finishes(trainer: Trainer, run: Run, attempts: _Attempts) -> bool:
+def _finishes(run: Run, attempts: _Attempts) -> bool:
     """Train; False if memory ran out in a step that can be made again."""
     try:
-        run_epochs(trainer, run)
+        run_epochs(run)
         return True
     except Exception as error:
         if not is_out_of_memory(error) or not (attempts.is_in_step or attempts.is_in_optimizer):
             raise
-        if (reason := _why_not(trainer, attempts)) is not None:
+        if (reason := _why_not(run, attempts)) is not None:
             raise RuntimeError(reason) from error
-        free_memory(error, trainer.strategy.device)
+        free_memory(error, run.strategy.device)
     return False
 
 
-def _why_not(trainer: Trainer, attempts: _Attempts) -> str | None:
+def _why_not(run: Run, attempts: _Attempts) -> str | None:
     """Return why a smaller micro-batch does not help; None if it may."""
-    size, step, strategy = trainer.args.train_batch_size, trainer.state.global_step, trainer.strategy
+    size, step, strategy = run.methods.args.train_batch_size, run.methods.state.global_step, run.strategy
     if attempts.is_in_optimizer:
         return (
             f"memory ran out in the optimizer at step {step}, where the micro-batch makes no difference and weights "
@@ -168,50 +169,48 @@ def _why_not(trainer: Trainer, attempts: _Attempts) -> str | None:
     return None
 
 
-def _next_size(trainer: Trainer) -> int:
+def _next_size(args: TrainingArguments) -> int:
     """Return the next smaller micro-batch of which whole ones make a step."""
-    size, accumulation = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
+    size, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     return next(smaller for smaller in range(size - 1, 0, -1) if size * accumulation % smaller == 0)
 
 
-def _find_common_size(trainer: Trainer, run: Run) -> None:
+def _find_common_size(run: Run) -> None:
     """Lower the micro-batch until every rank can compute its gradients; all ranks call it.
 
     Raises:
         RuntimeError: one sample is too many for a rank.
     """
-    strategy = trainer.strategy
     while True:
-        fits = strategy.gather_objects(_fits(trainer, run))
+        fits = run.strategy.gather_objects(_fits(run))
         if all(fits):
             return
-        size = trainer.args.train_batch_size
+        size = run.methods.args.train_batch_size
         if size == 1:
             raise RuntimeError(
                 f"memory ran out on ranks {[rank for rank, fit in enumerate(fits) if not fit]} with 1 sample a device "
                 "and micro-batch, so there is no smaller one; set activation_checkpointing=True, use shorter samples, "
                 "a lower precision or a smaller model"
             )
-        reduce_batch_size(trainer, run, _next_size(trainer))
+        reduce_batch_size(run, _next_size(run.methods.args))
 
 
-def _fits(trainer: Trainer, run: Run) -> bool:
+def _fits(run: Run) -> bool:
     """Whether this rank can compute the gradients of the next micro-batch; nothing is kept of them.
 
     The model is called without its wrapper, for a rank that runs out of memory would leave the others waiting.
     """
-    strategy, model = trainer.strategy, trainer.model
+    strategy, methods, model, scope = run.strategy, run.methods, run.methods.model, run.methods.scope
     position = run.position
     batch = next(iter(run.data.iterate(position.epoch, position.samples)), None)
     if batch is None:
         return True
-    num_items = run.count_items([batch]) if run.count_items else None
-    trainer.scope.size = trainer.args.gradient_accumulation_steps
-    trainer.scope.weight = batch.weight
+    num_items = run.count_targets([batch]) if run.count_targets else None
+    scope.size, scope.weight = run.plan.accumulation, batch.weight
     model.train()
     try:
-        with restored_after(model, strategy.device), separate_window(trainer):
-            trainer.step_function(model, batch.inputs, num_items)
+        with restored_after(model, strategy.device), separate_window(cast("Any", methods)):
+            run.training_step(model, batch.inputs, num_items)
         return True
     except Exception as error:
         if not is_out_of_memory(error):

@@ -9,23 +9,21 @@ the attribute or to an argument. Changed modules of the model are noticed too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from operator import is_not
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+import torch
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
+from tr_args import TrainingArguments
 from tr_args.masking import mask_secrets
-from tr_core.optim.nonfinite import build_guard
-from tr_core.plan import resolve_steps
-
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
 
 # Attributes that act from the next step of a run on: what makes the loss, the step and the rate.
 ACTS_NEXT_STEP = frozenset(
@@ -109,7 +107,7 @@ _PARTS = (
 FIXED_WHEN_BUILT = frozenset(_PARTS)
 
 
-def check_as_built(args: Any, built_with: Mapping[str, Any]) -> None:
+def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> None:
     """Raise where an argument that a Trainer was built with is another one now.
 
     Args:
@@ -129,7 +127,7 @@ def check_as_built(args: Any, built_with: Mapping[str, Any]) -> None:
         )
 
 
-def values_when_built(args: Any) -> dict[str, Any]:
+def values_when_built(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments that a Trainer makes its parts of, as plain values."""
     values = args.to_dict()
     found = {name: values[name] for name in sorted(FIXED_WHEN_BUILT) if name in values}
@@ -203,54 +201,9 @@ _INSTEAD = {
     "max_steps": "set control.should_training_stop to end the run earlier; resume it with more steps for a longer one",
     "num_train_epochs": "set control.should_training_stop to end the run earlier; resume it with more for a longer one",
 }
-_STEPS = ("logging_steps", "eval_steps", "save_steps")
 
 
-def apply_changes(trainer: Trainer, run: Run) -> None:
-    """Have what was changed since the last step act, or refuse it.
-
-    Raises:
-        ValueError: an argument was changed that a run takes when it begins, or a part of the model was replaced that
-            cannot be taken in; the message says what to do instead.
-    """
-    args = trainer.args
-    check_length(trainer, run)
-    changed = _changed_arguments(args, run)
-    for name in changed:
-        _check_change(name, run.arguments[name], getattr(args, name))
-    trainer.prepare()
-    for name in _STEPS:
-        if name in changed:
-            setattr(trainer.state, name, resolve_steps(getattr(args, name), trainer.state.max_steps))
-    run.schedule = cast("Any", trainer.lr_scheduler)
-    if len(run.parameters) != len(now := list(trainer.model.parameters())) or any(map(is_not, run.parameters, now)):
-        _check_new_parameters(trainer, run)
-        if run.guard is not None:
-            run.guard.check()
-            run.guard = build_guard(trainer, run)
-    run.take_settings(trainer)
-    if run.settings is not None:
-        run.settings.note_changes()
-    vars(trainer)["has_assignments"] = False
-    if "max_grad_norm" in changed and getattr(run.optimizer, "updates_in_backward", False):
-        cast("Any", run.optimizer).clip_to(run.max_grad_norm)
-
-
-def check_length(trainer: Trainer, run: Run) -> None:
-    """Raise where a callback made the run longer: epochs and schedule were planned for its length.
-
-    Raises:
-        ValueError: `state.max_steps` is larger than planned.
-    """
-    if trainer.state.max_steps > run.plan.max_steps:
-        raise ValueError(
-            f"state.max_steps was raised from {run.plan.max_steps} to {trainer.state.max_steps} during training, but "
-            "the schedule and the number of epochs were planned for the former; set args.max_steps before train(), or "
-            "resume the run with a larger one"
-        )
-
-
-def values_of_all_ranks(args: Any, optimizer: Any) -> dict[str, Any]:
+def values_of_all_ranks(args: TrainingArguments, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a callback may change during a run, and every rank must have alike: else weights drift apart."""
     names = ("max_grad_norm", "label_smoothing_factor", "average_tokens_across_devices")
     values = {f"args.{name}": getattr(args, name) for name in names}
@@ -277,19 +230,19 @@ def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def watching_modules(trainer: Trainer) -> Iterator[None]:
-    """Notice, inside the block, that a module or parameter was put into some model; a step costs nothing for it.
+def watching_modules(note: Callable[[], None]) -> Iterator[None]:
+    """Call a function when a module or parameter is put into some model inside the block; a step costs nothing for it.
 
-    Not where the strategy divides parameters: whole ones take their places in every forward there.
+    Not for a strategy that divides parameters: whole ones take their places in every forward there.
     """
-    if trainer.strategy.forwards_together:
-        yield
-        return
 
-    def note(module: Any, name: str, value: Any) -> None:
-        vars(trainer)["has_assignments"] = True
+    def changed(module: Any, name: str, value: Any) -> None:
+        note()
 
-    handles = (register_module_module_registration_hook(note), register_module_parameter_registration_hook(note))
+    handles = (
+        register_module_module_registration_hook(changed),
+        register_module_parameter_registration_hook(changed),
+    )
     try:
         yield
     finally:
@@ -297,8 +250,92 @@ def watching_modules(trainer: Trainer) -> Iterator[None]:
             handle.remove()
 
 
-def _changed_arguments(args: Any, run: Run) -> list[str]:
-    return [name for name, value in run.arguments.items() if getattr(args, name) != value]
+class ChangeWatch:
+    """What a user may change during a run, as it was when last looked at.
+
+    Args:
+        args: the training arguments.
+        model: the unwrapped model.
+        optimizer: the run's.
+        clears_gradients: whether the strategy clears the gradients of all parameters itself.
+
+    Attributes:
+        seen: assignments to the arguments, False, and the optimizer's groups: what the loop compares.
+        outside: parameters that the optimizer does not hold, by name.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clears_gradients: bool,
+    ) -> None:
+        self._clears_gradients = clears_gradients
+        self.note(args, model, optimizer)
+        self._leaves_out_by_choice = any(p.requires_grad for p in self.outside.values())
+
+    def note(self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Look at everything."""
+        self.note_arguments(args, optimizer)
+        self._parameters = list(model.parameters())
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        named = {} if self._clears_gradients else dict(model.named_parameters())
+        self.outside = {name: parameter for name, parameter in named.items() if id(parameter) not in held}
+
+    def note_arguments(self, args: TrainingArguments, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the arguments alone: what the loop itself changed is no change of a user's."""
+        self._arguments = {field.name: getattr(args, field.name) for field in fields(args) if field.init}
+        self.seen = (args.num_assignments, False, len(optimizer.param_groups))
+
+    def changed_arguments(self, args: TrainingArguments) -> list[str]:
+        """Return the names of the arguments that have changed.
+
+        Raises:
+            ValueError: a run takes one of them when it begins.
+        """
+        changed = [name for name, value in self._arguments.items() if getattr(args, name) != value]
+        for name in changed:
+            _check_change(name, self._arguments[name], getattr(args, name))
+        return changed
+
+    def has_other_parameters(self, model: nn.Module) -> bool:
+        """Whether the model has more, fewer or other parameters."""
+        now = list(model.parameters())
+        return len(self._parameters) != len(now) or any(map(is_not, self._parameters, now))
+
+    def check_new_parameters(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raise where parameters were put into the model that are trainable and would never be updated.
+
+        Raises:
+            ValueError: the message names them.
+        """
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        known = {id(parameter) for parameter in self._parameters}
+        new = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in held and id(parameter) not in known
+        ]
+        if new:
+            raise ValueError(
+                f"parameters were put into the model during training that no group of the optimizer holds: {new[:5]}; "
+                "they would never be updated. Add them with optimizer.add_param_group, or freeze them with "
+                "requires_grad_(False)"
+            )
+
+    def clear_outside(self) -> None:
+        """Clear the gradients of parameters that no optimizer holds: they would add up from step to step.
+
+        Raises:
+            ValueError: a parameter was unfrozen which the optimizer, that had all trainable ones, does not hold.
+        """
+        for name, parameter in self.outside.items():
+            if parameter.grad is not None:
+                if not self._leaves_out_by_choice:
+                    raise ValueError(_unfrozen(name))
+                parameter.grad = None
 
 
 def _check_change(name: str, before: Any, now: Any) -> None:
@@ -311,14 +348,9 @@ def _check_change(name: str, before: Any, now: Any) -> None:
         raise ValueError(f"{change}: acting by the clock is set up when the Trainer is built; set it there")
 
 
-def _check_new_parameters(trainer: Trainer, run: Run) -> None:
-    held = {id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]}
-    named = trainer.model.named_parameters()
-    missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in held]
-    known = {id(parameter) for parameter in run.parameters}
-    new = [name for name in missing if id(trainer.model.get_parameter(name)) not in known]
-    if new:
-        raise ValueError(
-            f"parameters were put into the model during training that no group of the optimizer holds: {new[:5]}; they "
-            "would never be updated. Add them with optimizer.add_param_group, or freeze them with requires_grad_(False)"
-        )
+def _unfrozen(name: str) -> str:
+    return (
+        f"the parameter {name} was unfrozen during training: it has a gradient, but is in no "
+        "group of the optimizer, which holds those that were trainable when training began, and would never be "
+        "updated. Add it with optimizer.add_param_group, or begin with it trainable and freeze it in on_train_begin"
+    )

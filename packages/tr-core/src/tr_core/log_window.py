@@ -1,4 +1,4 @@
-"""Log what happened since the last log, and count the input tokens of a run.
+"""Hold what happened since the last log, and count the input tokens of a run.
 
 Values are read from the device in one transfer a log. Ranks exchange them once a log.
 """
@@ -6,21 +6,25 @@ Values are read from the device in one transfer a log. Ranks exchange them once 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 import torch
+from torch import nn
 
-from tr_core.changes import check_same_on_all_ranks, values_of_all_ranks
 from tr_core.data.sampler import MicroBatch
-from tr_core.metric_means import Sums, read_scalars, weighted_means
+from tr_core.metric_means import MetricWindow, Sums, read_scalars, weighted_means
 from tr_core.model_io import main_input_name
+from tr_core.protocols import Collectives
 from tr_core.results import speed_metrics
 from tr_core.state import TrainerState
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
+
+# Steps whose loss and norm are looked at together: one by one that costs a step four operations on scalars.
+CHECK_EVERY = 64
 
 
 class RankWindow(TypedDict):
@@ -65,22 +69,164 @@ class ClosedWindow(NamedTuple):
     metrics: dict[str, float]
 
 
-def read_rank_window(run: Run) -> RankWindow:
-    """Read this rank's open window; the counts of operations and tokens begin anew, all else stays."""
-    run.count_nonfinite()
-    norm = [] if run.grad_norm is None else [run.grad_norm]
-    loss, nonfinite, skipped, *norms = read_scalars([run.loss_sum, run.num_nonfinite, run.num_skipped, *norm])
-    flops, run.flops = run.flops, 0.0
-    return {
-        "loss": loss,
-        "grad_norm": norms[0] if norms else None,
-        "nonfinite": int(nonfinite),
-        "skipped": int(skipped),
-        "metrics": run.metrics.read(),
-        "flops": flops,
-        "tokens": 0 if run.tokens is None else run.tokens.take(),
-        "place": None,
-    }
+class LogWindow:
+    """Everything of this rank since the last log; losses, norms and counts stay on the device until they are read.
+
+    Args:
+        strategy: where this process computes, and how ranks exchange metrics.
+        tokens: what counts input tokens, None where nobody asked.
+
+    Attributes:
+        tokens: the same.
+        means: what was logged with `log_metric`.
+        counters: called with every micro-batch: they count tokens and floating-point operations.
+        hides_nan: whether losses that are not finite are left out of the log.
+        step: completed steps of the run when the step at hand began.
+        step_loss: loss of the step at hand, a scalar tensor.
+        loss_sum: sum of the losses of the steps.
+        grad_norm: norm of the last step's gradients before clipping; None before the first.
+        learning_rate: learning rate of the first parameter group in the last step.
+        num_nonfinite: steps whose loss or norm was not finite, a scalar tensor.
+        num_skipped: updates that were left out for it, a scalar tensor.
+        unjudged: loss and norm of the last applied steps, which `num_nonfinite` does not count yet.
+        flops: floating-point operations since they were last added to the state.
+        last_logged_step: step of the last log.
+        of_all_ranks: the windows of all ranks as they were last saved.
+        first_step: completed steps of the run when this call of `train` began.
+        first_tokens: input tokens seen then.
+        start_s: `time.perf_counter()` then.
+    """
+
+    def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
+        self.tokens, self.means = tokens, MetricWindow(strategy)
+        self.counters: list[Callable[[MicroBatch], None]] = []
+        self.hides_nan = False
+        self._zero = torch.zeros((), device=strategy.device)
+        self.step_loss = self.loss_sum = self._loss_before_step = self._zero
+        self.num_nonfinite = self.num_skipped = torch.zeros_like(self._zero, dtype=torch.int64)
+        self.unjudged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.grad_norm: torch.Tensor | None = None
+        self.learning_rate, self.flops = 0.0, 0.0
+        self.step = self.last_logged_step = self.first_step = self.first_tokens = 0
+        self.of_all_ranks: list[RankWindow] = []
+        self.start_s = time.perf_counter()
+        self._logged_loss, self._logged_skips = 0.0, 0
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step after `step` completed ones."""
+        self.step, self.step_loss, self._loss_before_step = step, self._zero, self.loss_sum
+
+    def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
+        """Add a micro-batch: its share of the step's loss, a scalar, its tokens and its operations."""
+        self.step_loss = self.step_loss + loss
+        if self.hides_nan:  # the mean of the window so far takes the place of a loss that is not finite
+            loss = torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + self.step - self.last_logged_step))
+        # Not in place: a step may be made again, or left out.
+        self.loss_sum = (self.loss_sum + loss).to(self.loss_sum.dtype)
+        for count in self.counters:
+            count(batch)
+
+    def end_step(self, norm: torch.Tensor, learning_rate: float, *, applied: bool) -> None:
+        """Note how the step at hand ended: its gradient norm and rate, and whether an overflow left it out."""
+        self.learning_rate = learning_rate
+        if applied:
+            self.unjudged.append((self.step_loss, norm))
+            if len(self.unjudged) >= CHECK_EVERY:
+                self.count_nonfinite()
+
+    def leave_out_step(self, skip: torch.Tensor) -> None:
+        """Take the step at hand out of the window where a flag on the device is set."""
+        self.loss_sum = torch.where(skip, self._loss_before_step, self.loss_sum)
+        self.num_skipped = self.num_skipped + skip
+        self.means.settle(skip)
+
+    def count_nonfinite(self) -> None:
+        """Count the steps in `unjudged` whose loss or norm is not finite, and empty it; nothing is read."""
+        if self.unjudged:
+            losses, norms = zip(*self.unjudged, strict=True)
+            self.num_nonfinite = self.num_nonfinite + is_nonfinite(torch.stack(losses), torch.stack(norms)).sum()
+            self.unjudged = []
+
+    def count_flops(self, operations: float) -> None:
+        """Add floating-point operations of a micro-batch."""
+        self.flops += operations
+
+    def read(self) -> RankWindow:
+        """Read what this rank holds; the counts of operations and tokens begin again, all else stays."""
+        self.count_nonfinite()
+        norm = [] if self.grad_norm is None else [self.grad_norm]
+        loss, nonfinite, skipped, *norms = read_scalars([self.loss_sum, self.num_nonfinite, self.num_skipped, *norm])
+        flops, self.flops = self.flops, 0.0
+        return {
+            "loss": loss,
+            "grad_norm": norms[0] if norms else None,
+            "nonfinite": int(nonfinite),
+            "skipped": int(skipped),
+            "metrics": self.means.read(),
+            "flops": flops,
+            "tokens": 0 if self.tokens is None else self.tokens.take(),
+            "place": None,
+        }
+
+    def close(self, windows: Sequence[RankWindow]) -> ClosedWindow:
+        """Return the window of all ranks, of what each of them read, and begin a new one."""
+        closed = ClosedWindow(
+            loss=sum(window["loss"] for window in windows) / len(windows),
+            grad_norm=windows[0]["grad_norm"],
+            nonfinite=max(window["nonfinite"] for window in windows),
+            skipped=windows[0]["skipped"],
+            metrics=weighted_means([window["metrics"] for window in windows]),
+        )
+        self._logged_loss += closed.loss
+        self._logged_skips += closed.skipped
+        # Not subtracted from themselves: NaN - NaN stays NaN for ever.
+        self.loss_sum, self.num_nonfinite = self._zero, torch.zeros_like(self.num_nonfinite)
+        self.num_skipped = torch.zeros_like(self.num_skipped)
+        self.means.clear()
+        return closed
+
+    def entry(self, closed: ClosedWindow, steps: int, num_tokens: int) -> dict[str, Any]:
+        """Return what is logged of a closed window.
+
+        Args:
+            closed: what `close` returned.
+            steps: steps since the last log.
+            num_tokens: input tokens seen in the whole run.
+        """
+        applied = steps - closed.skipped
+        logs: dict[str, Any] = {"loss": closed.loss / applied if applied else math.nan}
+        if closed.grad_norm is not None:
+            logs["grad_norm"] = closed.grad_norm
+        logs["learning_rate"] = self.learning_rate
+        if self.means.holds_back:
+            logs["skipped_steps"] = closed.skipped
+        logs |= closed.metrics
+        if self.tokens is not None:
+            logs |= speed_metrics("train", self.start_s, num_tokens=num_tokens - self.first_tokens)
+        return logs
+
+    def mean_loss(self, steps: int) -> float:
+        """Return the mean loss of this call's steps that were applied and logged, of `steps` in all."""
+        applied = steps - self._logged_skips
+        return self._logged_loss / applied if applied else math.nan
+
+    def load(self, windows: Sequence[RankWindow], rank: int, world_size: int) -> None:
+        """Go on with a saved window of all ranks; another number of ranks shares it evenly."""
+        own = share_window(windows, rank, world_size)
+        norm = own["grad_norm"]
+        self.grad_norm = None if norm is None else torch.full_like(self._zero, norm)
+        self.loss_sum = torch.full_like(self._zero, own["loss"])
+        self.num_nonfinite = torch.full_like(self.num_nonfinite, own["nonfinite"])
+        self.num_skipped = torch.full_like(self.num_skipped, own["skipped"])
+        self.means.load(own["metrics"])
+        # What an earlier call trained belongs to the next log, but not to the mean loss of this call.
+        self._logged_loss = -sum(window["loss"] for window in windows) / len(windows)
+        self._logged_skips = -own["skipped"]
+
+
+def is_nonfinite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Return where either of two tensors of one shape is NaN or infinite; it stays on the device."""
+    return torch.ne(loss - loss, norm - norm)  # what is finite less itself is 0; all else is NaN: unequal to anything
 
 
 def share_window(windows: Sequence[RankWindow], rank: int, world_size: int) -> RankWindow:
@@ -113,77 +259,31 @@ def store_counts(state: TrainerState, windows: Sequence[RankWindow]) -> None:
     state.num_input_tokens_seen += sum(window["tokens"] for window in windows)
 
 
-def store_tokens(trainer: Trainer, run: Run) -> None:
-    """Add the input tokens of all ranks to the state, where they are counted, for an entry between two logs."""
-    if run.tokens is not None:
-        trainer.state.num_input_tokens_seen += sum(trainer.strategy.gather_objects(run.tokens.take()))
+def warn_of_nonfinite(window: ClosedWindow, steps: int, last_step: int, on_nonfinite: str) -> None:
+    """Say, once a window, that a run is breaking, or what was left out of it.
 
-
-def close_window(trainer: Trainer, run: Run) -> ClosedWindow:
-    """Read the window of all ranks and begin a new one.
-
-    Raises:
-        FloatingPointError: something was not finite, and `on_nonfinite` is `raise`.
-        ValueError: what has to be the same on all ranks was changed on some of them.
+    Args:
+        window: what is logged.
+        steps: its steps.
+        last_step: the last of them.
+        on_nonfinite: the argument of that name.
     """
-    if run.guard is not None:
-        run.guard.check()
-    shared = values_of_all_ranks(trainer.args, run.optimizer) if trainer.strategy.world_size > 1 else {}
-    gathered = trainer.strategy.gather_objects((read_rank_window(run), shared))
-    check_same_on_all_ranks([values for _, values in gathered])
-    windows = [window for window, _ in gathered]
-    store_counts(trainer.state, windows)
-    closed = ClosedWindow(
-        loss=sum(window["loss"] for window in windows) / len(windows),
-        grad_norm=windows[0]["grad_norm"],
-        nonfinite=max(window["nonfinite"] for window in windows),
-        skipped=windows[0]["skipped"],
-        metrics=weighted_means([window["metrics"] for window in windows]),
-    )
-    run.begin_window(closed.loss, closed.skipped)
-    return closed
-
-
-def log_window(trainer: Trainer, run: Run) -> None:
-    """Log the mean loss of the steps since the last log, the last gradient norm and learning rate, and metrics."""
-    steps = trainer.state.global_step - run.last_logged_step
-    window = close_window(trainer, run)
-    run.last_logged_step = trainer.state.global_step
-    applied = steps - window.skipped
-    logs: dict[str, Any] = {"loss": window.loss / applied if applied else math.nan}
-    if window.grad_norm is not None:
-        logs["grad_norm"] = window.grad_norm
-    logs["learning_rate"] = run.learning_rate
-    if trainer.args.on_nonfinite == "skip":
-        logs["skipped_steps"] = window.skipped
-    logs |= window.metrics
-    if run.tokens is not None:
-        tokens = trainer.state.num_input_tokens_seen - run.first_tokens
-        logs |= speed_metrics("train", run.start_s, num_tokens=tokens)
-    if trainer.is_world_process_zero():
-        _warn_of_nonfinite(trainer, window, steps)
-    trainer.log(logs)
-    run.agree_on_flags()
-
-
-def _warn_of_nonfinite(trainer: Trainer, window: ClosedWindow, steps: int) -> None:
-    """Say, once a window, that a run is breaking, or what was left out of it."""
-    where = f"of the {steps} steps up to step {trainer.state.global_step}"
+    where = f"of the {steps} steps up to step {last_step}"
     if window.skipped:
-        trainer.logger.warning(
+        logger.warning(
             "%d %s were not applied (on_nonfinite='skip'): their loss or gradient norm was NaN or infinite",
             window.skipped,
             where,
         )
-    elif window.nonfinite and trainer.args.on_nonfinite == "log":
-        trainer.logger.error(
+    elif window.nonfinite and on_nonfinite == "log":
+        logger.error(
             "%d %s had a loss or a gradient norm that is NaN or infinite, and were applied; on_nonfinite='skip' leaves "
             "such updates out, on_nonfinite='raise' stops the run before they are saved",
             window.nonfinite,
             where,
         )
-    elif not math.isfinite(window.loss) and trainer.args.on_nonfinite == "log":
-        trainer.logger.error("some %s had a loss that is NaN or infinite; float16 left their updates out", where)
+    elif not math.isfinite(window.loss) and on_nonfinite == "log":
+        logger.error("some %s had a loss that is NaN or infinite; float16 left their updates out", where)
 
 
 class TokenCounter:
@@ -249,11 +349,15 @@ class TokenCounter:
         )
 
 
-def build_token_counter(trainer: Trainer) -> TokenCounter | None:
-    """Return what `include_num_input_tokens_seen` asks for; None where it is `no`."""
-    mode = trainer.args.include_num_input_tokens_seen
+def build_token_counter(mode: str, model: nn.Module, processor: Any) -> TokenCounter | None:
+    """Return what `include_num_input_tokens_seen` asks for; None where it is `no`.
+
+    Args:
+        mode: that argument.
+        model: the unwrapped model, which may say what its main input is.
+        processor: the tokenizer or processor, which may have a `pad_token_id`.
+    """
     if mode == "no":
         return None
-    processor = trainer.processing_class
     padding = getattr(processor, "pad_token_id", None)
-    return TokenCounter(main_input_name(trainer.model), only_real=mode == "non_padding", padding=padding)
+    return TokenCounter(main_input_name(model), only_real=mode == "non_padding", padding=padding)

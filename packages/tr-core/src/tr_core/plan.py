@@ -1,4 +1,4 @@
-"""Compute the length of a run in optimizer steps, and when gradients are synchronised.
+"""Plan a run: its length in optimizer steps, what a step is, and when gradients are synchronised.
 
 Shares of a run become numbers of steps here. `accelerator_config` is checked here too: some of its settings act, and
 the others are refused with the reason.
@@ -10,21 +10,25 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
+from tr_args import TrainingArguments
 from tr_core.data.batches import Batches
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long a run is.
+    """How long a run is, and what a step of it is.
 
     Attributes:
         max_steps: optimizer steps of the whole run.
-        num_epochs: passes over the data that are begun at most.
+        num_epochs: epochs that are begun at most.
         batches_per_epoch: micro-batches that make `state.epoch` grow by one.
         num_samples: samples that the whole run uses, of all ranks, as the speed metrics count them.
         per_step: samples of a full step, of all ranks.
+        accumulation: micro-batches of a full step.
+        max_grad_norm: norm that gradients are clipped to; None for no clipping.
+        syncs_each_batch: whether gradients are exchanged after every micro-batch, not after a step's last one only.
     """
 
     max_steps: int
@@ -32,6 +36,9 @@ class TrainingPlan:
     batches_per_epoch: int
     num_samples: float
     per_step: int
+    accumulation: int = 1
+    max_grad_norm: float | None = None
+    syncs_each_batch: bool = False
 
     def with_max_steps(self, max_steps: int) -> TrainingPlan:
         """Return the plan with another length."""
@@ -50,14 +57,21 @@ def resolve_steps(value: float | None, max_steps: int) -> int:
     return max(math.ceil(value * max_steps) if value < 1 else int(value), 1)
 
 
-def make_plan(args: Any, data: Batches) -> TrainingPlan:
-    """Reckon the length of a run from `max_steps`, `num_train_epochs`, accumulation and the data's length.
+def make_plan(args: TrainingArguments, data: Batches) -> TrainingPlan:
+    """Compute the length of a run from `max_steps`, `num_train_epochs`, accumulation and the data's length.
 
     Raises:
         ValueError: there is nothing to train on, or no length is known and `max_steps` is not set.
     """
     accumulation = args.gradient_accumulation_steps
     per_step = data.per_micro_batch * accumulation
+    plan = partial(
+        TrainingPlan,
+        per_step=per_step,
+        accumulation=accumulation,
+        max_grad_norm=args.max_grad_norm or None,
+        syncs_each_batch=syncs_each_batch(args),
+    )
     if data.num_batches is None:
         if args.max_steps <= 0:
             raise ValueError(
@@ -65,7 +79,7 @@ def make_plan(args: Any, data: Batches) -> TrainingPlan:
                 "optimizer steps to train"
             )
         steps = args.max_steps
-        return TrainingPlan(steps, sys.maxsize, steps * accumulation, float(steps * per_step), per_step)
+        return plan(steps, sys.maxsize, steps * accumulation, float(steps * per_step))
     if data.num_batches == 0:
         raise ValueError(
             f"the training data gives no batch: {data.num_samples} samples used at {data.per_micro_batch} a "
@@ -74,18 +88,13 @@ def make_plan(args: Any, data: Batches) -> TrainingPlan:
     steps_per_epoch = math.ceil(data.num_batches / accumulation)
     if args.max_steps > 0:
         epochs = math.ceil(args.max_steps / steps_per_epoch)
-        return TrainingPlan(args.max_steps, epochs, data.num_batches, float(args.max_steps * per_step), per_step)
+        return plan(args.max_steps, epochs, data.num_batches, float(args.max_steps * per_step))
     samples = (data.num_samples or 0) * args.num_train_epochs
-    return TrainingPlan(
-        math.ceil(args.num_train_epochs * steps_per_epoch),
-        math.ceil(args.num_train_epochs),
-        data.num_batches,
-        samples,
-        per_step,
-    )
+    steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    return plan(steps, math.ceil(args.num_train_epochs), data.num_batches, samples)
 
 
-def steps_left(args: Any, data: Batches, epoch: int, position: int) -> int | None:
+def steps_left(args: TrainingArguments, data: Batches, epoch: int, position: int) -> int | None:
     """Count the optimizer steps from `position` in `epoch` to the end of `num_train_epochs`; None if unknown.
 
     With unchanged batch size, accumulation and world size this agrees with what `make_plan` said at the start.
@@ -125,7 +134,7 @@ _REFUSED = {
 _ACCUMULATION = ("num_steps", "sync_each_batch")
 
 
-def check_accelerator_config(args: Any, world_size: int) -> None:
+def check_accelerator_config(args: TrainingArguments, world_size: int) -> None:
     """Raise for settings that cannot be, all at once.
 
     `split_batches` divides the given batch sizes by the number of ranks, `non_blocking` is how batches are always
@@ -142,12 +151,12 @@ def check_accelerator_config(args: Any, world_size: int) -> None:
         raise ValueError("accelerator_config cannot be used as it is:\n" + "\n".join(f"  {p}" for p in problems))
 
 
-def syncs_each_batch(args: Any) -> bool:
+def syncs_each_batch(args: TrainingArguments) -> bool:
     """Whether gradients are to be exchanged after every micro-batch, and not after the last of a step only."""
     return bool((args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False))
 
 
-def _problems(args: Any, world_size: int) -> Iterator[str]:
+def _problems(args: TrainingArguments, world_size: int) -> Iterator[str]:
     config = args.accelerator_config
     for name, (accepted, reason) in _REFUSED.items():
         if (value := getattr(config, name)) not in accepted:

@@ -1,43 +1,112 @@
-"""Hold the state of one call of `train`: plan, data and position, optimizer, and everything since the last log."""
+"""Hold what one call of `train` works with: plan, data and position, optimizer, and everything since the last log."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
+from tr_core.callback import CallbackList
+from tr_core.changes import ChangeWatch, check_same_on_all_ranks, values_of_all_ranks
 from tr_core.data.batches import Batches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
-from tr_core.log_window import (
-    RankWindow,
-    TokenCounter,
-    build_token_counter,
-    read_rank_window,
-    share_window,
-    store_counts,
-)
-from tr_core.metric_means import MetricWindow
+from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite
+from tr_core.loss import LossRule, StepScope
 from tr_core.model import TrainingMode
-from tr_core.optim.nonfinite import UpdateGuard, build_guard, is_nonfinite
-from tr_core.plan import TrainingPlan, syncs_each_batch
-from tr_core.protocols import Strategy
-from tr_core.state import TrainerState
+from tr_core.optim.nonfinite import UpdateGuard, choose_updates
+from tr_core.plan import TrainingPlan, resolve_steps
+from tr_core.preemption.preemption import Preemption
+from tr_core.protocols import Checkpointer, Stateful, Strategy
+from tr_core.state import TrainerControl, TrainerState
 
-if TYPE_CHECKING:
-    from tr_core.checkpoint.settings import Settings
-    from tr_core.preemption.preemption import Preemption
-    from tr_core.trainer.trainer import Trainer
 
-# Steps whose loss and norm are looked at together: one by one that costs a step four operations on scalars.
-CHECK_EVERY = 64
+class RunMethods(Protocol):
+    """What one call of `train` asks of its owner, whose methods a subclass may override.
+
+    Attributes are read each time they are used: a callback may assign some of them.
+
+    Attributes:
+        args: the training arguments.
+        state: what the run has reached.
+        control: what happens next.
+        model: the unwrapped model.
+        model_wrapped: what the strategy's `prepare` returned.
+        lr_scheduler: the schedule.
+        processing_class: tokenizer or processor, None if there is none.
+        loss_rule: what is counted in a step.
+        scope: what is known of the step at hand within it.
+        step_function: `training_step`, called with the count as third argument.
+        callback_handler: the callbacks.
+        loaders: the data loaders that callbacks are given.
+        search: the search that the run is a trial of, None for any other run.
+        has_assignments: whether something was assigned that acts from the next step.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    model: nn.Module
+    model_wrapped: nn.Module
+    lr_scheduler: LRScheduler | None
+    processing_class: Any
+    loss_rule: LossRule
+    scope: StepScope
+    step_function: Callable[..., torch.Tensor]
+    callback_handler: CallbackList
+    loaders: dict[str, Any]
+    search: Any
+    has_assignments: bool
+
+    def prepare(self) -> nn.Module:
+        """Take in what was assigned."""
+        ...
+
+    def get_train_dataloader(self) -> Any:
+        """Build the loader of the training data."""
+        ...
+
+    def evaluate(self, *, ignore_keys: list[str] | None = None) -> dict[str, float]:
+        """Evaluate, log and return the metrics."""
+        ...
+
+    def report_trial(self, metrics: dict[str, float]) -> None:
+        """Hand the metrics of an evaluation to the search."""
+        ...
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Add an entry to the log."""
+        ...
+
+    def save_checkpoint(self, run: Any) -> None:
+        """Save everything that the run needs to continue."""
+        ...
+
+    def checkpointer(self) -> Checkpointer:
+        """Return where checkpoints go."""
+        ...
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the floating-point operations of forward and backward of one batch."""
+        ...
+
+    def counts_floating_point_ops(self) -> bool:
+        """Whether `floating_point_ops` can say anything."""
+        ...
+
+
+class RunSettings(Stateful, Protocol):
+    """The part `settings` of a run's checkpoints."""
+
+    def note_changes(self) -> None:
+        """Take in what a callback changed of the optimizer and the schedule."""
+        ...
 
 
 @dataclass
@@ -45,291 +114,256 @@ class Run:
     """One call of `train`.
 
     Attributes:
-        plan: how long the run is.
-        data: passes over the training data.
+        methods: whose run it is; the user's overrides are called through it.
+        plan: how long the run is, and what a step is.
+        data: epochs of the training data.
         strategy: how updates are applied, and how ranks exchange what they hold.
         optimizer: what applies the gradients.
         schedule: what sets the learning rate.
-        loss_sum: sum of the losses of this rank's steps since the last log, a scalar tensor on the device.
-        loss_before_step: the same without the step that is being made.
-        position: where in the data the run is.
-        count_items: what counts the targets of a step, None where nothing needs the count.
-        max_grad_norm: norm that gradients are clipped to; None for no clipping.
-        schedule_follows_metric: whether the schedule is stepped with an evaluation's result, not after every step.
-        step_schedule: what is called after every step that was applied.
-        counters: what is called with every micro-batch: floating-point operations and tokens, where they are counted.
-        tokens: what counts input tokens, None where nobody asked.
-        syncs_each_batch: whether gradients are exchanged after every micro-batch, not after a step's last one only.
-        settings: what the run is trained with, as its checkpoints remember it.
-        begins_pass_anew: whether a restored place in a pass is its beginning.
-        hides_nan: whether losses that are not finite are left out of the log.
-        update_strategy: what clips and applies gradients: the strategy, or a guard before it where not all are applied.
-        guard: that guard, None where every update is applied.
-        grad_norm: norm of the last step's gradients before clipping, on the device.
-        learning_rate: learning rate of the first parameter group in the last step.
-        flops: floating-point operations since they were last added to the state.
-        first_step: completed steps of the run when this call began.
-        first_tokens: input tokens seen when this call began.
-        last_logged_step: step of the last log.
-        logged_loss: sum over the steps of this call of the losses already logged.
-        logged_skips: updates of this call that were left out, of the windows already logged.
-        start_s: `time.perf_counter()` at the beginning.
-        ignore_keys: outputs of the model that evaluations leave out.
-        window: what every rank holds since the last log, as it is to be saved.
-        metrics: what was logged with `log_metric` since the last log.
-        unjudged: loss and gradient norm of the last applied steps, which `num_nonfinite` does not count yet.
-        num_nonfinite: steps since the last log whose loss or norm was not finite, on the device.
-        num_skipped: updates since the last log that were left out for it, on the device.
+        window: everything since the last log.
         mode: which of the model's modules train.
-        parameters: all parameters of the model, as they were when it was last looked at.
-        outside: those of them that the optimizer does not hold, by name.
-        leaves_out_by_choice: whether some of those were trainable when the run began, and so are not to be updated.
-        arguments: the values of all arguments when they were last looked at.
-        seen: assignments to the arguments up to then, False, and the optimizer's groups then: what the loop compares.
-        zero: the scalar that a step's loss begins with, on the device.
-        interruption: what ends the run after a signal, None where nothing does.
+        watch: what a user may change during the run, as it was when last looked at.
+        training_step: computes loss and gradients of a micro-batch.
+        updates: what clips and applies gradients: the strategy, or a guard around it.
+        position: where in the data the run is.
+        count_targets: counts the targets of a step; None where nothing needs the count.
+        settings: what the run is trained with, as its checkpoints keep it.
+        preemption: ends the run after a signal; None where nothing does.
+        ignore_keys: outputs of the model that evaluations leave out.
         has_saved: whether this call began to save a checkpoint.
     """
 
+    methods: RunMethods
     plan: TrainingPlan
     data: Batches
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
-    loss_sum: torch.Tensor
+    window: LogWindow
     mode: TrainingMode
+    watch: ChangeWatch
+    training_step: Callable[..., torch.Tensor]
+    updates: Strategy | UpdateGuard
     position: DataPosition = field(default_factory=DataPosition)
-    count_items: Any = None
-    max_grad_norm: float | None = None
-    schedule_follows_metric: bool = False
-    step_schedule: Callable[[], Any] = lambda: None
-    counters: list[Callable[[MicroBatch], None]] = field(default_factory=list)
-    tokens: TokenCounter | None = None
-    syncs_each_batch: bool = False
-    settings: Settings | None = None
-    begins_pass_anew: bool = False
-    hides_nan: bool = False
-    update_strategy: Strategy | UpdateGuard = field(init=False)
-    guard: UpdateGuard | None = None
-    grad_norm: torch.Tensor | None = None
-    learning_rate: float = 0.0
-    flops: float = 0.0
-    first_step: int = 0
-    first_tokens: int = 0
-    last_logged_step: int = 0
-    logged_loss: float = 0.0
-    logged_skips: int = 0
-    start_s: float = field(default_factory=time.perf_counter)
+    count_targets: Callable[[list[MicroBatch]], torch.Tensor | None] | None = None
+    settings: RunSettings | None = None
+    preemption: Preemption | None = None
     ignore_keys: list[str] | None = None
-    window: list[RankWindow] = field(default_factory=list)
-    metrics: MetricWindow = field(init=False)
-    unjudged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    num_nonfinite: torch.Tensor = field(init=False)
-    num_skipped: torch.Tensor = field(init=False)
-    zero: torch.Tensor = field(init=False)
-    loss_before_step: torch.Tensor = field(init=False)
-    interruption: Preemption | None = None
     has_saved: bool = False
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    outside: dict[str, torch.Tensor] = field(default_factory=dict)
-    leaves_out_by_choice: bool = True
-    arguments: dict[str, Any] = field(default_factory=dict)
-    seen: tuple[int, bool, int] = (0, False, 0)
 
-    def __post_init__(self) -> None:
-        self.metrics = MetricWindow(self.strategy)
-        self.num_nonfinite = torch.zeros_like(self.loss_sum, dtype=torch.int64)
-        self.num_skipped = torch.zeros_like(self.num_nonfinite)
-        self.zero = self.loss_before_step = torch.zeros_like(self.loss_sum)
-        self.update_strategy = self.strategy
-
-    def configure(self, trainer: Trainer) -> None:
-        """Take from a Trainer and its arguments what a run takes when it begins, and what every step needs to know."""
-        args = trainer.args
-        self.syncs_each_batch = syncs_each_batch(args)
-        self.begins_pass_anew = args.ignore_data_skip
-        self.guard = build_guard(trainer, self)
-        self.tokens = build_token_counter(trainer)
-        self.take_settings(trainer)
-        self.leaves_out_by_choice = any(p.requires_grad for p in self.outside.values())
-
-    def take_settings(self, trainer: Trainer) -> None:
-        """Take what may change during a run as it is now."""
-        args = trainer.args
-        self.count_items = trainer.loss_rule.count if trainer.loss_rule.counts else None
-        self.max_grad_norm = args.max_grad_norm or None
-        self.schedule_follows_metric = isinstance(self.schedule, ReduceLROnPlateau)
-        self.step_schedule = (lambda: None) if self.schedule_follows_metric else self.schedule.step
-        self.hides_nan = args.logging_nan_inf_filter
-        self.update_strategy = self.guard or self.strategy
-        self.counters = [] if self.tokens is None else [self.tokens.count]
-        if trainer.counts_floating_point_ops():
-            self.counters.append(lambda batch: self._count_flops(trainer.floating_point_ops(batch.inputs)))
-        self.note_arguments(args)
-        self._take_parameters(trainer)
-
-    def note_arguments(self, args: Any) -> None:
-        """Take the arguments to be as they are: what the loop itself changed is no change of a user's."""
-        self.arguments = argument_values(args)
-        self.seen = (args.num_assignments, False, len(self.optimizer.param_groups))
-
-    def _take_parameters(self, trainer: Trainer) -> None:
-        self.parameters = list(trainer.model.parameters())
+    @classmethod
+    def begin(
+        cls,
+        methods: RunMethods,
+        strategy: Strategy,
+        plan: TrainingPlan,
+        data: Batches,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler,
+    ) -> Run:
+        """Return a run at the first sample."""
+        args, model, wrapped = methods.args, methods.model, methods.model_wrapped
+        tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
+        window = LogWindow(strategy, tokens)
+        updates = choose_updates(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         # A strategy that divides parameters, or makes an engine of the optimizer, clears gradients itself.
-        divides = self.strategy.forwards_together or hasattr(self.strategy, "bind_optimizer")
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        named = {} if divides else dict(trainer.model.named_parameters())
-        self.outside = {name: parameter for name, parameter in named.items() if id(parameter) not in held}
+        clears = strategy.forwards_together or hasattr(strategy, "bind_optimizer")
+        watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
+        mode, step = TrainingMode(model, wrapped), methods.step_function
+        run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, step, updates)
+        run.take_settings()
+        return run
 
-    def clear_outside(self) -> None:
-        """Clear the gradients of parameters that no optimizer holds: they would add up from step to step.
+    def take_settings(self) -> None:
+        """Take what may change during a run as it is now."""
+        methods, args, window, rule = self.methods, self.methods.args, self.window, self.methods.loss_rule
+        self.training_step = methods.step_function
+        self.count_targets = rule.count if rule.counts else None
+        self.plan = replace(self.plan, max_grad_norm=args.max_grad_norm or None)
+        window.hides_nan = args.logging_nan_inf_filter
+        window.counters = [] if window.tokens is None else [window.tokens.count]
+        if methods.counts_floating_point_ops():
+            window.counters.append(lambda batch: window.count_flops(methods.floating_point_ops(batch.inputs)))
+        self.watch.note(args, methods.model, self.optimizer)
+
+    def apply_changes(self) -> None:
+        """Have what was changed since the last step act, or refuse it.
 
         Raises:
-            ValueError: a parameter was unfrozen which the optimizer, that had all trainable ones, does not hold.
+            ValueError: an argument was changed that a run takes when it begins, or a part of the model was replaced
+                that cannot be taken in; the message says what to do instead.
         """
-        for name, parameter in self.outside.items():
-            if parameter.grad is not None:
-                if not self.leaves_out_by_choice:
-                    raise ValueError(_unfrozen(name))
-                parameter.grad = None
+        methods, args, state = self.methods, self.methods.args, self.methods.state
+        self.check_length()
+        changed = self.watch.changed_arguments(args)
+        methods.prepare()
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            if name in changed:
+                setattr(state, name, resolve_steps(getattr(args, name), state.max_steps))
+        self.schedule = cast("LRScheduler", methods.lr_scheduler)
+        if self.watch.has_other_parameters(methods.model):
+            self.watch.check_new_parameters(methods.model, self.optimizer)
+            self.check_updates()
+            self.updates = choose_updates(
+                str(args.on_nonfinite), self.strategy, self.window, self.optimizer, methods.model_wrapped
+            )
+        self.take_settings()
+        if self.settings is not None:
+            self.settings.note_changes()
+        methods.has_assignments = False
+        if "max_grad_norm" in changed and getattr(self.optimizer, "updates_in_backward", False):
+            cast("Any", self.optimizer).clip_to(self.plan.max_grad_norm)
 
-    def is_pass_complete(self) -> bool:
-        """Whether the pass that `position` is in has no batch left; False where that cannot be known."""
+    def check_length(self) -> None:
+        """Raise where a callback made the run longer: epochs and schedule were planned for its length.
+
+        Raises:
+            ValueError: `state.max_steps` is larger than planned.
+        """
+        max_steps = self.methods.state.max_steps
+        if max_steps > self.plan.max_steps:
+            raise ValueError(
+                f"state.max_steps was raised from {self.plan.max_steps} to {max_steps} during training, but the "
+                "schedule and the number of epochs were planned for the former; set args.max_steps before train(), or "
+                "resume the run with a larger one"
+            )
+
+    def use_strategy(self, strategy: Strategy) -> None:
+        """Train with another strategy from now on."""
+        if self.updates is self.strategy:
+            self.updates = strategy
+        else:
+            cast("UpdateGuard", self.updates).strategy = strategy
+        self.strategy = strategy
+
+    def check_updates(self) -> None:
+        """Raise if an update was not finite and `on_nonfinite` is `raise`; reads the device once.
+
+        Raises:
+            FloatingPointError: the message says which update, and what to do.
+        """
+        if self.updates is not self.strategy:
+            cast("UpdateGuard", self.updates).check()
+
+    def fire(self, event: str, **extra: Any) -> None:
+        """Send an event to the callbacks that define it."""
+        self.methods.callback_handler.fire(event, **extra)
+
+    # Epochs
+
+    def begin_epoch(self) -> None:
+        """Do what is due at the beginning of an epoch, or where a run continues in its middle."""
+        if not self.position.is_retry:
+            self.fire("on_epoch_begin")
+        self.position.is_retry = self.position.is_at_epoch_end = False
+        self.mode.note()
+        self.apply_changes()
+
+    def is_epoch_complete(self) -> bool:
+        """Whether the epoch of `position` has no batch left; False where that cannot be known."""
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
+
+    # Logs
+
+    def log_window(self) -> None:
+        """Log the mean loss of the steps since the last log, the last gradient norm and learning rate, and metrics."""
+        methods, window = self.methods, self.window
+        step = methods.state.global_step
+        steps = step - window.last_logged_step
+        closed = self.close_window()
+        window.last_logged_step = step
+        logs = window.entry(closed, steps, methods.state.num_input_tokens_seen)
+        if self.strategy.rank == 0:
+            warn_of_nonfinite(closed, steps, step, str(methods.args.on_nonfinite))
+        methods.log(logs)
+        self.agree_on_flags()
+
+    def close_window(self) -> ClosedWindow:
+        """Read the window of all ranks and begin a new one.
+
+        Raises:
+            FloatingPointError: something was not finite, and `on_nonfinite` is `raise`.
+            ValueError: what has to be the same on all ranks was changed on some of them.
+        """
+        self.check_updates()
+        shared = values_of_all_ranks(self.methods.args, self.optimizer) if self.strategy.world_size > 1 else {}
+        gathered = self.strategy.gather_objects((self.window.read(), shared))
+        check_same_on_all_ranks([values for _, values in gathered])
+        windows = [window for window, _ in gathered]
+        store_counts(self.methods.state, windows)
+        return self.window.close(windows)
+
+    def store_tokens(self) -> None:
+        """Add the input tokens of all ranks to the state, where they are counted, for an entry between two logs."""
+        if self.window.tokens is not None:
+            tokens = self.strategy.gather_objects(self.window.tokens.take())
+            self.methods.state.num_input_tokens_seen += sum(tokens)
+
+    # Interruptions
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Surround an evaluation, which a signal may cut short."""
-        return nullcontext() if self.interruption is None else self.interruption.evaluating()
+        return nullcontext() if self.preemption is None else self.preemption.evaluating()
 
     def agree_on_flags(self) -> None:
         """Have all ranks do what the callbacks of any ask for, at a place to which all come together."""
-        if self.interruption is not None and self.strategy.world_size > 1:
-            self.interruption.agree_on_flags()
+        if self.preemption is not None and self.strategy.world_size > 1:
+            self.preemption.agree_on_flags()
 
-    def writes_in_background(self, args: TrainingArguments) -> bool:
+    def writes_in_background(self) -> bool:
         """Whether a checkpoint may be on its way to the disk."""
+        args = self.methods.args
         return args.save_async and (args.save_strategy != "no" or self.has_saved)
 
-    def settle(self) -> None:
-        """Wait, after the last step, for what is being written in the background."""
-        if self.interruption is not None:
-            self.interruption.settle()
-
-    def settle_after(self, error: BaseException) -> None:
-        """Wait, after an exception, for what this rank is writing in the background."""
-        if self.interruption is not None:
-            self.interruption.settle_after(error)
-
-    def finite(self, loss: torch.Tensor, loss_sum: torch.Tensor, step: int) -> torch.Tensor:
-        """Return a loss for the log: in place of one that is not finite, the mean of the window so far.
-
-        Nothing is read from the device.
-
-        Args:
-            loss: scalar, a micro-batch's share of its step's loss.
-            loss_sum: sum of the window's losses before it.
-            step: completed steps.
-        """
-        return torch.where(torch.isfinite(loss), loss, loss_sum / (1 + step - self.last_logged_step))
-
-    def count_nonfinite(self) -> None:
-        """Count the steps in `unjudged` whose loss or norm is not finite, and empty it; nothing is read."""
-        if self.unjudged:
-            losses, norms = zip(*self.unjudged, strict=True)
-            self.num_nonfinite += is_nonfinite(torch.stack(losses), torch.stack(norms)).sum()
-            self.unjudged = []
-
-    def mean_loss(self, steps: int) -> float:
-        """Return the mean loss of this call's steps that were applied and logged, of `steps` in all."""
-        applied = steps - self.logged_skips
-        return self.logged_loss / applied if applied else math.nan
-
-    def begin_window(self, logged_loss: float = 0.0, logged_skips: int = 0) -> None:
-        """Begin a new log window, after one with this sum of losses and so many updates left out."""
-        self.logged_loss += logged_loss
-        self.logged_skips += logged_skips
-        # Not subtracted from themselves: NaN - NaN stays NaN for ever.
-        self.loss_sum = torch.zeros_like(self.loss_sum)
-        self.num_nonfinite = torch.zeros_like(self.num_nonfinite)
-        self.num_skipped = torch.zeros_like(self.num_skipped)
-        self.metrics.clear()
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data and the open log window, that of every rank; see `collect_window`."""
+        """Return the position in the data and the open log window, that of every rank; see `collect_window`."""
+        position, window = self.position, self.window
         return {
-            "epoch": self.position.epoch,
-            "samples": self.position.samples,
+            "epoch": position.epoch,
+            "samples": position.samples,
             "order": self.data.order_state(),
-            "last_logged_step": self.last_logged_step,
-            "learning_rate": self.learning_rate,
-            "window": self.window,
-            "owed": self.position.pending,
-            "is_at_epoch_end": self.position.is_at_epoch_end,
-            "ends_epoch_early": self.position.ends_epoch_early,
+            "last_logged_step": window.last_logged_step,
+            "learning_rate": window.learning_rate,
+            "window": window.of_all_ranks,
+            "owed": position.pending,
+            "is_at_epoch_end": position.is_at_epoch_end,
+            "ends_epoch_early": position.ends_epoch_early,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over the place in the data and the log window; another number of ranks shares the window evenly."""
+        """Take over the position in the data and the log window; another number of ranks shares the window evenly."""
+        position, strategy, skips_data = self.position, self.strategy, not self.methods.args.ignore_data_skip
         if "foreign" in state_dict:
-            self._begin_after(state_dict["foreign"])
+            saved = state_dict["foreign"]
+            position.epoch, samples = derive_position(saved, self.data, self.plan.per_step)
+            position.samples = samples if skips_data else 0
+            position.is_at_epoch_end = True  # its run ended there, as far as its files tell
+            self.window.last_logged_step = saved["global_step"]
             return
-        position = self.position
-        position.epoch, position.samples = state_dict["epoch"], 0 if self.begins_pass_anew else state_dict["samples"]
-        self.data.restore_order(state_dict["order"], self.position.samples)
-        self.last_logged_step = state_dict["last_logged_step"]
+        position.epoch, position.samples = state_dict["epoch"], state_dict["samples"] if skips_data else 0
+        self.data.restore_order(state_dict["order"], position.samples)
+        self.window.last_logged_step = state_dict["last_logged_step"]
         # For the log at the end of an epoch, if the checkpoint is of its last step.
-        self.learning_rate = state_dict["learning_rate"]
+        self.window.learning_rate = state_dict["learning_rate"]
         position.pending = list(state_dict["owed"])
         position.is_at_epoch_end = state_dict["is_at_epoch_end"]
         position.ends_epoch_early = state_dict["ends_epoch_early"]
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
-        strategy, in_epoch = self.strategy, self.position.samples > 0
-        self.data.restore_place(places, strategy.rank, strategy.world_size, in_epoch=in_epoch)
-        own = share_window(windows, self.strategy.rank, self.strategy.world_size)
-        norm = own["grad_norm"]
-        self.grad_norm = None if norm is None else torch.full_like(self.loss_sum, norm)
-        self.loss_sum = torch.full_like(self.loss_sum, own["loss"])
-        self.num_nonfinite = torch.full_like(self.num_nonfinite, own["nonfinite"])
-        self.num_skipped = torch.full_like(self.num_skipped, own["skipped"])
-        self.metrics.load(own["metrics"])
-        # What an earlier call trained belongs to the next log, but not to the mean loss of this call.
-        self.logged_loss = -sum(window["loss"] for window in windows) / len(windows)
-        self.logged_skips = -own["skipped"]
-
-    def _begin_after(self, saved: dict[str, Any]) -> None:
-        """Go on from where a run of another program was, with a new log window."""
-        passes, samples = derive_position(saved, self.data, self.plan.per_step)
-        position = self.position
-        position.is_at_epoch_end = True  # its run ended there, as far as its files tell
-        position.epoch, position.samples = passes, 0 if self.begins_pass_anew else samples
-        self.last_logged_step = saved["global_step"]
+        self.data.restore_place(places, strategy.rank, strategy.world_size, in_epoch=position.samples > 0)
+        self.window.load(windows, strategy.rank, strategy.world_size)
 
     def collect_window(self, state: TrainerState) -> None:
         """Read the log window of all ranks, to be saved: a log after a resume is then what it would have been.
 
         Operations and tokens are added to the state, where a checkpoint has them.
         """
-        own = read_rank_window(self)  # sync: once a save
+        own = self.window.read()  # sync: once a save
         own["place"] = self.data.place_state()
         windows = self.strategy.gather_objects(own)
         store_counts(state, windows)
         for window in windows:
             window["flops"], window["tokens"] = 0.0, 0
-        self.window = windows
-
-    def _count_flops(self, operations: float) -> None:
-        self.flops += operations
-
-
-def argument_values(args: Any) -> dict[str, Any]:
-    """Return the arguments by name."""
-    return {field.name: getattr(args, field.name) for field in fields(args) if field.init}
-
-
-def _unfrozen(name: str) -> str:
-    return (
-        f"the parameter {name} was unfrozen during training: it has a gradient, but is in no "
-        "group of the optimizer, which holds those that were trainable when training began, and would never be "
-        "updated. Add it with optimizer.add_param_group, or begin with it trainable and freeze it in on_train_begin"
-    )
+        self.window.of_all_ranks = windows

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
-
-import torch
 
 from tr_core.batch_size_search import run_epochs_within_memory
 from tr_core.callbacks.evaluation_weights import adopt_evaluation_weights, switch_optimizer, weight_parts
@@ -24,9 +22,7 @@ from tr_core.checkpoint.saving import model_parts
 from tr_core.checkpoint.settings import Settings
 from tr_core.data.limits import training_batches
 from tr_core.data.position import DataPosition
-from tr_core.log_window import close_window
-from tr_core.loop import end_epoch, log_evaluate_save, run_epochs
-from tr_core.model import TrainingMode
+from tr_core.loop import end_epoch, log_evaluate_save, run_epochs, save
 from tr_core.optim.fused_backward import check_fused_backward, fused_backward
 from tr_core.plan import make_plan, resolve_steps
 from tr_core.preemption.preemption import make_preemption, preemptible
@@ -64,12 +60,12 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
         with _training_strategy(trainer, run), _stopping_early(trainer, run), _in_training(trainer, run):
             trainer.random_state.reapply()
             switch_optimizer(trainer, "train")
-            if trainer.args.eval_on_start and run.first_step == 0:
+            if trainer.args.eval_on_start and run.window.first_step == 0:
                 trainer.evaluate(ignore_keys=ignore_keys)
                 run.agree_on_flags()
             run.mode.begin()
             run_pending(trainer, run)
-            (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(trainer, run)
+            (run_epochs_within_memory if trainer.args.auto_find_batch_size else run_epochs)(run)
             return _finish(trainer, run, read_memory)
 
 
@@ -78,39 +74,42 @@ def _training_strategy(trainer: Trainer, run: Run) -> Iterator[None]:
     """Have an optimizer that consumes gradients in the backward pass take over what the strategy does with them."""
     usual, optimizer = trainer.strategy, run.optimizer
     name = None if trainer.has_given_optimizer else str(trainer.args.optim)
-    check_fused_backward(optimizer, usual, name, syncs_each_batch=run.syncs_each_batch)
-    with fused_backward(usual, optimizer, trainer.model_wrapped, run.max_grad_norm, trainer.logger.info) as strategy:
-        trainer.strategy = run.strategy = strategy
-        run.update_strategy = run.guard or strategy
+    check_fused_backward(optimizer, usual, name, syncs_each_batch=run.plan.syncs_each_batch)
+    with fused_backward(
+        usual, optimizer, trainer.model_wrapped, run.plan.max_grad_norm, trainer.logger.info
+    ) as strategy:
+        trainer.strategy = strategy
+        run.use_strategy(strategy)
         try:
             yield
         finally:
-            trainer.strategy = run.strategy = usual
+            trainer.strategy = usual
+            run.use_strategy(usual)
 
 
 @contextmanager
 def _stopping_early(trainer: Trainer, run: Run) -> Iterator[None]:
-    def save() -> None:
-        trainer.save_checkpoint(run)
-        trainer.fire("on_save")
+    run.preemption = make_preemption(trainer, run.strategy, run.position, partial(save, run), run.writes_in_background)
 
-    writes = partial(run.writes_in_background, trainer.args)
-    run.interruption = make_preemption(trainer, trainer.strategy, run.position, save, writes)
-    with preemptible(run.interruption), watching_modules(trainer):
+    def note() -> None:
+        trainer.has_assignments = True
+
+    with preemptible(run.preemption), nullcontext() if run.strategy.forwards_together else watching_modules(note):
         yield
 
 
 @contextmanager
 def _in_training(trainer: Trainer, run: Run) -> Iterator[None]:
     """Begin and end training with their events; the closing one fires after an exception too, and is given it."""
-    trainer.is_in_train, trainer.metric_window = True, run.metrics
+    trainer.is_in_train, trainer.metric_window = True, run.window.means
     error: BaseException | None = None
     try:
         trainer.fire("on_train_begin")
         yield
     except BaseException as caught:
         error = caught
-        run.settle_after(caught)
+        if run.preemption is not None:
+            run.preemption.settle_after(caught)
         raise
     finally:
         trainer.is_in_train, trainer.metric_window = False, None
@@ -128,7 +127,7 @@ def _return_finished(trainer: Trainer, run: Run) -> TrainOutput:
     trainer.logger.info(
         "nothing to do: the checkpoint is at step %d of %d, and the run is complete; a larger num_train_epochs or "
         "max_steps goes on with it",
-        run.first_step,
+        run.window.first_step,
         run.plan.max_steps,
     )
     _load_final_weights(trainer)
@@ -152,11 +151,9 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
         bind(trainer.model_wrapped, optimizer)
     trainer.state = _fresh_state(trainer, plan.max_steps, plan.num_epochs)
     trainer.loaders["train_dataloader"] = loader
-    loss_sum = torch.zeros((), device=strategy.device)
-    mode = TrainingMode(trainer.model, trainer.model_wrapped)
     trainer.model.zero_grad(set_to_none=True)  # of a backward pass by hand, or of a run that failed in the middle
-    run = Run(plan, data, strategy, optimizer, schedule, loss_sum, mode, ignore_keys=ignore_keys)
-    run.configure(trainer)
+    run = Run.begin(trainer, strategy, plan, data, optimizer, schedule)
+    run.ignore_keys = ignore_keys
     run.settings = Settings(trainer, run)
     resumed = False
     if resume not in (None, False):
@@ -222,13 +219,14 @@ def _log_run_start(trainer: Trainer, run: Run) -> None:
 def _finish(trainer: Trainer, run: Run, read_memory: ReadMemory) -> TrainOutput:
     """Log the run's own figures and load the best weights, if that was asked for."""
     state = trainer.state
-    steps = state.global_step - run.first_step
-    run.settle()
-    close_window(trainer, run)
+    steps = state.global_step - run.window.first_step
+    if run.preemption is not None:
+        run.preemption.settle()
+    run.close_window()
     share = steps / max(run.plan.max_steps, 1)
-    metrics = speed_metrics("train", run.start_s, num_samples=run.plan.num_samples * share, num_steps=steps)
+    metrics = speed_metrics("train", run.window.start_s, num_samples=run.plan.num_samples * share, num_steps=steps)
     metrics["total_flos"] = state.total_flos
-    metrics["train_loss"] = run.mean_loss(steps)
+    metrics["train_loss"] = run.window.mean_loss(steps)
     metrics |= read_memory()
     trainer.log_result(metrics)
     switch_optimizer(trainer, "eval")
@@ -299,7 +297,7 @@ def is_run_complete(trainer: Trainer, run: Run) -> bool:
     A checkpoint of a step is saved before the epoch ends with it, so that a run which dies in the evaluation at the end
     of its last epoch has made its last step, and that evaluation is still to come.
     """
-    if run.first_step < run.plan.max_steps:
+    if run.window.first_step < run.plan.max_steps:
         return False
     is_due = _evaluates_at_epoch_end(trainer) or _logs_at_epoch_end(trainer, run)
     return not run.position.pending and not (_is_within_epoch(run.position) and is_due)
@@ -321,11 +319,11 @@ def run_pending(trainer: Trainer, run: Run) -> None:
         control.should_evaluate = args.eval_strategy != "no"
         control.should_save = "save" in run.position.pending and args.save_strategy != "no"
         control.should_training_stop, run.position.pending = is_at_the_end, []
-        log_evaluate_save(trainer, run)
+        log_evaluate_save(run)
         is_asked_to_stop = control.should_training_stop
     control.should_training_stop |= is_at_the_end
     if _is_within_epoch(run.position) and (is_at_the_end or is_asked_to_stop or run.position.ends_epoch_early):
-        end_epoch(trainer, run, moves_on=run.is_pass_complete() or not control.should_training_stop)
+        end_epoch(run, moves_on=run.is_epoch_complete() or not control.should_training_stop)
 
 
 def _is_within_epoch(position: DataPosition) -> bool:
@@ -338,4 +336,4 @@ def _evaluates_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def _logs_at_epoch_end(trainer: Trainer, run: Run) -> bool:
-    return trainer.args.logging_strategy == "epoch" and run.last_logged_step < trainer.state.global_step
+    return trainer.args.logging_strategy == "epoch" and run.window.last_logged_step < trainer.state.global_step

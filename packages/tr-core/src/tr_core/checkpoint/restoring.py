@@ -74,7 +74,7 @@ def _fit_to_arguments(trainer: Trainer, run: Run, fresh: TrainerState, schedule_
     if args.auto_find_batch_size:
         _adopt_found_size(trainer, run)
         fresh.train_batch_size = args.train_batch_size
-    run.first_step, run.first_tokens = state.global_step, state.num_input_tokens_seen
+    run.window.first_step, run.window.first_tokens = state.global_step, state.num_input_tokens_seen
     for name in _FROM_ARGUMENTS:
         setattr(state, name, getattr(fresh, name))
     apply_changed_arguments(trainer, run, schedule_state)
@@ -105,7 +105,7 @@ def _adopt_found_size(trainer: Trainer, run: Run) -> None:
     if found is None or found >= args.train_batch_size:
         return
     if args.train_batch_size * args.gradient_accumulation_steps % found == 0:
-        reduce_batch_size(trainer, run, found)
+        reduce_batch_size(run, found)
 
 
 class CallbackStates:

@@ -12,24 +12,27 @@ if it skips the update.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
+from tr_core.log_window import LogWindow, is_nonfinite
 from tr_core.metric_means import read_scalars
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument, takes_argument
-
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
 
 _NAMES_SHOWN = 5
 
 
 class UpdateGuard(Protocol):
-    """Stands before a run's strategy where updates are made, and leaves out or notes those that are not finite."""
+    """Wraps a strategy's `clip_grad_norm` and `step`; skips or notes updates that are not finite.
+
+    Attributes:
+        strategy: the strategy.
+    """
+
+    strategy: Strategy
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
@@ -40,7 +43,7 @@ class UpdateGuard(Protocol):
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Apply a step's update, or not; nothing is read from the device that the optimizer does not need.
 
-        Called with the step's loss, gradient norm and number where the loop has put them.
+        The window has the step's loss, gradient norm and number.
 
         Returns:
             False where a float16 overflow left the update out, else True.
@@ -52,7 +55,7 @@ class UpdateGuard(Protocol):
         ...
 
 
-class SkippingGuard:
+class SkipNonfinite:
     """Leave out every update whose step's loss, on any rank, or gradient norm is not finite.
 
     Parameters and the optimizer's state stay as they are; the schedule goes on, as `global_step` does, for whether an
@@ -60,15 +63,15 @@ class SkippingGuard:
     are those of the steps that were applied.
 
     Args:
-        trainer: where the step's loss is.
-        run: what is trained by.
+        strategy: what clips and applies gradients.
+        window: where the step's loss and norm are.
+        optimizer: the run's.
 
     Raises:
         ValueError: the strategy or the optimizer cannot leave out an update.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        strategy, optimizer = run.strategy, run.optimizer
+    def __init__(self, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer) -> None:
         too_late = getattr(optimizer, "updates_in_backward", getattr(optimizer, "fused_in_backward", False))
         if too_late and not getattr(optimizer, "leaves_out_nonfinite", False):
             raise ValueError(
@@ -80,8 +83,8 @@ class SkippingGuard:
                 f"on_nonfinite='skip' needs a strategy whose step(optimizer, skip=...) can leave out an update; that "
                 f"of {type(strategy).__name__} cannot. Use on_nonfinite='raise', or another strategy"
             )
-        self._trainer, self._run = trainer, run
-        run.metrics.holds_back = True
+        self.strategy, self._window = strategy, window
+        window.means.holds_back = True
         # torch's schedules warn where the first of all updates was left out; here that is what was asked for.
         vars(optimizer)["_opt_called"] = True
 
@@ -89,36 +92,38 @@ class SkippingGuard:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
         """Do what the strategy's does."""
-        return self._run.strategy.clip_grad_norm(model, optimizer, max_norm)
+        return self.strategy.clip_grad_norm(model, optimizer, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Apply a step's update if everything is finite."""
-        run = self._run
-        skip = on_any_rank(is_nonfinite(*_loss_and_norm(self._trainer, run)), run.strategy)
-        applied = run.strategy.step(optimizer, skip=skip)
-        run.loss_sum = torch.where(skip, run.loss_before_step, run.loss_sum)
-        run.num_skipped += skip
-        run.metrics.settle(skip)
+        window = self._window
+        norm = cast("torch.Tensor", window.grad_norm)
+        skip = on_any_rank(is_nonfinite(window.step_loss, norm), self.strategy)
+        applied = self.strategy.step(optimizer, skip=skip)
+        window.leave_out_step(skip)
         return applied
 
     def check(self) -> None:
         """Do nothing: what is not finite was left out."""
 
 
-class RaisingGuard:
+class RaiseNonfinite:
     """Note the first step whose loss or gradient norm is not finite, and raise at the next boundary.
 
     Nothing is read in a step. Where the optimizer can leave out an update on the device (see `skips_on_device`), that
     of the first such step and all later ones are left out, so that the weights are those of the last good step.
 
     Args:
-        trainer: where the step's loss is, and the model, whose parameters are named in the error.
-        run: what is trained by.
+        strategy: what clips and applies gradients.
+        window: where the step's loss, norm and number are.
+        optimizer: the run's.
+        model: what the strategy's `prepare` returned; the error names its parameters.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        strategy, model, optimizer = run.strategy, trainer.model_wrapped, run.optimizer
-        self._trainer, self._run = trainer, run
+    def __init__(
+        self, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer, model: nn.Module
+    ) -> None:
+        self.strategy, self._window, self._optimizer = strategy, window, optimizer
         self._named = [(name, p) for name, p in strategy.unwrap(model).named_parameters() if p.requires_grad]
         # A scaler leaves out what overflowed as a matter of course: there the loss alone is judged.
         self._has_scaler = "scaler" in strategy.stateful(model, optimizer)
@@ -135,15 +140,15 @@ class RaisingGuard:
         """Look at the gradients first: clipping by a norm that is NaN makes all of them NaN."""
         gradients = [self._none if p.grad is None else _local(p.grad) for _, p in self._named]
         self._bad_now = ~torch.stack(torch._foreach_norm(gradients)).isfinite()
-        return self._run.strategy.clip_grad_norm(model, optimizer, max_norm)
+        return self.strategy.clip_grad_norm(model, optimizer, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Apply a step's update, unless something was not finite and the optimizer can leave it out."""
-        strategy = self._run.strategy
-        loss, norm = _loss_and_norm(self._trainer, self._run)
+        strategy, window = self.strategy, self._window
+        loss, norm = window.step_loss, cast("torch.Tensor", window.grad_norm)
         bad = on_any_rank(is_nonfinite(loss, loss if self._has_scaler else norm), strategy)
         is_first = bad & (self._step == 0)
-        self._step = torch.where(is_first, self._trainer.state.global_step + 1, self._step)
+        self._step = torch.where(is_first, window.step + 1, self._step)
         self._loss = torch.where(is_first, loss, self._loss)
         self._norm = torch.where(is_first, norm, self._norm)
         self._bad_gradients = torch.where(is_first, self._bad_now, self._bad_gradients)
@@ -162,7 +167,7 @@ class RaisingGuard:
             raise FloatingPointError(self._describe(int(step), loss, norm))
 
     def _describe(self, step: int, loss: float, norm: float) -> str:
-        losses = self._run.strategy.gather_objects(loss)
+        losses = self.strategy.gather_objects(loss)
         shown = f"{loss:g}" if len(losses) == 1 else ", ".join(f"{each:g} on rank {n}" for n, each in enumerate(losses))
         bad = self._bad_gradients.tolist()  # sync: the run ends here
         names = [name for (name, _), is_bad in zip(self._named, bad, strict=True) if is_bad]
@@ -171,7 +176,7 @@ class RaisingGuard:
         weights = (
             f"This update and those after it were left out: the weights are those of step {step - 1}"
             if self.protects_weights
-            else f"{type(self._run.optimizer).__name__} cannot leave out an update without waiting for the device in "
+            else f"{type(self._optimizer).__name__} cannot leave out an update without waiting for the device in "
             "every step, so this one and those after it were applied, and the weights may be lost"
         )
         return (
@@ -182,26 +187,26 @@ class RaisingGuard:
         )
 
 
-def build_guard(trainer: Trainer, run: Run) -> UpdateGuard | None:
-    """Return what `on_nonfinite` asks for; None where every update is applied."""
-    kinds = {"skip": SkippingGuard, "raise": RaisingGuard}
-    kind = kinds.get(trainer.args.on_nonfinite)
-    return None if kind is None else kind(trainer, run)
+def choose_updates(
+    on_nonfinite: str, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> Strategy | UpdateGuard:
+    """Return what clips and applies gradients: the strategy, or the guard that `on_nonfinite` asks for around it.
 
-
-def is_nonfinite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return where either of two tensors of one shape is NaN or infinite; it stays on the device."""
-    return torch.ne(loss - loss, norm - norm)  # what is finite less itself is 0; all else is NaN: unequal to anything
+    Args:
+        on_nonfinite: the argument of that name.
+        strategy: what computes.
+        window: where the loop puts a step's loss, norm and number.
+        optimizer: the run's.
+        model: what the strategy's `prepare` returned.
+    """
+    if on_nonfinite == "skip":
+        return SkipNonfinite(strategy, window, optimizer)
+    return RaiseNonfinite(strategy, window, optimizer, model) if on_nonfinite == "raise" else strategy
 
 
 def on_any_rank(flag: torch.Tensor, strategy: Strategy) -> torch.Tensor:
     """Return, on every rank, whether a flag is set on any; it stays on the device."""
     return flag if strategy.world_size == 1 else strategy.sum(flag.to(torch.int32)) > 0
-
-
-def _loss_and_norm(trainer: Trainer, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss and the gradient norm of the step that is being made."""
-    return cast("torch.Tensor", trainer.scope.loss), cast("torch.Tensor", run.grad_norm)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
