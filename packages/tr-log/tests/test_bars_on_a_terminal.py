@@ -220,7 +220,7 @@ def test_a_terminal_without_unicode_gets_a_plain_bar(terminal):
     assert any("###" in frame and "---" in frame for frame in display.frames)
 
 
-def test_several_evaluations_and_trainings_in_one_process_each_draw_anew(terminal):
+def test_several_evaluations_and_trainings_in_one_process_each_draw_their_own_bars(terminal):
     display = training(
         terminal,
         after="loop.evaluate(); loop.evaluate(sized=False); loop.train(logging_steps=20, eval_steps=0)",

@@ -40,7 +40,7 @@ def test_only_a_line_feed_ends_a_line(path, separator):
     assert file.read() == [f"one{separator}still one", "two"]
 
 
-def test_a_file_that_is_nothing_but_half_a_line_is_begun_anew(path):
+def test_a_file_that_is_nothing_but_half_a_line_is_started_again(path):
     path.parent.mkdir()
     path.write_bytes(b"half")
     LineFile(path).append("one")
@@ -72,7 +72,7 @@ def test_nothing_is_set_aside_where_there_is_nothing(path):
     assert LineFile(path).set_aside() is None
 
 
-def test_a_failure_is_told_once_and_nothing_is_lost(path, caplog):
+def test_a_failure_is_logged_once_and_nothing_is_lost(path, caplog):
     caplog.set_level(logging.INFO)
     path.parent.write_text("a file where the folder should be")
     file = LineFile(path)
@@ -98,7 +98,7 @@ def test_a_replacement_that_failed_comes_before_what_was_appended_after_it(path)
     assert path.read_text() == "a\nb\nc\n"
 
 
-def test_another_kind_of_failure_is_told_as_well(path, caplog):
+def test_another_kind_of_failure_is_logged_as_well(path, caplog):
     path.parent.write_text("a file where the folder should be")
     file = LineFile(path)
     file.append("one")
@@ -108,7 +108,7 @@ def test_another_kind_of_failure_is_told_as_well(path, caplog):
     assert len(caplog.messages) == 2
 
 
-def test_a_failure_after_a_recovery_is_told_again(path, caplog):
+def test_a_failure_after_a_recovery_is_logged_again(path, caplog):
     file = LineFile(path)
     for _ in range(2):
         path.parent.write_text("a file where the folder should be")

@@ -118,7 +118,7 @@ def test_without_any_set_up_of_the_script_lines_go_to_standard_error():
     assert done.stderr.count("\n") == 1
 
 
-def test_verbosity_takes_names_and_numbers_and_tells_the_number():
+def test_verbosity_takes_names_and_numbers_and_returns_the_number():
     set_verbosity("error")
     assert get_verbosity() == logging.ERROR
     set_verbosity(15)

@@ -74,7 +74,7 @@ def test_half_a_line_and_an_unreadable_one_do_not_hinder_a_resume(tmp_path, make
     assert f"{path}: 1 of 5 lines are not readable and are dropped" in caplog.messages
 
 
-def test_a_file_that_was_lost_is_written_anew_from_the_checkpoint(tmp_path, make_loop, whole):
+def test_a_file_that_was_lost_is_written_again_from_the_checkpoint(tmp_path, make_loop, whole):
     first = make_loop([MetricsFile()], tmp_path).train(stop_at=3)
     (tmp_path / "metrics.jsonl").unlink()
     make_loop([MetricsFile()], tmp_path).train(resume=first.checkpoint())

@@ -29,7 +29,7 @@ def test_disabled_it_hands_on_the_items_only():
     assert list(progress([1, 2], disable=True)) == [1, 2]
 
 
-def test_a_length_is_known_only_where_it_can_be_told():
+def test_a_length_is_known_only_where_the_data_has_one():
     class Endless:
         def __len__(self):
             raise TypeError("endless")

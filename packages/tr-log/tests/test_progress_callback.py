@@ -20,7 +20,7 @@ def lines(stream):
     return stream.getvalue().splitlines()
 
 
-def test_a_training_is_told_in_one_line_a_log_and_one_at_each_end(stream, tmp_path, make_loop):
+def test_a_training_is_shown_in_one_line_a_log_and_one_at_each_end(stream, tmp_path, make_loop):
     make_loop([ProgressCallback(stream)], tmp_path, max_steps=4).train(logging_steps=2, eval_steps=4)
     told = lines(stream)
     assert len(told) == 5
@@ -43,7 +43,7 @@ def test_a_resumed_training_says_where_it_goes_on(stream, tmp_path, make_loop):
     assert lines(stream)[1].startswith("step 5/6 (83%)  loss")
 
 
-def test_passes_that_nobody_can_count_are_not_told(stream, tmp_path, make_loop):
+def test_epochs_that_nobody_can_count_are_not_shown(stream, tmp_path, make_loop):
     loop = make_loop([ProgressCallback(stream)], tmp_path, max_steps=4)
     loop.state.num_train_epochs = sys.maxsize  # as a Trainer has it for a stream
     loop.train(eval_steps=0)
@@ -84,7 +84,7 @@ def test_an_evaluation_alone_is_one_line(stream, tmp_path, make_loop):
     assert lines(stream) == ["evaluation  eval_loss 1  epoch 0  0.5 s, 64 samples/s"]
 
 
-def test_an_evaluation_that_took_no_time_and_one_of_another_name_are_told_as_such(stream, tmp_path, make_loop):
+def test_an_evaluation_that_took_no_time_and_one_of_another_name_are_shown_as_such(stream, tmp_path, make_loop):
     loop = make_loop([ProgressCallback(stream)], tmp_path)
     loop.log({"eval_loss": 1.0, "eval_runtime": 0.0})
     loop.log({"validation_f1": 0.5, "validation_runtime": 2.0})

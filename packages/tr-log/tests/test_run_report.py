@@ -20,7 +20,7 @@ def report(caplog, tmp_path, make_loop):
     return run
 
 
-def test_it_tells_steps_speed_last_and_best_values_and_where_the_files_are(report, tmp_path):
+def test_it_logs_steps_speed_last_and_best_values_and_where_the_files_are(report, tmp_path):
     for step in (2, 10, 9):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
     rows = report()

@@ -15,7 +15,7 @@ def test_durations(seconds, text):
     ("rate", "text"),
     [(3.21, "3.21 it/s"), (1, "1.00 it/s"), (1234.5, "1234 it/s"), (0.5, "2.00 s/it"), (0.004, "250 s/it")],
 )
-def test_speeds_below_one_a_second_are_told_by_their_length(rate, text):
+def test_speeds_below_one_a_second_are_shown_as_seconds_of_each(rate, text):
     assert formatting.speed(rate) == text
 
 

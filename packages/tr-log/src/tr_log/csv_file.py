@@ -1,4 +1,4 @@
-"""Keep the log entries of a run in `metrics.csv`, one row each, for spreadsheets."""
+"""Write the log entries of a run to `metrics.csv`, one row each, for spreadsheets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _MOST_DIGITS = 19  # of a step
 class CsvFile(RunFile):
     """A trainer callback that writes one row for each log entry, on the main process.
 
-    There is a column for every name that was ever logged, `step` first; an entry with a new name has the
-    whole file written anew, which happens a handful of times in a run. The rows are kept in memory for that.
+    There is a column for every logged name, `step` first. An entry with a new name rewrites the whole file, which
+    happens a few times in a run. The rows are kept in memory for it.
 
     Args:
         name: the file's name in the output folder.
@@ -36,16 +36,16 @@ class CsvFile(RunFile):
 
     @classmethod
     def from_arguments(cls, args: Any) -> CsvFile:
-        """Return one for a trainer with these arguments; their `output_dir` is read when it is needed."""
+        """Return one for a trainer with these arguments; `output_dir` is read when it is needed."""
         return cls()
 
     def append(self, file: LineFile, entry: dict[str, Any]) -> None:
         """Add one row, and columns for its new names."""
-        # A name is a column's, in the file as here: else a resumed run, which reads the file, would add a second one.
+        # Names are as in the file. Otherwise a resumed run, which reads the file, would add a second column.
         self._unplaced.append({_one_line(name): value for name, value in entry.items()})
         try:
             rows = self._known(file)
-        except OSError as error:  # never write over rows that could not be read
+        except OSError as error:  # never overwrite rows that could not be read
             file.report(error)
             return
         while self._unplaced:
@@ -58,7 +58,7 @@ class CsvFile(RunFile):
                 file.replace(_table(rows, self._columns))
 
     def wind_back(self, file: LineFile, step: int, history: Sequence[Entry]) -> tuple[int, int]:
-        """Leave the rows that were there when the checkpoint of `step` was written."""
+        """Keep the rows that were logged before the checkpoint of `step`."""
         self.forget()
         before = self._known(file)
         kept = entries_until(before, step, history)
@@ -68,7 +68,7 @@ class CsvFile(RunFile):
         return len(kept), len(before)
 
     def forget(self) -> None:
-        """Drop the rows in memory: the file holds another run's."""
+        """Drop the rows in memory; the file is another run's."""
         self._rows, self._columns = None, []
 
     def _known(self, file: LineFile) -> list[Entry]:
@@ -87,14 +87,14 @@ class CsvFile(RunFile):
 
 
 def _parsed(lines: list[str]) -> tuple[list[str], list[dict[str, str]], int]:
-    """Return the columns and rows of a table, and how many of its rows are none."""
+    """Return the columns and rows of a table, and the number of unreadable rows."""
     reader = csv.reader(lines)
     columns: list[str] | None = None
     rows, unreadable = [], 0
     while True:
         try:
             row = next(reader, None)
-        except csv.Error:  # a cell of more than the csv module takes
+        except csv.Error:  # a cell longer than the csv module allows
             unreadable += 1
             continue
         if row is None:
@@ -115,7 +115,7 @@ def _table(rows: Iterable[Entry], columns: list[str]) -> list[str]:
 
 def _line(row: Entry, columns: list[str]) -> str:
     out = io.StringIO()
-    # One row is one line: a line break inside a value would make two of it when a crash is mended.
+    # One row is one line. A line break in a value would make two when a half line is repaired after a crash.
     cells = (_one_line(to_scalar(row[name])) if name in row else "" for name in columns)
     csv.writer(out, lineterminator="").writerow(cells)
     return out.getvalue()

@@ -12,13 +12,12 @@ from typing import Any
 
 
 def to_scalar(item: Any) -> Any:
-    """Return `item` as a Python number if it holds exactly one (a numpy scalar, a tensor), else as it is.
+    """Convert `item` to a Python number if it holds exactly one (a numpy scalar, a tensor); else return it.
 
-    A tensor on a device is read back to the host; the loop logs Python numbers, so only a user's own entry
-    pays this.
+    Sync: for a tensor on a device. The loop logs Python numbers, so only a user's own entry costs this.
     """
     if isinstance(item, bool | int | float | str) or item is None:
-        # numpy's float64 is a float already, yet is printed by its own name.
+        # numpy's float64 is a subclass of float, but prints with its own name.
         return float(item) if isinstance(item, float) else item
     read = getattr(item, "item", None)
     if callable(read):
@@ -32,8 +31,8 @@ def to_scalar(item: Any) -> Any:
 def to_json(item: Any) -> str:
     """Return `item` as one line of strict JSON.
 
-    Numbers that JSON cannot hold become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`; single numbers
-    of numpy or a tensor become numbers, and what JSON has no form for becomes its text.
+    Numbers that JSON cannot hold become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. Single numbers of numpy or
+    a tensor become numbers. Other objects become text.
     """
     return json.dumps(_strict(item), ensure_ascii=False, allow_nan=False)
 
@@ -68,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 def speed(rate: float, unit: str = "it") -> str:
-    """Return a speed as `3.2 it/s`, or below one a second as the seconds that each takes, `2.1 s/it`."""
+    """Return a speed as `3.2 it/s`; below one a second, the seconds of each, `2.1 s/it`."""
     if unit == "B":
         return f"{size(rate)}/s"
     return f"{_three_digits(rate)} {unit}/s" if rate >= 1 else f"{_three_digits(1 / rate)} s/{unit}"
@@ -84,12 +83,12 @@ def size(count: float) -> str:
 
 
 def _three_digits(amount: float) -> str:
-    # A speed is not known better than this, and digits that jump about are hard to read.
+    # A speed is not known more precisely, and changing digits are hard to read.
     return f"{amount:.0f}" if amount >= 100 else f"{amount:#.3g}"
 
 
 def number(amount: float) -> str:
-    """Return a number with about four digits that count; large ones are not broken into powers of ten."""
+    """Return a number with about four significant digits, without an exponent below ten million."""
     if 1000 <= abs(amount) < 1e7:
         return f"{amount:.1f}"
     return f"{amount:.4g}"
@@ -107,7 +106,7 @@ def value(item: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with unprintable characters escaped, so that it can neither end a line nor steer a terminal."""
+    """Return text with unprintable characters escaped, so that it cannot end a line or control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -117,8 +116,8 @@ def entry(logs: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> list[s
     """Return a log entry as `name value` pieces in its own order, the epoch last.
 
     Args:
-        logs: what was logged; not changed.
-        leave_out: names to pass over.
+        logs: the logged values; not changed.
+        leave_out: names to skip.
     """
     names = [name for name in logs if name not in leave_out and name != "epoch"]
     if "epoch" in logs and "epoch" not in leave_out:
@@ -127,7 +126,7 @@ def entry(logs: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> list[s
 
 
 def evaluation(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of an evaluation as pieces, its several timings as one: `1.5 s, 812.3 samples/s`."""
+    """Return the metrics of an evaluation as pieces, with all timings in one: `1.5 s, 812.3 samples/s`."""
     timings = {part: name for name in metrics for part in TIMINGS if name.endswith(part)}
     pieces = entry(metrics, leave_out=tuple(name for name in metrics if name.endswith(TIMINGS)))
     took = []
@@ -139,7 +138,7 @@ def evaluation(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def position(completed: int, total: int | None, unit: str = "it") -> str:
-    """Return how far something is: `120/500 (24%)`, or `120` where the end is unknown."""
+    """Return the position in a piece of work: `120/500 (24%)`, or `120` if the total is unknown."""
     done = size(completed) if unit == "B" else str(completed)
     if total is None or total <= 0:
         return done

@@ -1,4 +1,4 @@
-"""Append lines to a file so that neither a crash nor a full disk leaves half a line or loses one unseen."""
+"""Append lines to a file; a crash or a full disk neither leaves half a line nor loses one unreported."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ logger = get_logger(__name__)
 
 
 class LineFile:
-    """A text file that grows by whole lines, each with the system when `append` returns.
+    """A text file that grows by whole lines. The system has each line when `append` returns.
 
-    A write that fails never raises: it is reported once for each kind of failure, what was to be written
-    waits in memory, and the next `append` tries it again. A process that dies may leave half a line; the next
-    one to append removes it.
+    A failed write never raises. It is reported once for each kind of failure, the lines wait in memory, and the next
+    `append` tries again. A process that dies may leave half a line; the next process that appends removes it.
 
     Args:
-        path: the file; it and its folder are made with the first line.
+        path: the file. It and its folder are created with the first line.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._whole: list[str] | None = None  # waits to take the place of all lines, before those that wait
+        self._whole: list[str] | None = None  # lines that replace the whole file, before the waiting ones
         self._waiting: list[str] = []
         self._reported: set[str] = set()
         self._has_sound_end = False
 
     def append(self, line: str) -> None:
-        """Add one line, given without its end."""
+        """Add one line, given without a line break."""
         self._waiting.append(line)
         self._try()
 
     def replace(self, lines: list[str]) -> None:
-        """Put other lines in the place of all there are, those that wait included.
+        """Replace all lines, including those that wait in memory.
 
-        A crash leaves either the old or the new ones.
+        Atomic: a crash leaves either the old or the new lines.
         """
         self._whole = lines
         self._waiting.clear()
         self._try()
 
     def close(self) -> None:
-        """Try a last time to write what waits, and say what is lost if that fails."""
+        """Try to write the waiting lines once more, and log the number of lost ones if that fails."""
         self._try()
         if self._waiting or self._whole is not None:
             logger.warning(
@@ -61,13 +60,13 @@ class LineFile:
         """Return the complete lines; none if there is no file.
 
         Raises:
-            OSError: the file is there and cannot be read.
+            OSError: the file exists and cannot be read.
         """
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
             return []
-        # Not splitlines(), for which a line also ends at NEL, U+2028 and others that may stand within a value.
+        # Not splitlines(): it also splits at NEL, U+2028 and others, which values may contain.
         return content.decode("utf-8", "replace").split("\n")[:-1]
 
     def set_aside(self) -> Path | None:
@@ -89,7 +88,7 @@ class LineFile:
         return aside
 
     def report(self, error: OSError) -> None:
-        """Warn of a failure, unless its kind was reported since the last success."""
+        """Log a failure as a warning, unless its kind was reported since the last success."""
         kind = f"{type(error).__name__} {error.errno}"
         if kind not in self._reported:
             self._reported.add(kind)
@@ -133,7 +132,7 @@ class LineFile:
 
     def _write(self, text: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened anew each time: a file that was moved away or a remounted disk is not written into blindly.
+        # Opened each time, because the file may have been moved or the disk remounted.
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         try:
             if not self._has_sound_end:
@@ -157,7 +156,7 @@ def _sync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems sync nothing: there only a power cut may leave neither the old lines nor the new.
+        # Some file systems cannot sync. On those, a power cut may lose both the old and the new lines.
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
             raise
 

@@ -1,7 +1,7 @@
 """Configure the loggers of these packages: level, rank prefix, console output, and messages that log once.
 
-One handler per process writes the records, with the rank in front of each line. It is silent where the application
-has set up logging itself. The level follows from what the arguments ask for and from the rank of the process.
+One handler per process writes the records, with the rank in front of each line. It is silent if the application has
+set up logging itself. The level depends on the arguments and on the rank of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse_level(level: int | str, *, source: str = "level") -> int:
 
     Args:
         level: a number from 0 up, or one of `debug, info, warning, error, critical` in any case.
-        source: what the value belongs to, for the message of the error.
+        source: name of the argument or variable, for the error message.
 
     Raises:
         ValueError: `level` is neither.
@@ -55,8 +55,8 @@ def process_log_level(
 ) -> int:
     """Return the logging level of one process of a job.
 
-    The main process of the job logs at `log_level`, a replica at `log_level_replica`. With `log_on_each_node`
-    the first process of every node counts as a main process, otherwise only that of the first node does.
+    The main process of the job logs at `log_level`, a replica at `log_level_replica`. With `log_on_each_node`, the
+    first process of every node is a main process; otherwise only that of the first node is.
 
     Args:
         log_level: a level as `parse_level` takes it, or `passive`: INFO.
@@ -66,7 +66,7 @@ def process_log_level(
         local_rank: number of this process on its node, from 0.
 
     Raises:
-        ValueError: a level is none.
+        ValueError: a value is no level.
     """
     main = _level_or(log_level, logging.INFO, "log_level")
     replica = _level_or(log_level_replica, logging.WARNING, "log_level_replica")
@@ -75,7 +75,7 @@ def process_log_level(
 
 
 def is_passive(level: int | str | None) -> bool:
-    """Tell whether `level` leaves the choice to the defaults."""
+    """Return whether `level` leaves the choice to the defaults."""
     return level is None or str(level).strip().lower() == "passive"
 
 
@@ -90,22 +90,22 @@ def _suggestion(text: str) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-# Set on a record that was written: it may come to this handler from several loggers.
+# Set on a written record, because the handler may get it from several loggers.
 _SHOWN = "_tr_log_shown"
 
 
 class RankHandler(logging.Handler):
-    """Writes records to a stream, each line behind `[rank 1/4]` where there are several processes.
+    """Write records to a stream; with several processes, each line starts with `[rank 1/4]`.
 
-    The records also travel on to the root logger as always. Once the application has put a handler there
-    (with `logging.basicConfig`, say), that one shows them, in its own format, and this one is silent; it is
-    asked anew for each record, so the order of the two set-ups does not matter. Only a `stream` given on
-    purpose is written to in any case, unless a handler of the root logger writes to that same stream.
+    The records still propagate to the root logger. Once the application adds a handler there (for example with
+    `logging.basicConfig`), that handler shows them in its own format, and this one is silent. This is decided for each
+    record, so the order of the two set-ups does not matter. A given `stream` is always written to, unless a handler of
+    the root logger writes to the same stream.
 
     Attributes:
         rank: number of this process, from 0.
         world_size: number of processes.
-        stream: where to write; None is whatever `sys.stderr` is at that moment.
+        stream: where to write; None is `sys.stderr` at the time of each record.
         followers: names of loggers outside this project that share its handler and its level.
     """
 
@@ -118,22 +118,22 @@ class RankHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as text; with several processes every line of it carries the rank."""
+        """Return the record as text; with several processes, every line starts with the rank."""
         text = super().format(record).rstrip("\n")
         if self.world_size <= 1:
             return text
         prefix = f"[rank {self.rank}/{self.world_size}] "
-        # A traceback of one rank is told from another's only if each of its lines is marked.
+        # Every line of a traceback needs the rank, because tracebacks of several ranks mix.
         return "\n".join(prefix + line for line in text.split("\n"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, unless it is shown elsewhere or was written already."""
+        """Write the record, unless the application shows it or it was already written."""
         if getattr(record, _SHOWN, False) or self._is_shown_by_the_application(record):
             return
         setattr(record, _SHOWN, True)
         try:
             text = self.format(record)
-        except Exception:  # the message and its arguments do not go together
+        except Exception:  # the message and its arguments do not match
             with contextlib.suppress(ValueError):  # stderr is closed
                 self.handleError(record)
             return
@@ -153,7 +153,7 @@ def rank_handler() -> RankHandler:
 
 
 def _env_int(variable: str, default: int) -> int:
-    # Launchers set these two, but the names are anybody's: what is no number is not meant for us.
+    # Launchers set these two, but others may use the names too. Text that is no number is ignored.
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else default
 
@@ -177,19 +177,19 @@ def configure(
     world_size: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Set level, rank prefix and console output of the packages' loggers; may be called again at any time.
+    """Set level, rank prefix and console output of the packages' loggers; can be called again at any time.
 
-    Touches the loggers named in `ROOTS` and those taken with `get_logger`, never the root logger. Where the
-    application has set up logging itself, its handlers show the records and nothing is written twice.
+    It changes the loggers named in `ROOTS` and those made with `get_logger`, never the root logger. If the application
+    has set up logging itself, its handlers show the records, and nothing is written twice.
 
     Args:
-        level: a level as `parse_level` takes it. None or `passive` leaves a level that was set before;
-            without one it is that of the environment variable TR_VERBOSITY, else INFO on the first process
-            of each machine (LOCAL_RANK 0; without that variable, rank 0) and WARNING on the others.
+        level: a level as `parse_level` takes it. None or `passive` keeps a level that was set before. Otherwise it is
+            the environment variable TR_VERBOSITY. Without that, it is INFO on the first process of each machine
+            (LOCAL_RANK 0; without that variable, rank 0) and WARNING on the others.
         rank: number of this process, from 0; None keeps it (at first: the environment's RANK, else 0).
-        world_size: number of processes; None keeps it (at first: the environment's WORLD_SIZE, else 1). From
-            2 on each line starts with `[rank 1/4]`.
-        stream: where to write; None keeps it (at first: whatever `sys.stderr` is at each record).
+        world_size: number of processes; None keeps it (at first: the environment's WORLD_SIZE, else 1). With 2 or
+            more, each line starts with `[rank 1/4]`.
+        stream: where to write; None keeps it (at first: `sys.stderr` at the time of each record).
 
     Raises:
         ValueError: `level` or TR_VERBOSITY is not a level.
@@ -205,7 +205,7 @@ def configure(
 
 
 def set_verbosity(level: int | str) -> None:
-    """Set the level of the packages' loggers, and of those taken with `get_logger` that were given no other.
+    """Set the level of the packages' loggers, and of those from `get_logger` without a level of their own.
 
     Raises:
         ValueError: `level` is neither a number from 0 up nor a level's name.
@@ -222,15 +222,15 @@ def set_verbosity(level: int | str) -> None:
 
 
 def get_verbosity() -> int:
-    """Return the level in force for the packages' loggers."""
+    """Return the current level of the packages' loggers."""
     return logging.getLogger("tr_log").getEffectiveLevel()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the standard logger called `name`, which follows `configure` and `set_verbosity` from now on.
+    """Return the standard logger called `name`; it follows `configure` and `set_verbosity` from now on.
 
-    A logger of this project's packages does so anyway; any other, such as a script's `__main__`, gets their
-    level, their output and their rank prefix.
+    Loggers of this project's packages always do. Any other, such as a script's `__main__`, gets their level, output and
+    rank prefix.
     """
     logger = logging.getLogger(name)
     if name.split(".")[0] not in ROOTS:
@@ -255,19 +255,19 @@ def _default_level() -> int:
 
 
 def warning_once(logger: logging.Logger, message: str, *args: object) -> None:
-    """Log a warning unless this logger gave the same text at this level before.
+    """Log a warning unless this logger has logged the same text at this level before.
 
     Args:
         logger: where to log.
-        message: text with `%`-placeholders for `args`, as `Logger.warning` takes it.
-        args: values for the placeholders; other values make another text.
+        message: text with `%`-placeholders for `args`, as in `Logger.warning`.
+        args: values for the placeholders; other values give another text.
     """
     if logger.isEnabledFor(logging.WARNING):
         _log_once(logger, logging.WARNING, message % args if args else message)
 
 
 def info_once(logger: logging.Logger, message: str, *args: object) -> None:
-    """Log at INFO unless this logger gave the same text at this level before.
+    """Log at INFO unless this logger has logged the same text at this level before.
 
     The arguments are those of `warning_once`.
     """
@@ -275,9 +275,9 @@ def info_once(logger: logging.Logger, message: str, *args: object) -> None:
         _log_once(logger, logging.INFO, message % args if args else message)
 
 
-@lru_cache(maxsize=10_000)  # bounded: a text with a counter in it must not grow without end
+@lru_cache(maxsize=10_000)  # bounded, because texts with a counter in them would fill memory
 def _log_once(logger: logging.Logger, level: int, text: str) -> None:
-    # "%s" since the text is finished: a percent sign in it is none of a placeholder's.
+    # The text is complete, so a percent sign in it is no placeholder.
     logger.log(level, "%s", text, stacklevel=3)
 
 
@@ -285,7 +285,7 @@ def capture_warnings(capture: bool) -> None:
     """Send Python's warnings through the logger `py.warnings`, with the rank prefix, or stop doing so.
 
     Args:
-        capture: True to log them at level WARNING, False to have them printed as Python does.
+        capture: True logs them at level WARNING, False lets Python print them.
     """
     logging.captureWarnings(capture)
     logger = logging.getLogger("py.warnings")

@@ -1,4 +1,4 @@
-"""Keep every log entry of a run in `metrics.jsonl` in its output folder."""
+"""Write every log entry of a run to `metrics.jsonl` in its output folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = get_logger(__name__)
 class MetricsFile(RunFile):
     """A trainer callback that writes one strict-JSON object a line for each log entry, on the main process.
 
-    An object is `{"step": 10, ...}` with the entry's own names after it; a number that JSON cannot hold is
-    the string `"NaN"`, `"Infinity"` or `"-Infinity"`. What happens at a new run or a resume, `RunFile` says.
+    An object is `{"step": 10, ...}` with the entry's own names after it. A number that JSON cannot hold is the string
+    `"NaN"`, `"Infinity"` or `"-Infinity"`. `RunFile` describes what a new run or a resume does.
 
     Args:
         name: the file's name in the output folder.
-        with_time: add `time_s`, the seconds since 1970, after the step. Off, since two equal runs then differ
-            in every line.
+        with_time: add `time_s`, the seconds since 1970, after the step. By default off, because it makes equal runs
+            differ in every line.
     """
 
     def __init__(self, name: str = "metrics.jsonl", *, with_time: bool = False) -> None:
@@ -33,7 +33,7 @@ class MetricsFile(RunFile):
 
     @classmethod
     def from_arguments(cls, args: Any) -> MetricsFile:
-        """Return one for a trainer with these arguments; their `output_dir` is read when it is needed."""
+        """Return one for a trainer with these arguments; `output_dir` is read when it is needed."""
         return cls()
 
     @classmethod
@@ -47,7 +47,7 @@ class MetricsFile(RunFile):
         file.append(to_json({"step": entry["step"]} | when | entry))
 
     def wind_back(self, file: LineFile, step: int, history: Sequence[Entry]) -> tuple[int, int]:
-        """Leave the lines that were there when the checkpoint of `step` was written."""
+        """Keep the lines that were logged before the checkpoint of `step`."""
         lines = file.read()
         decoded = [_decoded(line) for line in lines]
         unreadable = decoded.count(None)

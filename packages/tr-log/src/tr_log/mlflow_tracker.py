@@ -13,10 +13,9 @@ LONGEST_PARAMETER = 500
 class MLflowTracker(Tracker):
     """A trainer callback that records in an MLflow run.
 
-    A run that the script has started itself is used and left open. Otherwise one is started under the
-    arguments' `run_name` and ended with the training, as failed if that was; an evaluation afterwards opens
-    it again. Everything else is steered by MLflow's own environment variables (MLFLOW_TRACKING_URI,
-    MLFLOW_EXPERIMENT_NAME, ...).
+    A run that the script has started is used and left open. Otherwise the tracker starts one called `run_name` and ends
+    it with the training, as failed if the training failed. A later evaluation opens it again. MLflow's own environment
+    variables set everything else (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...).
 
     Raises:
         ImportError: the package mlflow is not installed.
@@ -36,13 +35,13 @@ class MLflowTracker(Tracker):
         self._status = "FINISHED"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin another run than that of an earlier training."""
+        """Start a new run, separate from that of an earlier training."""
         self._end(failed=False)
         self._run_id, self._status = None, "FINISHED"
         super().on_train_begin(args, state, control, model=model, **kwargs)
 
     def open(self, args: Any, state: Any, model: Any) -> None:
-        """Start a run, open this training's again, or take the one there is."""
+        """Start a run, reopen this training's run, or use the active one."""
         active = self._mlflow.active_run()
         self._is_own = active is None
         if self._run_id is not None and active is None:
@@ -59,7 +58,7 @@ class MLflowTracker(Tracker):
     def close(self, *, failed: bool) -> None:
         """End a run that this tracker started."""
         if failed:
-            self._status = "FAILED"  # and remains so after a later evaluation
+            self._status = "FAILED"  # also after a later evaluation
         if self._is_own:
             self._mlflow.end_run(self._status)
 
@@ -68,5 +67,5 @@ class MLflowTracker(Tracker):
         for first in range(0, len(items), PARAMETERS_A_REQUEST):
             try:
                 self._mlflow.log_params(dict(items[first : first + PARAMETERS_A_REQUEST]))
-            except self._mlflow.exceptions.MlflowException as error:  # a setting that the run has with another value
+            except self._mlflow.exceptions.MlflowException as error:  # the run has another value of a setting
                 self._report(error)

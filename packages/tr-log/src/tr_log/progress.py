@@ -1,7 +1,7 @@
 """Show the progress of any long work: a bar on a terminal, a few lines elsewhere.
 
-`progress` wraps an iterable, `progress_bar` counts work that is no iteration. `open_bar` chooses the display for a
-stream. `RateMeter` measures the speed and estimates the time left.
+`progress` wraps an iterable, `progress_bar` counts other work. `open_bar` chooses the display for a stream.
+`RateMeter` measures the speed and estimates the time left.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class RateMeter:
-    """Speed since the last look, and the time left by the speed since the start.
+    """Measure the speed since the last call, and estimate the time left from the speed since the start.
 
-    The two differ on purpose: the recent speed shows at once that something has become slow, while the time
-    left has to count the evaluations and saves that will come again.
+    The two differ on purpose. The recent speed shows at once when something becomes slow. The time left also counts
+    future evaluations and saves.
 
     Args:
-        completed: what was done before the measurement starts, as after a resume.
-        total: how much there is; None or less than 1 where that is unknown.
-        clock: seconds that never run backwards.
+        completed: units that were done before the measurement starts, as after a resume.
+        total: number of units; None or less than 1 if it is unknown.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, completed: int, total: int | None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,11 +45,11 @@ class RateMeter:
         return self._clock() - self._started_s
 
     def exclude(self, seconds: float) -> None:
-        """Leave time that was spent on something else, such as an evaluation, out of the next `rate`."""
+        """Exclude time spent on something else, such as an evaluation, from the next `rate`."""
         self._excluded_s += seconds
 
     def rate(self, completed: int) -> float | None:
-        """Return units per second since the last call, or None if nothing was done since."""
+        """Return units per second since the last call, or None if no unit was done since."""
         now = self._clock()
         done = completed - self._last
         seconds = now - self._last_s - self._excluded_s
@@ -57,12 +57,12 @@ class RateMeter:
         return done / seconds if done > 0 and seconds > 0 else None
 
     def mean_rate(self, completed: int) -> float | None:
-        """Return units per second since the start, or None if nothing was done yet."""
+        """Return units per second since the start, or None if no unit was done yet."""
         done, seconds = completed - self._first, self.elapsed_s
         return done / seconds if done > 0 and seconds > 0 else None
 
     def eta_s(self, completed: int) -> float | None:
-        """Return the seconds left, or None if there is nothing to judge by or nothing left."""
+        """Return the seconds left, or None if they are unknown or all units are done."""
         rate = self.mean_rate(completed)
         if rate is None or self.total is None or completed >= self.total:
             return None
@@ -77,14 +77,14 @@ SPEED_WINDOW_DRAWS = 50
 class TerminalBar:
     """One line `training ━━━━━━━─────── 120/500  24%  3.2 it/s  eta 2:03  loss 0.4321`.
 
-    On a narrow terminal it drops what stands last, and the bar itself before the numbers.
+    On a narrow terminal it drops the last parts first, and the bar itself before the numbers.
 
     Args:
-        screen: where it is shown, from now until `close`.
-        description: what is being done.
-        total: how much there is; None where that is unknown.
-        completed: what was done before.
-        unit: what is counted, for the speed; `B` for bytes.
+        screen: the screen that shows it, until `close`.
+        description: name of the work.
+        total: number of units; None if it is unknown.
+        completed: units that were done before.
+        unit: name of a unit, for the speed; `B` for bytes.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TerminalBar:
         self.move_to(self.completed + amount)
 
     def move_to(self, completed: int) -> None:
-        """Show that `completed` units are done; drawn now only if the last drawing was long enough ago."""
+        """Set the number of units done; draw only if the last drawing was long enough ago."""
         self.completed = completed
         if self._screen.is_due():
             self._recent.append((time.perf_counter(), completed))
@@ -122,7 +122,7 @@ class TerminalBar:
         self._screen.write(line)
 
     def close(self) -> None:
-        """Show it no longer."""
+        """Remove the bar from the screen."""
         self._screen.remove(self)
 
     def draw(self, width: int) -> Text:
@@ -144,8 +144,7 @@ class TerminalBar:
         return line
 
     def _bar_length(self, width: int, room: int) -> int:
-        # It only ever shrinks on a terminal of one width, or it would tremble with every digit of
-        # the numbers.
+        # While the terminal keeps its width the bar only shrinks. Otherwise it would change with every digit.
         if width != self._width:
             self._width, self._longest = width, LONGEST_BAR
         self._longest = min(self._longest, room)
@@ -179,17 +178,17 @@ GROWTH = 0.1
 
 
 class TextBar:
-    """Writes a line after 10 seconds and then ever more rarely, so that a day's work takes some eighty lines.
+    """Write a line after 10 seconds and then less and less often; a day's work takes about eighty lines.
 
-    The next line comes when both 10 seconds and a tenth of the time so far have passed. What is done within
-    the first 10 seconds leaves no line at all.
+    The next line is due when both 10 seconds and a tenth of the time so far have passed. Work of less than 10 seconds
+    writes no line.
 
     Args:
         stream: where to write.
-        description: what is being done.
-        total: how much there is; None where that is unknown.
-        unit: what is counted, for the speed; `B` for bytes.
-        clock: seconds that never run backwards.
+        description: name of the work.
+        total: number of units; None if it is unknown.
+        unit: name of a unit, for the speed; `B` for bytes.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -238,19 +237,19 @@ class TextBar:
 
 
 class Bar(Protocol):
-    """What shows progress, however it does."""
+    """A progress display of any kind."""
 
     def advance(self, amount: int = 1) -> None:
         """Count `amount` units as done."""
         ...
 
     def close(self) -> None:
-        """Show it no longer."""
+        """End the display."""
         ...
 
 
 def open_bar(stream: TextIO | None, description: str, total: int | None, *, unit: str = "it") -> Bar:
-    """Return what fits `stream`, None being `sys.stderr`: a bar on a terminal, lines elsewhere."""
+    """Return a bar for a terminal and lines for any other `stream`; None is `sys.stderr`."""
     where = stream if stream is not None else sys.stderr
     if where is not None and is_terminal(where):
         return TerminalBar(Screen.on(where), description, total, unit=unit)
@@ -268,17 +267,17 @@ def progress(
     stream: TextIO | None = None,
     disable: bool = False,
 ) -> Iterator[T]:
-    """Iterate over `iterable` and show how far it is.
+    """Iterate over `iterable` and show the position.
 
-    On a terminal a bar is drawn and taken away at the end. Elsewhere a line is written after 10 seconds and
-    then ever more rarely; what takes less leaves none.
+    On a terminal it draws a bar and removes it at the end. Elsewhere it writes a line after 10 seconds and then less
+    and less often; shorter work writes none.
 
     Args:
-        iterable: what to go through.
-        total: how many items there are; None asks `len(iterable)`, where there is such a thing.
-        description: what is being done.
+        iterable: the items.
+        total: number of items; None uses `len(iterable)`, if it has one.
+        description: name of the work.
         stream: where to show it; None is `sys.stderr`.
-        disable: show nothing, as on all processes but one.
+        disable: show nothing, for example on all processes but one.
     """
     if disable:
         yield from iterable
@@ -293,12 +292,12 @@ def progress(
 def progress_bar(
     description: str, total: int | None = None, *, unit: str = "it", stream: TextIO | None = None
 ) -> Iterator[Bar]:
-    """Give an object whose `advance(amount)` counts work as done, for work that is no iteration.
+    """Yield a bar whose `advance(amount)` counts units as done, for work that is no iteration.
 
     Args:
-        description: what is being done.
-        total: how much there is; None where that is unknown.
-        unit: what is counted, for the speed; `B` for bytes.
+        description: name of the work.
+        total: number of units; None if it is unknown.
+        unit: name of a unit, for the speed; `B` for bytes.
         stream: where to show it; None is `sys.stderr`.
     """
     bar = open_bar(stream, description, total, unit=unit)
@@ -309,10 +308,10 @@ def progress_bar(
 
 
 def length(iterable: object) -> int | None:
-    """Return the number of items, or None where it cannot be known beforehand."""
+    """Return the number of items, or None if it is unknown."""
     if not isinstance(iterable, Sized):
         return None
     try:
         return len(iterable)
-    except TypeError:  # a loader over an endless stream has a length only by name
+    except TypeError:  # a loader over an endless stream has `__len__`, but no length
         return None

@@ -22,14 +22,14 @@ class PrinterCallback:
     """A trainer callback without a progress display: the main process prints each log entry as a dict.
 
     Args:
-        stream: where to print; None is whatever `sys.stdout` is at that moment.
+        stream: where to print; None is `sys.stdout` at the time of each entry.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Print `logs` on one line; the mapping is left as it is."""
+        """Print `logs` on one line, without changing it."""
         if logs and state.is_world_process_zero:
             shown = {name: to_scalar(logs[name]) for name in logs if name not in NOT_PRINTED}
             stream = self._stream if self._stream is not None else sys.stdout
@@ -40,15 +40,15 @@ ON_THE_BAR = ("loss", "learning_rate")
 
 
 class ProgressCallback:
-    """A trainer callback that shows progress on the main process, unless the arguments say `disable_tqdm`.
+    """A trainer callback that shows progress on the main process, unless `disable_tqdm` is set.
 
-    On a terminal there is a bar for the training and, while it lasts, one for an evaluation or prediction;
-    log lines stand above them. In a file, a pipe or on a build server there are no bars, but one line for
-    each log: `step 120/500 (24%)  loss 0.4321  grad_norm 1.2  lr 4.1e-05  epoch 0.48  3.2 it/s  eta 2:03`.
-    The speed is that since the last line, without evaluations; the time left counts everything.
+    A terminal shows a bar for the training, and another during an evaluation or prediction, with log lines above them.
+    A file, a pipe or a build server gets one line for each log instead:
+    `step 120/500 (24%)  loss 0.4321  grad_norm 1.2  lr 4.1e-05  epoch 0.48  3.2 it/s  eta 2:03`.
+    The speed is measured since the last line, without evaluations. The time left counts everything.
 
     Args:
-        stream: where to show it; None is whatever `sys.stderr` is when it is needed.
+        stream: where to show it; None is `sys.stderr` when it is needed.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -60,7 +60,7 @@ class ProgressCallback:
         self._shown: frozenset[str] = frozenset()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what is about to be done, and put up the bar."""
+        """Write the length of the training, and open the bar."""
         self._close()
         if not _is_shown(args, state):
             return
@@ -72,14 +72,14 @@ class ProgressCallback:
             self._training = TerminalBar(Screen.on(stream), "training", self._pace.total, completed=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar, where there is one."""
+        """Advance the bar, if there is one."""
         if self._training is not None:
             self._training.move_to(state.global_step)
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Move the bar of an evaluation or prediction; the first batch puts it up."""
+        """Advance the bar of an evaluation or prediction; the first batch opens it."""
         if self._passing is None:
             if not _is_shown(args, state):
                 return
@@ -87,7 +87,7 @@ class ProgressCallback:
         self._passing.advance()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Write what was logged as one line; the last entry of a training waits for its end."""
+        """Write the entry on one line; the last entry of a training waits for its end."""
         if not logs or not _is_shown(args, state):
             return
         if "train_runtime" in logs:
@@ -101,7 +101,7 @@ class ProgressCallback:
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take the evaluation's bar away, and write its metrics if they were not logged."""
+        """Close the evaluation's bar, and write its metrics if they were not logged."""
         self._close_passing()
         if metrics and _is_shown(args, state) and not self._shown.issuperset(metrics):
             self._write_evaluation(state, metrics)
@@ -110,7 +110,7 @@ class ProgressCallback:
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take the prediction's bar away and write its metrics."""
+        """Close the prediction's bar and write its metrics."""
         self._close_passing()
         if metrics and _is_shown(args, state):
             self._write("  ".join(["prediction", *formatting.evaluation(metrics)]))
@@ -118,7 +118,7 @@ class ProgressCallback:
     def on_train_end(
         self, args: Any, state: Any, control: Any, error: BaseException | None = None, **kwargs: Any
     ) -> None:
-        """Take all bars away and say how the training ended."""
+        """Close all bars, and write how the training ended."""
         pace, self._pace = self._pace, None
         self._close()
         if pace is not None:
@@ -147,8 +147,7 @@ class ProgressCallback:
         return self._given_stream if self._given_stream is not None else sys.stderr
 
     def _write(self, line: str) -> None:
-        # While bars are drawn `sys.stderr` itself puts the line above them; a stream that was given
-        # needs the bar's.
+        # While bars are drawn, `sys.stderr` itself writes lines above them. A given stream needs the bar for that.
         if self._training is not None:
             self._training.write(line)
         else:
@@ -171,7 +170,7 @@ def _is_shown(args: Any, state: Any) -> bool:
 
 
 def _runtime_s(logs: Mapping[str, Any]) -> float | None:
-    # The name that tells an evaluation's entry from any other, whatever its prefix is.
+    # Only an evaluation's entry has this name, with any prefix.
     return next((float(logs[name]) for name in logs if name.endswith("_runtime")), None)
 
 
@@ -179,7 +178,7 @@ def _beginning(state: Any) -> str:
     steps = _count(state.max_steps, "step") if state.max_steps > 0 else "an open number of steps"
     if state.global_step:
         return f"training goes on at step {state.global_step} of {steps}"
-    if state.num_train_epochs >= sys.maxsize:  # of a stream, as many as the steps take
+    if state.num_train_epochs >= sys.maxsize:  # a stream without a length
         return f"training for {steps}"
     return f"training for {steps}, {_count(state.num_train_epochs, 'epoch')}"
 

@@ -1,4 +1,4 @@
-"""Tie a file of log entries to a run: kept aside by the next run, wound back by a resumed one."""
+"""Bind a file of log entries to a run: a new run renames an old file, a resumed run rewinds its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ Entry = Mapping[str, Any]
 
 
 class RunFile(ABC):
-    """A trainer callback that keeps a run's log entries in a file of the output folder, on the main process.
+    """A trainer callback that writes a run's log entries to a file of the output folder, on the main process.
 
-    The file is a function of the run: a resumed run leaves what one that never stopped would have left, so
-    entries from after the resumed step are dropped. A new run in the same folder keeps the old file as
-    `NAME-1.EXT` and so on. A resume of a run that has made its last step leaves the file alone until something is
-    logged, as an evaluation that was still to come.
+    A resumed run leaves the same file as a run that never stopped, so entries after the resumed step are dropped. A new
+    run in the same folder keeps the old file as `NAME-1.EXT` and so on. A resumed run without steps left changes the
+    file only when it logs something, such as a pending evaluation.
 
     Args:
         name: the file's name in the output folder.
@@ -40,20 +39,20 @@ class RunFile(ABC):
 
     @abstractmethod
     def wind_back(self, file: LineFile, step: int, history: Sequence[Entry]) -> tuple[int, int]:
-        """Leave the entries that were there when the checkpoint of `step` was written.
+        """Keep the entries that were logged before the checkpoint of `step`.
 
         Returns:
-            How many entries are left, and how many there were.
+            The number of entries left, and the number before.
 
         Raises:
             OSError: the file could not be read.
         """
 
     def forget(self) -> None:  # noqa: B027 - most files have nothing to forget
-        """Drop what is remembered about the entries of an earlier run."""
+        """Drop the entries of an earlier run from memory."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Bring the file of an earlier run to where this one starts."""
+        """Rename the file of an earlier run, or rewind it to the resumed step."""
         if not state.is_world_process_zero:
             return
         file = self._file_in(args)
@@ -79,7 +78,7 @@ class RunFile(ABC):
             self.append(file, {"step": state.global_step} | entry)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write what could not be written before, if it can be now."""
+        """Try again to write the entries that could not be written before."""
         self._reached = None
         if self._file is not None:
             self._file.close()
@@ -87,14 +86,14 @@ class RunFile(ABC):
     def _file_in(self, args: Any) -> LineFile:
         path = Path(args.output_dir) / self.name
         if self._file is None or self._given != path:
-            # As it is now: a relative folder means another one after os.chdir.
+            # Absolute, because a relative folder means another one after os.chdir.
             self._given, self._file = path, LineFile(path.absolute())
             self._is_new = not self._file.path.exists()
             self.forget()
         return self._file
 
     def _start(self, file: LineFile) -> None:
-        # An evaluation before the training is part of the run, and then the file is this run's own already.
+        # An evaluation before the training is part of the run. Then the file is already this run's own.
         if self._is_new:
             return
         self.forget()
@@ -119,17 +118,17 @@ class RunFile(ABC):
 
 
 def entries_until(entries: Sequence[Entry], step: int, history: Sequence[Entry]) -> list[Entry]:
-    """Return the entries that had been logged when the checkpoint of `step` was written.
+    """Return the entries that were logged before the checkpoint of `step`.
 
     Args:
-        entries: what the file holds, in order.
+        entries: the file's entries, in order.
         step: the checkpoint's step.
-        history: the `log_history` that the checkpoint holds. Where it has more entries than the file (another
-            folder, a lost disk) it is returned instead; where it is empty it tells nothing.
+        history: the checkpoint's `log_history`. It is returned instead if it has more entries than the file (another
+            folder, a lost disk). If it is empty, it is ignored.
     """
     history = [entry for entry in history if "step" in entry]
-    # At the step itself some entries came after the checkpoint (an epoch's end, a summary): they are
-    # logged again.
+    # Some entries of the step itself were logged after the checkpoint (an epoch's end, a summary). They are logged
+    # again.
     here = sum(entry["step"] == step for entry in history) if history else len(entries)
     kept: list[Entry] = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Sum up a training at its end: how long, how fast, how good, and where everything is."""
+"""Summarise a training at its end: duration, speed, best result and files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LOWER_IS_BETTER = "eval_loss"
 class RunReport:
     """A trainer callback that logs a few lines at INFO on the main process when a training ends.
 
-    It reads the trainer's own `log_history`, so a resumed run is reported whole; only time and speed are
-    those of this start.
+    It reads the trainer's `log_history`, so the report covers a resumed run from its beginning. Time and speed are
+    those since the resume.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class RunReport:
         self._first_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the time."""
+        """Record the start time."""
         self._started_s = time.perf_counter()
         self._first_step = state.global_step
 

@@ -16,12 +16,12 @@ from tr_log.tracker import Tracker, missing_package, settings
 class TensorBoardTracker(Tracker):
     """A trainer callback that writes scalars, and the settings as text, for TensorBoard.
 
-    The folder is the arguments' `logging_dir`, else that of the environment variable TENSORBOARD_LOGGING_DIR,
-    else `runs/<date>_<host>` in the output folder. Where a resumed run writes into the folder of the first
-    one, TensorBoard is told to drop what lies after the resumed step.
+    The folder is the arguments' `logging_dir`, else the environment variable TENSORBOARD_LOGGING_DIR, else
+    `runs/<date>_<host>` in the output folder. If a resumed run writes into the folder of the first one, TensorBoard
+    drops the entries after the resumed step.
 
     Args:
-        folder: where to write, before all of these.
+        folder: where to write; overrides all of these.
 
     Raises:
         ImportError: the package tensorboard is not installed.
@@ -56,7 +56,7 @@ class TensorBoardTracker(Tracker):
         scalar = self._summaries.Summary.Value
         values = [scalar(tag=name, simple_value=number) for name, number in numbers.items()]
         self._add(step, summary=self._summaries.Summary(value=values))
-        self._writer.flush()  # at the pace of logging, so that the curves of a killed run are whole
+        self._writer.flush()  # at every log, so that the curves of a killed run are complete
 
     def close(self, *, failed: bool) -> None:
         """Finish the event file."""

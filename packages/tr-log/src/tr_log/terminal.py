@@ -1,7 +1,7 @@
-"""Draw bars at the foot of a terminal, and print everything else above them.
+"""Draw bars at the bottom of a terminal, and print everything else above them.
 
-`is_terminal` tells a terminal, where bars can be redrawn, from a file, a pipe or a build server's log. While a
-`Screen` shows bars, what others print to stdout, to stderr or through log handlers on these goes above the bars.
+`is_terminal` detects a terminal, where bars can be redrawn; files, pipes and logs of build servers are none. While a
+`Screen` shows bars, output to stdout, to stderr and of log handlers on these goes above the bars.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ if TYPE_CHECKING:
 def is_terminal(stream: TextIO | None) -> bool:
     """Return whether bars may be drawn on `stream`.
 
-    That takes a terminal that can move its cursor (the environment's TERM is not `dumb`), and that the
-    environment's CI is not set: build servers often pretend to have a terminal and then keep every redrawn
-    bar as a line.
+    It must be a terminal that can move its cursor (TERM is not `dumb`), and the variable CI must not be set. Build
+    servers often pretend to have a terminal, and then log every redrawn bar as a line.
     """
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     if os.environ.get("TERM", "").lower() == "dumb":
         return False
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # no stream at all, or a closed one
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # no stream, or a closed one
         return stream is not None and stream.isatty()
     return False
 
 
 def write_line(stream: TextIO | None, line: str) -> None:
-    """Write one line at once; a stream that is gone (a closed pipe, a lost terminal) ends no training."""
+    """Write one line at once. A lost stream (a closed pipe, a lost terminal) raises no error."""
     write_text(stream, line + "\n")
 
 
 class StreamRedirect(io.TextIOBase):
-    """A stand-in for a terminal stream that hands over whole lines.
+    """Replace a terminal stream, and pass on whole lines.
 
-    The beginning of a line waits for its end. Where something returns to the start of the line to write over
-    it, as other libraries' bars do, only what was written last is handed over.
+    The beginning of a line waits for its end. If a line is overwritten with carriage returns, as other libraries' bars
+    do, only its last text is passed on.
 
     Args:
-        stream: the terminal stream it stands for.
-        write_line: takes a line without its end.
-        owner: whoever draws the bars.
+        stream: the terminal stream it replaces.
+        write_line: takes a line without its line break.
+        owner: the object that draws the bars.
     """
 
     def __init__(self, stream: TextIO, write_line: Callable[[str], None], owner: object) -> None:
@@ -66,24 +65,24 @@ class StreamRedirect(io.TextIOBase):
         self._process = os.getpid()
 
     def write(self, text: str) -> int:
-        """Take text and hand over the lines that it completes; once released, pass it on to the terminal."""
-        if self._is_released or os.getpid() != self._process:  # a forked worker has no bars to draw anew
+        """Write text and pass on the lines that it completes; once released, write to the terminal."""
+        if self._is_released or os.getpid() != self._process:  # a forked worker has no bars to redraw
             return self.stream.write(text)
         *lines, rest = (self._begun + text).split("\n")
-        self._begun = ""  # before handing over: what shows the lines may itself print
+        self._begun = ""  # cleared first, because `write_line` may itself print
         for line in lines:
             self._write_line(_overwritten(line))
         self._begun += rest
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing but flush the terminal's stream: a line goes out when it is complete."""
+        """Flush the terminal's stream only; an incomplete line waits."""
         self.stream.flush()
 
     def release(self) -> None:
-        """Write the line that was begun to the terminal itself, and from now on everything.
+        """Write the incomplete line to the terminal, and from now on all text.
 
-        Somebody may have taken this object for the terminal's stream and keep it.
+        Other code may keep a reference to this object as its stream.
         """
         self._is_released = True
         if self._begun:
@@ -91,7 +90,7 @@ class StreamRedirect(io.TextIOBase):
             self._begun = ""
 
     def isatty(self) -> bool:
-        """Return True: it stands for a terminal."""
+        """Return True, because it replaces a terminal."""
         return True
 
     def fileno(self) -> int:
@@ -104,16 +103,16 @@ class StreamRedirect(io.TextIOBase):
 
 @contextmanager
 def redirect_output(write_line: Callable[[str], None], owner: object) -> Iterator[None]:
-    """Let `sys.stdout`, `sys.stderr` and the log handlers on them hand their lines to `write_line`.
+    """Send the lines of `sys.stdout`, `sys.stderr` and the log handlers on them to `write_line`.
 
-    Only those of them that are terminals: what was led into a file goes on going there.
+    Only streams that are terminals are redirected. Output to a file still goes there.
     """
     proxies = [
         (name, StreamRedirect(stream, write_line, owner))
         for name in ("stdout", "stderr")
         if (stream := getattr(sys, name)) is not None and is_terminal(stream) and not isinstance(stream, StreamRedirect)
     ]
-    # A handler keeps the stream that it was made with, so a script's basicConfig would write into the bar.
+    # A handler keeps its first stream, so a script's basicConfig would write into the bar.
     handlers = [(h, proxy) for _, proxy in proxies for h in _handlers() if _terminal(vars(h)["stream"]) is proxy.stream]
     for name, proxy in proxies:
         setattr(sys, name, proxy)
@@ -136,7 +135,7 @@ def _handlers() -> list[logging.StreamHandler[Any]]:
     loggers = [logging.getLogger()]
     loggers += [known for known in logging.Logger.manager.loggerDict.values() if isinstance(known, logging.Logger)]
     streaming = {h for logger in loggers for h in logger.handlers if isinstance(h, logging.StreamHandler)}
-    # One without a stream of its own, such as logging.lastResort, looks sys.stderr up each time.
+    # A handler without its own stream, such as logging.lastResort, reads sys.stderr each time.
     return [handler for handler in streaming if "stream" in vars(handler)]
 
 
@@ -160,10 +159,9 @@ class Drawable(Protocol):
 
 
 class Screen:
-    """The bars on one terminal. It is taken over with the first bar and given back with the last.
+    """The bars on one terminal. Output is redirected from the first bar until the last is closed.
 
-    Nothing is redrawn in the background: a bar that moves asks for a drawing, and is refused more than ten a
-    second.
+    Nothing is redrawn in the background. A bar that advances asks whether a drawing is due, at most ten times a second.
 
     Args:
         stream: a terminal.
@@ -179,7 +177,7 @@ class Screen:
 
     @property
     def bar_characters(self) -> tuple[str, str]:
-        """What the done and the open part of a bar are drawn with."""
+        """The characters of the done and the open part of a bar."""
         fine = (getattr(self._stream, "encoding", None) or "").lower().replace("-", "").startswith("utf")
         return ("━", "─") if fine else ("#", "-")
 
@@ -198,7 +196,7 @@ class Screen:
         self.draw()
 
     def remove(self, bar: Drawable) -> None:
-        """Show a bar no longer."""
+        """Remove a bar."""
         if bar not in self._bars:
             return
         if len(self._bars) == 1:
@@ -221,7 +219,7 @@ class Screen:
         self._next_s = time.perf_counter() + SECONDS_BETWEEN_DRAWINGS
 
     def write(self, line: str) -> None:
-        """Write a line above the bars; it may hold colour codes."""
+        """Write a line above the bars; it may contain colour codes."""
         if self._live is None:
             write_line(self._stream, line)
             return
@@ -235,7 +233,7 @@ class Screen:
             self._give_up()
 
     def close(self) -> None:
-        """Take all bars away and give the terminal back."""
+        """Remove all bars and restore the terminal."""
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
@@ -249,7 +247,7 @@ class Screen:
         from rich.live import Live
 
         console = Console(file=self._stream, force_terminal=True)
-        # transient: what stays on the terminal are lines of text, which can be read and copied.
+        # transient: only lines of text stay on the terminal, which can be read and copied.
         live = self._live = Live(
             console=console,
             auto_refresh=False,
@@ -270,9 +268,9 @@ class Screen:
 
         if self._live is not None:
             self._width = self._live.console.width
-        # One column is left free: some terminals break the line after writing into the last.
+        # One column stays free, because some terminals break the line after the last one.
         return Text("\n").join(bar.draw(self._width - 1) for bar in list(self._bars))
 
     def _give_up(self) -> None:
-        # The terminal is gone (a closed connection); the training is not.
+        # The terminal is lost (a closed connection), but the training continues.
         self.close()

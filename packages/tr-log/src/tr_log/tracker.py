@@ -14,11 +14,11 @@ logger = get_logger(__name__)
 
 
 class Tracker(ABC):
-    """A trainer callback that keeps a tracker open on the main process while a training lasts.
+    """A trainer callback that keeps a tracker open on the main process during a training.
 
-    A tracker that cannot be opened is an error at once. One that fails later costs its entries, not the
-    training: the first failure of each kind is a warning, and the number of entries lost is told at the end.
-    An entry outside a training, such as an evaluation after it, opens the tracker again.
+    If the tracker cannot be opened, it raises at once. A later failure loses the entry, and the training continues. The
+    first failure of each kind is a warning, and the number of lost entries is logged at the end. An entry outside a
+    training, such as an evaluation after it, opens the tracker again.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Tracker(ABC):
 
     @classmethod
     def from_arguments(cls, args: Any) -> Self:
-        """Return one for a trainer with these arguments, which are read when it is opened."""
+        """Return one for a trainer with these arguments; they are read when it is opened."""
         return cls()
 
     @abstractmethod
     def open(self, args: Any, state: Any, model: Any) -> None:
-        """Begin to record, and record the settings; `model` may be None."""
+        """Start recording, and record the settings; `model` may be None."""
 
     @abstractmethod
     def record(self, step: int, numbers: dict[str, float]) -> None:
@@ -44,7 +44,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """Finish what was recorded; `failed` says that the training ends by an exception."""
+        """Finish recording; `failed` is true if the training ends with an exception."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Open the tracker."""
@@ -75,14 +75,14 @@ class Tracker(ABC):
             self._report(error)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the tracker after an evaluation outside a training, which no other event will do."""
+        """Close the tracker after an evaluation outside a training, because no later event does."""
         if not self._in_training:
             self._end(failed=False)
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, error: BaseException | None = None, **kwargs: Any
     ) -> None:
-        """Close the tracker; `error`, or an exception on its way through the caller, marks the training as failed."""
+        """Close the tracker. `error`, or an exception that is being raised, marks the training as failed."""
         self._in_training = False
         self._end(failed=error is not None or sys.exc_info()[0] is not None)
 
@@ -127,9 +127,9 @@ def tracker_name(key: str) -> str:
 
 
 def settings(args: Any, model: Any = None) -> dict[str, Any]:
-    """Return what a tracker records of a run: the arguments, and as `model/...` the model's configuration.
+    """Return the settings of a run for a tracker: the arguments, and the model's configuration as `model/...`.
 
-    Values are numbers, strings, booleans or None. Access tokens are left out.
+    Values are numbers, strings, booleans or None. Access tokens are not included.
     """
     for method in ("to_sanitized_dict", "to_dict"):
         if callable(getattr(args, method, None)):

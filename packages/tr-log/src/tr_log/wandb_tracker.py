@@ -1,4 +1,4 @@
-"""Send a run's log entries to Weights & Biases, or keep them for it where there is no network."""
+"""Send a run's log entries to Weights & Biases, or store them for it without a network."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from tr_log.tracker import Tracker, missing_package, settings
 class WandbTracker(Tracker):
     """A trainer callback that records in a wandb run.
 
-    A run that the script has started itself is used and left open. Otherwise one is started under the
-    arguments' `run_name`; everything else is steered by wandb's own environment variables (WANDB_PROJECT,
-    WANDB_MODE=offline, WANDB_DIR, ...). After a training that did not fail it stays open for evaluations,
-    until the next training begins or the process ends.
+    A run that the script has started is used and left open. Otherwise the tracker starts one called `run_name`. wandb's
+    own environment variables set everything else (WANDB_PROJECT, WANDB_MODE=offline, WANDB_DIR, ...). After a training
+    without an error the run stays open for evaluations, until the next training begins or the process ends.
 
     Raises:
         ImportError: the package wandb is not installed.
@@ -32,18 +31,17 @@ class WandbTracker(Tracker):
         self._is_own = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Finish the run of an earlier training and open one for this."""
+        """Finish the run of an earlier training and open a new one."""
         if self._is_own and state.is_world_process_zero:
             self._finish(exit_code=0)
         super().on_train_begin(args, state, control, model=model, **kwargs)
 
     def open(self, args: Any, state: Any, model: Any) -> None:
-        """Start a run, or go on with the one there is."""
+        """Start a run, or use the active one."""
         if self._run is None:
             self._is_own = self._wandb.run is None
             self._run = self._wandb.init(name=getattr(args, "run_name", None)) if self._is_own else self._wandb.run
-            # A step may have several entries and a resume goes back, both of which wandb's own
-            # counter refuses.
+            # A step may have several entries, and a resume goes back. wandb's own step counter refuses both.
             self._run.define_metric("train/global_step")
             self._run.define_metric("*", step_metric="train/global_step", step_sync=True)
         self._run.config.update(settings(args, model), allow_val_change=True)
@@ -53,7 +51,7 @@ class WandbTracker(Tracker):
         self._run.log({**numbers, "train/global_step": step})
 
     def close(self, *, failed: bool) -> None:
-        """Mark a failed training's own run as failed; any other stays open."""
+        """Mark this tracker's run as failed after a failed training; other runs stay open."""
         if failed and self._is_own:
             self._finish(exit_code=1)
 
