@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from tr_args import TrainingArguments
 from tr_core.data.limits import training_batches
 from tr_core.loop import run_epochs
-from tr_core.metric_means import separate_window
 from tr_core.plan import make_plan
 from tr_core.run import Run
 from tr_core.runtime.memory import free_memory, is_out_of_memory
@@ -200,7 +199,7 @@ def _fits(run: Run) -> bool:
 
     The model is called without its wrapper, for a rank that runs out of memory would leave the others waiting.
     """
-    strategy, methods, model, scope = run.strategy, run.methods, run.methods.model, run.methods.scope
+    strategy, model, scope = run.strategy, run.methods.model, run.methods.scope
     position = run.position
     batch = next(iter(run.data.iterate(position.epoch, position.samples)), None)
     if batch is None:
@@ -209,7 +208,7 @@ def _fits(run: Run) -> bool:
     scope.size, scope.weight = run.plan.accumulation, batch.weight
     model.train()
     try:
-        with restored_after(model, strategy.device), separate_window(cast("Any", methods)):
+        with restored_after(model, strategy.device), scope.separate_window(strategy):
             run.training_step(model, batch.inputs, num_items)
         return True
     except Exception as error:

@@ -19,7 +19,8 @@ what is known of the current step and micro-batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -29,9 +30,9 @@ from torch import nn
 
 from tr_core.data.sampler import MicroBatch
 from tr_core.item_count import ItemCount, divides_by_any, plain
-from tr_core.metric_means import check_name
+from tr_core.metric_means import MetricWindow, check_name
 from tr_core.model_io import IGNORED_TARGET, accepts_count, averages_over_targets, shifts_targets
-from tr_core.protocols import Strategy
+from tr_core.protocols import Collectives, Strategy
 from tr_core.signatures import takes_argument
 
 
@@ -336,9 +337,21 @@ class StepScope:
         weight: weight of this rank's share of the micro-batch; 0.0 for a sample that is another rank's.
         loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
         outputs: what the model gave for this micro-batch, where a callback asks for it.
+        metrics: where `log_metric` adds to: the open window of a run, or of an evaluation; None outside both.
     """
 
     size: int = 1
     weight: float = 1.0
     loss: torch.Tensor | None = None
     outputs: Any = None
+    metrics: MetricWindow | None = None
+
+    @contextmanager
+    def separate_window(self, collectives: Collectives) -> Iterator[MetricWindow]:
+        """Have what is logged within go to a window of its own, not to that of the training around it."""
+        outer, window = self.metrics, MetricWindow(collectives)
+        self.metrics = window
+        try:
+            yield window
+        finally:
+            self.metrics, self.weight = outer, 1.0

@@ -6,16 +6,12 @@ Scalars on a device are read in one transfer, when a log is due.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from tr_core.protocols import Collectives
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
 
 # Name -> weighted sum of its values, and sum of their weights.
 Sums = dict[str, tuple[float, float]]
@@ -146,17 +142,6 @@ def weighted_means(sums_of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> di
             entry[0] += value
             entry[1] += weight
     return {name: value / weight for name, (value, weight) in total.items() if weight != 0}
-
-
-@contextmanager
-def separate_window(trainer: Trainer) -> Iterator[MetricWindow]:
-    """Have what is logged within go to a window of its own, not to that of the training around it."""
-    outer = trainer.metric_window
-    window = trainer.metric_window = MetricWindow(trainer.strategy)
-    try:
-        yield window
-    finally:
-        trainer.metric_window, trainer.scope.weight = outer, 1.0
 
 
 def check_name(name: str) -> None:

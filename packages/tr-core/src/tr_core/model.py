@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from tr_core.protocols import Stateful
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+from tr_core.protocols import Stateful, Strategy
 
 
-def model_part(trainer: Trainer) -> Stateful:
-    """Return the part of a checkpoint that is the whole model."""
-    part = trainer.strategy.stateful(trainer.model_wrapped, None)["model"]
-    return WholeState(part, trainer.model) if _gives_another_state(trainer.model) else part
+def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stateful:
+    """Return the part of a checkpoint that is the whole model.
+
+    Args:
+        strategy: what saves and restores it.
+        model: the unwrapped model.
+        wrapped: the model as the strategy wrapped it.
+    """
+    part = strategy.stateful(wrapped, None)["model"]
+    return WholeState(part, model) if _gives_another_state(model) else part
 
 
 class WholeState:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from tr_core.batch_size_search import run_epochs_within_memory
-from tr_core.callbacks.evaluation_weights import adopt_evaluation_weights, switch_optimizer, weight_parts
+from tr_core.callbacks.evaluation_weights import adopt_evaluation_weights, weight_parts
 from tr_core.changes import watching_modules
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.restoring import Resume, resume_run
@@ -31,7 +31,6 @@ from tr_core.random_state import set_seed
 from tr_core.results import TrainOutput, speed_metrics
 from tr_core.run import Run
 from tr_core.runtime.memory import ReadMemory
-from tr_core.runtime.run_context import training_context
 from tr_core.state import TrainerState
 from tr_core.validation import check_output_dir, check_quantized, lock_output_dir, unlocking_output_dir
 from tr_log.streams import usable_streams
@@ -49,7 +48,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
     check_quantized(trainer.model)
     with (
         usable_streams(),
-        training_context(trainer),
+        trainer.training_context(),
         unlocking_output_dir(trainer.current_checkpointer),
         trainer.memory.stage("train") as read_memory,
     ):
@@ -59,7 +58,7 @@ def train(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> Tr
         _log_run_start(trainer, run)
         with _training_strategy(trainer, run), _stopping_early(trainer, run), _in_training(trainer, run):
             trainer.random_state.reapply()
-            switch_optimizer(trainer, "train")
+            trainer.optimizer_mode.switch(trainer.optimizer, "train")
             if trainer.args.eval_on_start and run.window.first_step == 0:
                 trainer.evaluate(ignore_keys=ignore_keys)
                 run.agree_on_flags()
@@ -229,7 +228,7 @@ def _finish(trainer: Trainer, run: Run, read_memory: ReadMemory) -> TrainOutput:
     metrics["train_loss"] = run.window.mean_loss(steps)
     metrics |= read_memory()
     trainer.log_result(metrics)
-    switch_optimizer(trainer, "eval")
+    trainer.optimizer_mode.switch(trainer.optimizer, "eval")
     _load_final_weights(trainer)
     if trainer.args.push_to_hub:
         trainer.save_model()  # what is pushed when training ends is this model, not an older file
@@ -241,7 +240,7 @@ def _load_final_weights(trainer: Trainer) -> None:
     """Leave the model with the weights that the arguments ask for at the end: of the last or the best step."""
     if trainer.args.load_best_model_at_end:
         _load_best(trainer)
-    adopt_evaluation_weights(trainer)
+    adopt_evaluation_weights(trainer.callback_handler.callbacks, trainer.model, trainer.state)
 
 
 def _load_best(trainer: Trainer) -> None:
@@ -268,7 +267,8 @@ def _load_best(trainer: Trainer) -> None:
             state.global_step,
         )
         return
-    restore_parts(checkpointer, {**model_parts(trainer), **weight_parts(trainer)}, folder)
+    weights = weight_parts(trainer.callback_handler.callbacks, trainer.model)
+    restore_parts(checkpointer, {**model_parts(trainer), **weights}, folder)
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
 
 

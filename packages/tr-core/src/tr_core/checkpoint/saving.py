@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from tr_core import plugins
-from tr_core.callbacks.evaluation_weights import evaluation_weights, optimizer_in_evaluation, weight_parts
+from tr_core.callbacks.evaluation_weights import weight_parts
 from tr_core.checkpoint.adapters import adapter_parts, is_adapter, write_adapter_config
 from tr_core.model import model_part
 from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful
-from tr_core.runtime.run_context import original_use_cache
 from tr_core.signatures import takes_argument
 from tr_log.formatting import printable
 
@@ -54,7 +53,7 @@ def checkpointer_arguments(args: Any) -> dict[str, Any]:
 def save_model(trainer: Trainer, folder: Path) -> None:
     """Write weights in safetensors, configuration and tokenizer; rank 0 writes, all ranks call."""
     strategy = trainer.strategy
-    with evaluation_weights(trainer), original_use_cache(trainer):
+    with trainer.holding_evaluation_weights(), trainer.use_cache.original(trainer.model):
         state = strategy.whole_state(trainer.model_wrapped)
         if strategy.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,7 @@ def save_companions(trainer: Trainer, folder: Path) -> None:
     ):
         save = getattr(companion, "save_pretrained", None)
         if callable(save):
-            with original_use_cache(trainer):
+            with trainer.use_cache.original(model):
                 save(str(folder))
     (folder / "training_args.json").write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
 
@@ -109,7 +108,8 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
         _record_best_checkpoint(trainer, checkpointer, best)
     parts = checkpoint_parts(trainer, run)
     if trainer.args.save_only_model:
-        parts = {name: parts[name] for name in (*model_parts(trainer), *weight_parts(trainer), "trainer_state")}
+        weights = weight_parts(trainer.callback_handler.callbacks, trainer.model)
+        parts = {name: parts[name] for name in (*model_parts(trainer), *weights, "trainer_state")}
 
     def write_extra(path: Path) -> None:
         save_companions(trainer, path)
@@ -117,7 +117,7 @@ def save_checkpoint(trainer: Trainer, run: Run) -> None:
             write_adapter_config(trainer.model, path)
 
     # An optimizer with two sets of weights is saved with those to judge, so that they can be loaded as the best.
-    with optimizer_in_evaluation(trainer):
+    with trainer.optimizer_in_evaluation():
         checkpointer.save(
             state.global_step,
             parts,
@@ -161,7 +161,7 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
         "callbacks": trainer.callback_handler,
         "trainer_state": trainer.state,
     }
-    weights = weight_parts(trainer)
+    weights = weight_parts(trainer.callback_handler.callbacks, trainer.model)
     if taken := sorted(set(weights) & set(parts)):
         raise ValueError(f"a callback gives its part of the checkpoint the name {taken[0]!r}, which is taken")
     return {**parts, **weights}
@@ -169,7 +169,7 @@ def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
 
 def model_parts(trainer: Trainer) -> dict[str, Stateful]:
     """Return what holds the model in a checkpoint, by name: all of it, or what an adapter leaves to be trained."""
-    model = model_part(trainer)
+    model = model_part(trainer.strategy, trainer.model, trainer.model_wrapped)
     return adapter_parts(trainer.model, model) if is_adapter(trainer.model) else {"model": model}
 
 

@@ -13,14 +13,12 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tr_args import TrainingArguments
 from tr_core.data.batches import Batches, batches_of
 from tr_core.data.sampler import MicroBatch
 from tr_log import get_logger
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -77,13 +75,13 @@ class FirstBatches:
         return self._number - -(-position // self.per_micro_batch)
 
 
-def training_batches(loader: Any, args: Any, world_size: int) -> Batches:
+def training_batches(loader: Any, args: TrainingArguments, world_size: int) -> Batches:
     """Return the passes over a training loader, shortened to what `overfit_batches` says; the log says so too.
 
     Raises:
         ValueError: that is a share of data without a length.
     """
-    batches = _limited_batches(loader, args, world_size)
+    batches = limited_batches(loader, args, world_size)
     if args.overfit_batches is not None:
         number = args.overfit_batches if batches.num_batches is None else batches.num_batches
         logger.info(
@@ -95,21 +93,19 @@ def training_batches(loader: Any, args: Any, world_size: int) -> Batches:
     return batches
 
 
-def evaluation_source(trainer: Trainer, eval_dataset: Any) -> Any:
-    """Return what an evaluation goes through: its loader, or where `overfit_batches` is set the training batches.
+def evaluates_training_batches(args: TrainingArguments, eval_dataset: Any) -> bool:
+    """Whether an evaluation goes through the training batches: with `overfit_batches`, instead of the Trainer's data.
 
     Args:
-        trainer: whose loaders are taken.
+        args: the arguments.
         eval_dataset: as of `Trainer.evaluate`, and not a dict; data that is not the Trainer's own is always itself.
     """
-    args = trainer.args
     is_own = eval_dataset is None or isinstance(eval_dataset, str)
-    if args.overfit_batches is None or args.eval_strategy == "no" or not is_own:
-        return trainer.get_eval_dataloader(eval_dataset)
-    return _limited_batches(trainer.get_train_dataloader(), args, trainer.strategy.world_size)
+    return args.overfit_batches is not None and args.eval_strategy != "no" and is_own
 
 
-def _limited_batches(loader: Any, args: Any, world_size: int) -> Batches:
+def limited_batches(loader: Any, args: TrainingArguments, world_size: int) -> Batches:
+    """Return the passes over a training loader, shortened to what `overfit_batches` says."""
     batches = batches_of(loader, args.train_batch_size, world_size, trains=True)
     return (
         batches
@@ -129,7 +125,7 @@ def _number_of_batches(wanted: float, batches: Batches) -> int:
     return math.ceil(wanted * batches.num_batches)
 
 
-def dev_run_arguments(args: Any) -> Any:
+def dev_run_arguments(args: TrainingArguments) -> TrainingArguments:
     """Return the arguments of the short run that `fast_dev_run` asks for, or `args` themselves without it.
 
     They say: so many steps, each logged, evaluations from the first step on; no checkpoints, no resuming, no trackers,
@@ -165,6 +161,6 @@ def dev_run_arguments(args: Any) -> Any:
     return trial
 
 
-def dev_run_batches(batches: Any, args: Any) -> Any:
+def dev_run_batches(batches: Any, args: TrainingArguments) -> Any:
     """Return the batches that an evaluation or prediction goes through: all, or as many as a trial run takes."""
     return islice(batches, int(args.fast_dev_run)) if args.fast_dev_run else batches

@@ -5,81 +5,83 @@ One prediction step gives the loss, the outputs and the labels of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from tr_core.callbacks.evaluation_weights import evaluation_weights
+from tr_args import TrainingArguments
 from tr_core.data.batches import batches_of
 from tr_core.data.limits import dev_run_batches
 from tr_core.data.sampler import MicroBatch
-from tr_core.evaluation.gather import gather_objects, gather_tree, map_objects, map_tensors
+from tr_core.evaluation.gather import gather_objects, gather_tree
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetrics, is_streaming
 from tr_core.evaluation.output_buffer import OutputBuffer
 from tr_core.item_count import plain
-from tr_core.metric_means import separate_window
+from tr_core.loss import StepScope
+from tr_core.metric_means import MetricWindow
 from tr_core.model_io import batch_size_of, to_device
+from tr_core.protocols import Strategy
 from tr_core.results import EvalLoopOutput, EvalPrediction
-from tr_core.runtime.run_context import evaluation_context
-from tr_log.streams import usable_streams
 
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+# Calls a function with every tensor of a tree.
+Detach = Callable[[Callable[[torch.Tensor], Any], Any], Any]
 
 
-def prediction_step(
-    trainer: Trainer,
-    model: torch.nn.Module,
-    inputs: Any,
-    prediction_loss_only: bool,
-    ignore_keys: list[str] | None,
-) -> tuple[torch.Tensor | None, Any, Any]:
-    """Run the model on one batch without gradients.
+def read_labels(
+    inputs: Any, label_names: list[str], *, has_loss_function: bool, returns_loss: bool, detach: Detach
+) -> tuple[Any, bool]:
+    """Return the labels of a batch, and whether it gives a loss.
+
+    They are taken before the forward: computing the loss may take them out of the inputs.
+
+    Args:
+        inputs: the batch.
+        label_names: the model's labels.
+        has_loss_function: whether a function computes the loss, which takes the last of a tuple for labels.
+        returns_loss: whether the model gives a loss without labels, unless the batch says otherwise.
+        detach: calls a function with every tensor of a tree.
 
     Returns:
-        Loss (None without labels), logits (None if only the loss is wanted), labels (None without, and an empty tuple
-        where the model computes its loss without any).
+        The labels, None without, an empty tuple where the model computes its loss without any; and whether there is a
+        loss.
     """
-    is_positional = isinstance(inputs, list | tuple) and trainer.loss_function is not None
-    named_labels = labels_in(trainer, inputs)
-    needs_no_labels = not trainer.label_names and _returns_loss(trainer, inputs)
-    gives_loss = named_labels is not None or is_positional or needs_no_labels
-    ignored = _ignored_outputs(trainer.model) if ignore_keys is None else ignore_keys
-    detach = map_objects if trainer.args.eval_use_gather_object else map_tensors
-    # Taken before the forward: computing the loss may take them out of the inputs.
-    labels = inputs[-1] if is_positional else detach(torch.Tensor.detach, named_labels)
+    if isinstance(inputs, list | tuple) and has_loss_function:
+        return inputs[-1], True
+    labels = detach(torch.Tensor.detach, labels_in(inputs, label_names))
+    asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
+    needs_no_labels = not label_names and (returns_loss if asked is None else bool(asked))
     if needs_no_labels and labels is None:
         labels = ()  # there are none to wait for: metrics are computed of the predictions
-    loss = None
-    with torch.no_grad(), trainer.loss_context():
-        if gives_loss:
-            loss, outputs = trainer.loss_and_outputs(model, inputs)
-            loss = loss.detach().mean()
-        else:
-            outputs = trainer.call_model(model, inputs)
-    if prediction_loss_only:
-        return loss, None, None
-    kept = _kept_outputs(outputs, [*ignored, "loss"], skip_first=gives_loss and trainer.loss_function is None)
-    logits = detach(_detached, kept)
-    return loss, logits[0] if len(logits) == 1 else logits, labels
+    return labels, labels is not None
+
+
+def kept_logits(
+    outputs: Any, model: torch.nn.Module, ignore_keys: list[str] | None, *, skip_first: bool, detach: Detach
+) -> Any:
+    """Return the outputs of a model to keep as predictions: without the loss, and without what is to be left out.
+
+    Args:
+        outputs: what the model gave.
+        model: the unwrapped model, whose configuration says what is left out.
+        ignore_keys: what is left out instead; None for what the configuration says.
+        skip_first: whether the first of a tuple is the loss.
+        detach: calls a function with every tensor of a tree.
+    """
+    ignored = _ignored_outputs(model) if ignore_keys is None else ignore_keys
+    logits = detach(_detached, _kept_outputs(outputs, [*ignored, "loss"], skip_first=skip_first))
+    return logits[0] if len(logits) == 1 else logits
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return plain(tensor.detach())
 
 
-def _returns_loss(trainer: Trainer, inputs: Any) -> bool:
-    """Whether the model gives a loss without labels: as the batch asks for, else as its forward does by default."""
-    asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
-    return trainer.can_return_loss if asked is None else bool(asked)
-
-
-def labels_in(trainer: Trainer, inputs: Any) -> Any:
+def labels_in(inputs: Any, names: list[str]) -> Any:
     """Return the labels of a batch that names its parts: a tuple where there are several; None if one is missing."""
-    names = trainer.label_names
     if not names or not isinstance(inputs, Mapping) or any(inputs.get(name) is None for name in names):
         return None
     labels = tuple(inputs[name] for name in names)
@@ -101,67 +103,116 @@ def _kept_outputs(outputs: Any, ignored: list[str], skip_first: bool) -> tuple[A
     return (outputs,)
 
 
+class EvalMethods(Protocol):
+    """What an evaluation loop asks of its owner, so that overrides of a user's subclass are called.
+
+    Attributes:
+        preprocess_logits_for_metrics: `(logits, labels)` → what is kept of each batch; None to keep the logits.
+    """
+
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Run the model on one batch without gradients; return loss, logits and labels, each None where there is none.
+
+        The wrapped model is given, and a batch on the device.
+        """
+        ...
+
+    def fire(self, event: str, **extra: Any) -> None:
+        """Send an event to the callbacks."""
+        ...
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What one evaluation was asked for.
+
+    Attributes:
+        loss_only: keep no predictions; metrics that stream get them all the same.
+        ignore_keys: outputs of the model that are left out.
+        prefix: what the metrics' names begin with.
+        predicts: keep predictions and labels also where metrics are computed batch by batch.
+        main_input: name of the input that metrics are given, where they ask for inputs.
+    """
+
+    loss_only: bool
+    ignore_keys: list[str] | None
+    prefix: str
+    predicts: bool = False
+    main_input: str = "input_ids"
+
+
 class EvaluationLoop:
     """One pass over evaluation data.
 
     Args:
-        trainer: whose `prediction_step`, metrics and arguments are used.
-        prediction_loss_only: keep no predictions; metrics that stream get them all the same.
-        ignore_keys: outputs of the model that are left out.
-        prefix: what the metrics' names begin with.
-        predicts: keep predictions and labels also where metrics are computed batch by batch.
+        methods: whose `prediction_step` runs the model.
+        options: what is asked for.
+        args: the arguments.
+        strategy: where to compute, and how ranks exchange outputs.
+        scope: is given the weight of every batch.
+        loss: is given the loss of every batch.
+        compute_metrics: a function, or metrics that are updated with every batch; None for none.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None,
-        prefix: str,
-        predicts: bool = False,
+        methods: EvalMethods,
+        options: EvaluationOptions,
+        args: TrainingArguments,
+        strategy: Strategy,
+        scope: StepScope,
+        loss: EvaluationLoss,
+        *,
+        compute_metrics: Any,
     ) -> None:
-        self._trainer, self._strategy, self._args = trainer, trainer.strategy, trainer.args
-        self._keeps, self._ignore_keys, self._prefix = not prediction_loss_only, ignore_keys, prefix
-        compute: Any = trainer.compute_metrics
+        self._methods, self._options, self._args, self._strategy = methods, options, args, strategy
+        self._scope, self._loss, self._keeps = scope, loss, not options.loss_only
+        compute = compute_metrics
         self._streaming: StreamingMetrics | None = None
-        if is_streaming(compute) and not self._args.prediction_loss_only:
-            self._streaming = StreamingMetrics(compute, self._strategy)
-        self._by_batch = compute if self._args.batch_eval_metrics and self._keeps else None
+        if is_streaming(compute) and not args.prediction_loss_only:
+            self._streaming = StreamingMetrics(compute, strategy)
+        self._by_batch = compute if args.batch_eval_metrics and self._keeps else None
         self._compute = compute if self._keeps and not self._by_batch and not is_streaming(compute) else None
-        self._keeps_batches = predicts or self._by_batch is None
-        self._wanted = set(self._args.include_for_metrics)
+        self._keeps_batches = options.predicts or self._by_batch is None
+        self._wanted = set(args.include_for_metrics)
         self._stores: dict[str, OutputBuffer] = {}
-        self._loss = EvaluationLoss(trainer)
         self._batch_metrics: Any = {}
         self._num_samples = 0
 
-    def run(self, dataloader: Any) -> EvalLoopOutput:
-        """Go through the data and return predictions, labels, metrics and the number of samples."""
-        trainer = self._trainer
+    def run(self, dataloader: Any, model: torch.nn.Module, window: MetricWindow) -> EvalLoopOutput:
+        """Go through the data and return predictions, labels, metrics and the number of samples.
+
+        Args:
+            dataloader: batches of this rank.
+            model: the wrapped model, in evaluation mode.
+            window: what `log_metric` adds to meanwhile.
+        """
         source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.world_size)
         self._stores = {
             name: OutputBuffer(source.num_samples, concatenate=self._args.eval_do_concat_batches)
             for name in ("predictions", "label_ids", "inputs", "losses")
         }
-        with in_evaluation_context(trainer), evaluation_context(trainer), separate_window(trainer) as window:
-            model = trainer.model_wrapped
-            batches = dev_run_batches(source.iterate(0, 0), self._args)
-            for number, (batch, is_last) in enumerate(_mark_last(batches), start=1):
-                self._one_batch(model, batch, number, is_last)
-                trainer.fire("on_prediction_step")
-            return self._finish(window.means())
+        batches = dev_run_batches(source.iterate(0, 0), self._args)
+        for number, (batch, is_last) in enumerate(_mark_last(batches), start=1):
+            self._one_batch(model, batch, number, is_last)
+            self._methods.fire("on_prediction_step")
+        return self._finish(window.means())
 
     def _one_batch(self, model: torch.nn.Module, batch: MicroBatch, number: int, is_last: bool) -> None:
-        trainer = self._trainer
+        methods = self._methods
         inputs = to_device(batch.inputs, self._strategy.device)
         rows = batch_size_of(inputs) or 0
         loss_only = not self._keeps and self._streaming is None
-        trainer.scope.weight = batch.weight
-        loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=self._ignore_keys)
+        self._scope.weight = batch.weight
+        loss, logits, labels = methods.prediction_step(model, inputs, loss_only, ignore_keys=self._options.ignore_keys)
         self._num_samples += batch.total if batch.total is not None else rows * self._strategy.world_size
         self._loss.add(loss, inputs, rows if batch.weight else 0)
-        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
-            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        if logits is not None and methods.preprocess_logits_for_metrics is not None:
+            logits = methods.preprocess_logits_for_metrics(logits, labels)
         if self._streaming is not None:
             counts = batch.weight > 0
             self._streaming.update(logits, labels, counts, lambda tree: self._gather(tree, batch))
@@ -191,8 +242,8 @@ class EvaluationLoop:
             metrics = _checked(self._batch_metrics)
         elif self._compute is not None and has_both:
             metrics = _checked(self._compute(EvalPrediction(**kept)))
-        metrics = logged | plain_numbers(metrics) | self._loss.metrics(self._prefix)
-        named = with_prefix(metrics, self._prefix)
+        metrics = logged | plain_numbers(metrics) | self._loss.metrics(self._options.prefix)
+        named = with_prefix(metrics, self._options.prefix)
         return EvalLoopOutput(kept["predictions"], kept["label_ids"], named, self._num_samples)
 
     def _gather(self, tree: Any, batch: MicroBatch) -> Any:
@@ -201,34 +252,11 @@ class EvaluationLoop:
         return gather_tree(tree, self._strategy, batch.total)
 
     def _main_input(self, inputs: Any) -> Any:
-        name = getattr(self._trainer.model, "main_input_name", "input_ids")
-        return inputs.get(name) if hasattr(inputs, "get") else None
+        return inputs.get(self._options.main_input) if hasattr(inputs, "get") else None
 
 
 @contextmanager
-def in_evaluation_context(trainer: Trainer) -> Iterator[None]:
-    """Surround an evaluation and its events by `Trainer.evaluation_context`; already inside it, do nothing."""
-    if trainer.is_in_evaluation:
-        yield
-        return
-    trainer.prepare()
-    trainer.is_in_evaluation = True
-    try:
-        with usable_streams(), trainer.evaluation_context():
-            yield
-    finally:
-        trainer.is_in_evaluation = False
-
-
-@contextmanager
-def evaluation_state(trainer: Trainer) -> Iterator[None]:
-    """Have the model as it is to be evaluated: in evaluation mode, and with the weights for that."""
-    with evaluation_weights(trainer), _evaluation_mode(trainer.model_wrapped):
-        yield
-
-
-@contextmanager
-def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode and each of its modules back into the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

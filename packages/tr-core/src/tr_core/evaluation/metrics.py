@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from tr_args import TrainingArguments
 from tr_core.evaluation.gather import map_objects
+from tr_core.loss import LossRule
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument
-
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
 
 # Losses of so many batches are made one tensor: a scalar on an accelerator takes half a kilobyte.
 _CHUNK = 1024
@@ -42,12 +41,14 @@ class EvaluationLoss:
     samples: the mean does not depend on the batch size.
 
     Args:
-        trainer: whose loss rule, strategy and arguments are used.
+        args: the arguments.
+        strategy: where losses are computed, and how ranks exchange them.
+        rule: what the losses are divided by.
+        takes_count: whether `compute_loss` is given the number of targets.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._rule, self._strategy, self._args = trainer.loss_rule, trainer.strategy, trainer.args
-        self._takes_count = trainer._loss_takes_count
+    def __init__(self, args: TrainingArguments, strategy: Strategy, rule: LossRule, *, takes_count: bool) -> None:
+        self._args, self._strategy, self._rule, self._takes_count = args, strategy, rule, takes_count
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._other_weights: list[torch.Tensor] = []

@@ -13,7 +13,6 @@ from typing import Any, cast
 from tr_core.metric_means import MetricWindow
 from tr_core.preflight.origins import Origins
 from tr_core.preflight.requested import CheckedTrainer
-from tr_core.runtime.run_context import training_context
 
 SAMPLES = 2
 """Samples that the model is tried with."""
@@ -87,10 +86,10 @@ def training_mode(subject: CheckContext, *, with_conditions: bool = True) -> Ite
         with_conditions: compile the model, compute activations again and so on, as the arguments say.
     """
     trainer = subject.trainer
-    trainer.is_in_train, trainer.metric_window = True, MetricWindow(trainer.strategy)
+    trainer.is_in_train, trainer.scope.metrics = True, MetricWindow(trainer.strategy)
     trainer.state.max_steps = subject.steps or 0
     try:
-        with training_context(trainer) if with_conditions else nullcontext():
+        with trainer.training_context() if with_conditions else nullcontext():
             yield
     finally:
-        trainer.is_in_train, trainer.metric_window = False, None
+        trainer.is_in_train, trainer.scope.metrics = False, None

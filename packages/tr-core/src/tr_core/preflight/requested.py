@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +48,6 @@ class CheckedTrainer(Protocol):
     loss_rule: Any
     step_function: Callable[..., torch.Tensor]
     scope: Any
-    metric_window: Any
     is_in_train: bool
     is_checked: bool
     _loss_takes_count: bool
@@ -86,6 +86,11 @@ class CheckedTrainer(Protocol):
 
     def prepare(self) -> nn.Module:
         """Return the model as the strategy wrapped it."""
+        ...
+
+    @property
+    def training_context(self) -> Callable[..., AbstractContextManager[None]]:
+        """Surround a run by what the arguments ask of device and model while it trains."""
         ...
 
     def checkpointer(self) -> Checkpointer:

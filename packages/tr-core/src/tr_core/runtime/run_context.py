@@ -10,19 +10,23 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from tr_args import TrainingArguments
+from tr_args.fields.hardware import PrecisionFields
 from tr_core.runtime.activation_checkpointing import check_checkpointing_options, checkpointed_activations
+from tr_core.runtime.compilation import Compilation
 from tr_core.runtime.debug import overflow_watch
 from tr_core.runtime.liger import check_liger
 from tr_core.runtime.memory import is_out_of_memory
 from tr_core.runtime.precision import check_tf32, in_precision, tf32
+from tr_core.state import TrainerState
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 WATCH, TPU_METRICS = "underflow_overflow", "tpu_metrics_debug"
 
@@ -69,94 +73,113 @@ def check_conditions(args: TrainingArguments, device: torch.device) -> None:
         )
 
 
+class UseCache:
+    """The `use_cache` of a model's configuration: a run switches it, and what is saved has it as it was given."""
+
+    def __init__(self) -> None:
+        self._given: Any = None
+
+    @contextmanager
+    def switched(self, model: nn.Module, value: bool) -> Iterator[None]:
+        """Set it for a block, where the model has such a configuration."""
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", None) is None:  # nothing that could be switched
+            yield
+            return
+        given = self._given = config.use_cache
+        config.use_cache = value
+        try:
+            yield
+        finally:
+            config.use_cache = given
+            self._given = None
+
+    @contextmanager
+    def original(self, model: nn.Module) -> Iterator[None]:
+        """Give the configuration its own for a block: what is saved is to be used, not trained."""
+        config: Any = getattr(model, "config", None)
+        if self._given is None or config is None:
+            yield
+            return
+        meanwhile, config.use_cache = config.use_cache, self._given
+        try:
+            yield
+        finally:
+            config.use_cache = meanwhile
+
+
 @contextmanager
-def training_context(trainer: Trainer) -> Iterator[None]:
+def training_context(
+    args: TrainingArguments,
+    model: nn.Module,
+    device: torch.device,
+    use_cache: UseCache,
+    compilation: Compilation | None,
+) -> Iterator[None]:
     """Surround a run: TF32, activation checkpointing, `use_cache`, watching for overflows, compiled calls.
 
     Micro-batch and accumulation, which a search for the batch size changes, are put back with the rest.
     """
-    args, model, device = trainer.args, trainer.model, trainer.strategy.device
     with ExitStack() as undo:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             undo.callback(setattr, args, name, getattr(args, name))
         undo.enter_context(tf32(args.tf32))
-        undo.enter_context(_use_cache(trainer))
+        undo.enter_context(use_cache.switched(model, args.use_cache))
         if args.activation_checkpointing or args.fsdp_config.get("activation_checkpointing"):
             options = args.activation_checkpointing_kwargs
             layers = undo.enter_context(checkpointed_activations(model, device, options))
             if layers:
-                trainer.logger.info("activations of %d layers are computed again: %s", len(layers), ", ".join(layers))
+                logger.info("activations of %d layers are computed again: %s", len(layers), ", ".join(layers))
         if WATCH in args.debug:
             undo.enter_context(overflow_watch(model))
-        if trainer.compilation is not None:
-            undo.enter_context(trainer.compilation.of(model, device))
+        if compilation is not None:
+            undo.enter_context(compilation.of(model, device))
         yield
 
 
 @contextmanager
-def evaluation_context(trainer: Trainer) -> Iterator[None]:
+def evaluation_context(
+    args: TrainingArguments,
+    model: nn.Module,
+    device: torch.device,
+    label_names: list[str],
+    compilation: Compilation | None,
+    state: TrainerState,
+    *,
+    is_in_train: bool,
+) -> Iterator[None]:
     """Surround an evaluation or prediction; inside training nothing is left to set up, and weights keep their type.
 
     Raises:
         RuntimeError: memory ran out; the message says what to lower.
     """
-    args, model, device = trainer.args, trainer.model, trainer.strategy.device
     with ExitStack() as undo:
-        if not trainer.is_in_train:
+        if not is_in_train:
             undo.enter_context(tf32(args.tf32))
             if (dtype := _full_precision(args)) is not None:
-                undo.enter_context(in_precision(model, dtype, trainer.label_names))
-            if trainer.compilation is not None:
-                undo.enter_context(trainer.compilation.of(model, device))
+                undo.enter_context(in_precision(model, dtype, label_names))
+            if compilation is not None:
+                undo.enter_context(compilation.of(model, device))
         try:
             yield
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise RuntimeError(
-                f"memory ran out in an evaluation at step {trainer.state.global_step} with {args.eval_batch_size} "
+                f"memory ran out in an evaluation at step {state.global_step} with {args.eval_batch_size} "
                 "samples a device and batch; lower per_device_eval_batch_size, or, if it is the predictions that do "
                 "not fit, set eval_accumulation_steps, which moves them to the host"
             ) from error
     if TPU_METRICS in args.debug:
-        trainer.logger.info("%s", import_module("torch_xla.debug.metrics").metrics_report())
+        logger.info("%s", import_module("torch_xla.debug.metrics").metrics_report())
 
 
-def generation_context(trainer: Trainer) -> AbstractContextManager[None]:
+def generation_context(compilation: Compilation | None, model: nn.Module) -> AbstractContextManager[None]:
     """Surround a generation: its calls are not compiled, for every token is one of another shape."""
-    return nullcontext() if trainer.compilation is None else trainer.compilation.paused(trainer.model)
+    return nullcontext() if compilation is None else compilation.paused(model)
 
 
-@contextmanager
-def original_use_cache(trainer: Trainer) -> Iterator[None]:
-    """Give the model's configuration its own `use_cache` for a block: what is saved is to be used, not trained."""
-    config, given = getattr(trainer.model, "config", None), trainer.given_use_cache
-    if given is None or config is None:
-        yield
-        return
-    meanwhile, config.use_cache = config.use_cache, given
-    try:
-        yield
-    finally:
-        config.use_cache = meanwhile
-
-
-@contextmanager
-def _use_cache(trainer: Trainer) -> Iterator[None]:
-    config: Any = getattr(trainer.model, "config", None)
-    if getattr(config, "use_cache", None) is None:  # nothing that could be switched
-        yield
-        return
-    given = trainer.given_use_cache = config.use_cache
-    config.use_cache = trainer.args.use_cache
-    try:
-        yield
-    finally:
-        config.use_cache = given
-        trainer.given_use_cache = None
-
-
-def _full_precision(args: Any) -> torch.dtype | None:
+def _full_precision(args: PrecisionFields) -> torch.dtype | None:
     if args.bf16_full_eval:
         return torch.bfloat16
     return torch.float16 if args.fp16_full_eval else None

@@ -163,7 +163,7 @@ class Stepping(Reporting):
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""
-        window, size, ranks = self.metric_window, self.scope.size, self.strategy.world_size
+        window, size, ranks = self.scope.metrics, self.scope.size, self.strategy.world_size
         if window is not None:
             for name, value in parts.items():
                 share = self.loss_rule.share(value, division, size, self.scope.weight)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tr_core.callbacks.evaluation_weights import evaluation_weights
 from tr_core.checkpoint import saving
+from tr_core.metric_means import MetricWindow
 from tr_core.preflight.requested import stop_if_requested
+from tr_core.runtime.run_context import training_context
 from tr_core.trainer.parts import TrainerParts
 from tr_log.terminal import write_line
 
@@ -19,6 +24,29 @@ if TYPE_CHECKING:
 
 class Reporting(TrainerParts):
     """What is logged and saved."""
+
+    @property
+    def metric_window(self) -> MetricWindow | None:
+        """What `log_metric` adds to, in a run or an evaluation; None outside both."""
+        return self.scope.metrics
+
+    @metric_window.setter
+    def metric_window(self, window: MetricWindow | None) -> None:
+        self.scope.metrics = window
+
+    @contextmanager
+    def holding_evaluation_weights(self) -> Iterator[None]:
+        """Have the model hold the weights to evaluate and to export inside the block, and those that train after it."""
+        with self.optimizer_in_evaluation(), evaluation_weights(self.callback_handler.callbacks, self.model):
+            yield
+
+    def training_context(self) -> AbstractContextManager[None]:
+        """Surround a run by what the arguments ask of device and model while it trains."""
+        return training_context(self.args, self.model, self.strategy.device, self.use_cache, self.compilation)
+
+    def optimizer_in_evaluation(self) -> AbstractContextManager[None]:
+        """Have an optimizer with two sets of weights put those to judge into the model; during a run only."""
+        return self.optimizer_mode.evaluating(self.optimizer) if self.is_in_train else nullcontext()
 
     def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
         """Have a value averaged and logged: from `compute_loss`, `training_step` or a callback.

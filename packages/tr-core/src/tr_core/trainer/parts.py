@@ -14,6 +14,7 @@ from tr_args import TrainingArguments
 from tr_args.serialization import make_folders_absolute
 from tr_core.callback import CallbackList
 from tr_core.callbacks.defaults import default_callbacks
+from tr_core.callbacks.evaluation_weights import OptimizerMode
 from tr_core.changes import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, values_when_built
 from tr_core.checkpoint import saving
 from tr_core.choose_strategy import choose_strategy, log_launcher_settings
@@ -22,7 +23,6 @@ from tr_core.data.limits import dev_run_arguments
 from tr_core.data.loaders import LoaderCache
 from tr_core.evaluation.metrics import StreamingMetric
 from tr_core.loss import LabelSmoother, LossRule, StepScope
-from tr_core.metric_means import MetricWindow
 from tr_core.model_io import FlopCounter, base_model, can_return_loss, find_label_names
 from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
@@ -31,6 +31,7 @@ from tr_core.results import EvalLoopOutput, TrainOutput
 from tr_core.runtime.compilation import Compilation
 from tr_core.runtime.liger import apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
+from tr_core.runtime.run_context import UseCache
 from tr_core.search.trial import takes_trial
 from tr_core.signatures import is_overridden, takes_argument, with_count
 from tr_core.state import TrainerControl, TrainerState
@@ -63,11 +64,8 @@ class TrainerParts:
     own_class: ClassVar[type]  # of these packages, from which a user's subclass inherits
     trial: Any = None
     has_assignments = False  # something was assigned in a run that acts from its next step
-    # Whether an optimizer that knows two sets of weights has put those to judge into the model.
-    is_optimizer_in_evaluation = False
     is_in_evaluation = False
     is_checked = False  # by a preflight, so that it may not run any more
-    metric_window: MetricWindow | None = None  # what `log_metric` adds to, in a run or an evaluation
     _is_built = False
     model: nn.Module
     model_wrapped: nn.Module
@@ -79,6 +77,7 @@ class TrainerParts:
     create_scheduler: Callable[..., LRScheduler]
     declared_loss_kwargs: Callable[..., bool | None]
     evaluate: Callable[..., dict[str, float]]
+    training_context: Callable[..., AbstractContextManager[None]]
     evaluation_loop: Callable[..., EvalLoopOutput]
     get_num_trainable_parameters: Callable[..., int]
     get_total_train_batch_size: Callable[..., int]
@@ -317,8 +316,8 @@ class TrainerParts:
         self.step_function = with_count(methods.training_step)
         # Only overrides cost a step the calls of these methods.
         is_own = self.overrides("compute_loss_context_manager", "autocast_smart_context_manager")
-        self.loss_context: Callable[[], AbstractContextManager[object]]
-        self.loss_context = methods.compute_loss_context_manager if is_own else self.strategy.autocast
+        own: Callable[[], AbstractContextManager[object]] = methods.compute_loss_context_manager
+        self.loss_context = own if is_own else self.strategy.autocast
 
     # Who listens
 
@@ -360,8 +359,9 @@ class TrainerParts:
         saving.save_checkpoint(cast("Trainer", self), run)
 
     def _prepare_conditions(self) -> None:
-        args, self.given_use_cache = self.args, cast("bool | None", None)
+        args = self.args
         self.memory = MemoryMeter(self.strategy.device, is_on=not args.skip_memory_metrics)
+        self.use_cache, self.optimizer_mode = UseCache(), OptimizerMode()
         self.compilation: Compilation | None = None
         if args.torch_compile:
             self.compilation = Compilation(args.torch_compile_backend or "inductor", args.torch_compile_mode)

@@ -111,14 +111,15 @@ class Seq2SeqTrainer(Trainer):
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        labels, loss = labels_in(self, inputs), None
+        labels, loss = labels_in(inputs, self.label_names), None
         if labels is not None:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
         settings = self._settings()
         options = call_options(self.args, {**self._given_options, **generate_options}, settings)
         known = self._generation_inputs(inputs)
         together = synced_generation(options, self.model, self.strategy)
-        with torch.no_grad(), self.loss_context(), generation_context(self), together as options_of_all:
+        uncompiled = generation_context(self.compilation, self.model)
+        with torch.no_grad(), self.loss_context(), uncompiled, together as options_of_all:
             generated = self.model.generate(**known, **options_of_all)  # type: ignore[operator]
         tokens = getattr(generated, "sequences", generated)
         rows = batch_size_of(known)

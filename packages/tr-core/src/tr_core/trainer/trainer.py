@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from tr_core.data.limits import evaluation_source
+from tr_core.data.limits import evaluates_training_batches, limited_batches
 from tr_core.data.loaders import eval_loader, keeping_columns, train_loader
 from tr_core.data.sampler import call_sampler_method
 from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics
-from tr_core.evaluation.evaluation_loop import EvaluationLoop, evaluation_state, in_evaluation_context, prediction_step
-from tr_core.evaluation.metrics import is_streaming
+from tr_core.evaluation.evaluation_loop import (
+    EvaluationLoop,
+    EvaluationOptions,
+    evaluation_mode,
+    kept_logits,
+    read_labels,
+)
+from tr_core.evaluation.gather import map_objects, map_tensors
+from tr_core.evaluation.metrics import EvaluationLoss, is_streaming
 from tr_core.model_io import main_input_name
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
+from tr_core.runtime.run_context import evaluation_context
 from tr_core.session import Resume
 from tr_core.session import train as run_session
 from tr_core.trainer.hub_methods import Publishing
 from tr_core.trainer.loss_methods import Stepping
 from tr_core.trainer.optimizer_methods import Optimizing
 from tr_core.trainer.search_methods import Searching
+from tr_log.streams import usable_streams
 
 
 class Trainer(Stepping, Publishing, Optimizing, Searching):
@@ -125,8 +135,11 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
                 prefix = f"{metric_key_prefix}_{name}"
                 merged |= self.evaluate(eval_dataset=source, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return merged
-        loader = evaluation_source(self, eval_dataset)
-        with in_evaluation_context(self):
+        if evaluates_training_batches(self.args, eval_dataset):
+            loader = limited_batches(self.get_train_dataloader(), self.args, self.strategy.world_size)
+        else:
+            loader = self.get_eval_dataloader(eval_dataset)
+        with self._in_evaluation():
             output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
             self.log_result(output.metrics)
             self.fire("on_evaluate", metrics=output.metrics)
@@ -145,7 +158,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         stop_if_requested(self, evaluation_data=test_dataset)
         self.prepare()
         loader = self.get_test_dataloader(test_dataset)
-        with in_evaluation_context(self):
+        with self._in_evaluation():
             output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
             self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
@@ -236,16 +249,37 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         Returns:
             Loss (None without labels), logits (None with `prediction_loss_only`), labels (None without).
         """
-        return prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+        has_function = self.loss_function is not None
+        detach = map_objects if self.args.eval_use_gather_object else map_tensors
+        labels, gives_loss = read_labels(
+            inputs,
+            self.label_names,
+            has_loss_function=has_function,
+            returns_loss=self.can_return_loss,
+            detach=detach,
+        )
+        loss = None
+        with torch.no_grad(), self.loss_context():
+            if gives_loss:
+                loss, outputs = self.loss_and_outputs(model, inputs)
+                loss = loss.detach().mean()
+            else:
+                outputs = self.call_model(model, inputs)
+        if prediction_loss_only:
+            return loss, None, None
+        skip_first = gives_loss and not has_function
+        return loss, kept_logits(outputs, self.model, ignore_keys, skip_first=skip_first, detach=detach), labels
 
-    def evaluation_context(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def evaluation_context(self) -> Iterator[object]:
         """Surround an evaluation or prediction, from its first batch to its last event; they are never nested.
 
         By default the model is in evaluation mode and has the weights that callbacks give for evaluation; afterwards,
         also after an exception, each of its modules is in its own mode again and the weights are those that train. An
         override that adds something enters this context too.
         """
-        return evaluation_state(self)
+        with self.holding_evaluation_weights(), evaluation_mode(self.model_wrapped):
+            yield
 
     def evaluation_loop(
         self,
@@ -268,10 +302,39 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self.loaders["eval_dataloader"] = dataloader
         self.logger.debug("%s begins at step %d", description, self.state.global_step)
-        predicts = description == "Prediction"
-        return EvaluationLoop(self, loss_only, ignore_keys, metric_key_prefix, predicts).run(dataloader)
+        options = EvaluationOptions(
+            loss_only,
+            ignore_keys,
+            metric_key_prefix,
+            predicts=description == "Prediction",
+            main_input=getattr(self.model, "main_input_name", "input_ids"),
+        )
+        with self._in_evaluation(), self._evaluation_settings(), self.scope.separate_window(self.strategy) as window:
+            args, strategy = self.args, self.strategy
+            loss = EvaluationLoss(args, strategy, self.loss_rule, takes_count=self._loss_takes_count)
+            loop = EvaluationLoop(self, options, args, strategy, self.scope, loss, compute_metrics=self.compute_metrics)
+            return loop.run(dataloader, self.model_wrapped, window)
 
     # Within
+
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        """Surround an evaluation and its events by `evaluation_context`; already inside it, do nothing."""
+        if self.is_in_evaluation:
+            yield
+            return
+        self.prepare()
+        self.is_in_evaluation = True
+        try:
+            with usable_streams(), self.evaluation_context():
+                yield
+        finally:
+            self.is_in_evaluation = False
+
+    def _evaluation_settings(self) -> AbstractContextManager[None]:
+        args, model, device, state = self.args, self.model, self.strategy.device, self.state
+        names, compilation, is_in_train = self.label_names, self.compilation, self.is_in_train
+        return evaluation_context(args, model, device, names, compilation, state, is_in_train=is_in_train)
 
     def _collator(self) -> Any:
         if not self.args.remove_unused_columns:
