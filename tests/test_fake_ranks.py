@@ -93,7 +93,7 @@ def step(strategy, model, optimizer):
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     if getattr(optimizer, "fused_in_backward", False):
         optimizer.bind(strategy)
-        with strategy.hand_over(model):
+        with strategy.accumulate_fused(model, last=True):
             optimizer.backward(model(tokens))
     else:
         with strategy.accumulate(model, sync=True):

@@ -9,6 +9,7 @@ import torch
 from tr_args import TrainingArguments
 from tr_core.data.limits import training_batches
 from tr_core.loop import run_epochs
+from tr_core.optim.fused_backward import kind
 from tr_core.plan import make_plan
 from tr_core.run import Run
 from tr_core.runtime.memory import free_memory, is_out_of_memory
@@ -29,7 +30,7 @@ def run_epochs_within_memory(run: Run) -> None:
         ValueError: the optimizer applies gradients before the step's end, or the loader's batch size is its own.
     """
     optimizer = run.optimizer
-    if getattr(optimizer, "updates_in_backward", getattr(optimizer, "fused_in_backward", False)):
+    if kind(optimizer) == "backward-update":
         raise ValueError(
             f"auto_find_batch_size=True cannot make a step again with {type(optimizer).__name__}, which changes "
             "weights during the backward; set per_device_train_batch_size yourself"

@@ -82,16 +82,18 @@ class Strategy(Collectives, Protocol):
     After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of what each
     rank's losses gave.
 
-    A strategy that divides an optimizer's parameters may have a method `bind_optimizer(model, optimizer)`. It is called
-    with what `prepare` returned and every optimizer that is to train it, before the optimizer's state is restored and
-    before the first `accumulate`. The optimizer's groups may hold other tensors from then on, under the same options.
+    A strategy need not define `binds_optimizer`, `bind_optimizer`, `accumulate_fused` and `gathered`: the Trainer adds
+    those of `tr_core.single_device.StrategyDefaults`.
 
     Attributes:
         forwards_together: whether a forward is an exchange between the ranks, so that all make as many: also those that
             have nothing left to generate.
+        binds_optimizer: whether `bind_optimizer` checks, or exchanges, what an optimizer holds. Then the loop does not
+            look for the model's parameters in it.
     """
 
     forwards_together: bool
+    binds_optimizer: bool
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.
@@ -107,6 +109,18 @@ class Strategy(Collectives, Protocol):
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up."""
+        ...
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer of what `prepare` returned, before its state is restored; its groups may change tensors."""
+        ...
+
+    def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Surround one micro-batch whose gradients an `InBackward` consumes; `last` is whether it ends the step."""
+        ...
+
+    def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Give one parameter whole to read inside a block, on every rank. Collective where it is divided."""
         ...
 
     def autocast(self) -> AbstractContextManager[object]:

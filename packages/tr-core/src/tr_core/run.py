@@ -20,6 +20,7 @@ from tr_core.data.sampler import MicroBatch
 from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite
 from tr_core.loss import LossRule, StepScope
 from tr_core.model import TrainingMode
+from tr_core.optim.fused_backward import kind
 from tr_core.optim.nonfinite import UpdateGuard, choose_updates
 from tr_core.plan import TrainingPlan, resolve_steps
 from tr_core.preemption.preemption import Preemption
@@ -167,7 +168,7 @@ class Run:
         window = LogWindow(strategy, tokens)
         updates = choose_updates(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         # A strategy that divides parameters, or makes an engine of the optimizer, clears gradients itself.
-        clears = strategy.forwards_together or hasattr(strategy, "bind_optimizer")
+        clears = strategy.forwards_together or strategy.binds_optimizer
         watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
         mode, step = TrainingMode(model, wrapped), methods.step_function
         run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, step, updates)
@@ -211,7 +212,7 @@ class Run:
         if self.settings is not None:
             self.settings.note_changes()
         methods.has_assignments = False
-        if "max_grad_norm" in changed and getattr(self.optimizer, "updates_in_backward", False):
+        if "max_grad_norm" in changed and kind(self.optimizer) == "backward-update":
             cast("Any", self.optimizer).clip_to(self.plan.max_grad_norm)
 
     def check_length(self) -> None:

@@ -146,8 +146,7 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     data = training_batches(loader, args, strategy.world_size)
     plan = make_plan(args, data)
     optimizer, schedule = trainer.renew_optimizer(plan.max_steps)
-    if (bind := getattr(strategy, "bind_optimizer", None)) is not None:
-        bind(trainer.model_wrapped, optimizer)
+    strategy.bind_optimizer(trainer.model_wrapped, optimizer)
     trainer.state = _fresh_state(trainer, plan.max_steps, plan.num_epochs)
     trainer.loaders["train_dataloader"] = loader
     trainer.model.zero_grad(set_to_none=True)  # of a backward pass by hand, or of a run that failed in the middle

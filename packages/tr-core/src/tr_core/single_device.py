@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from tr_core.model import place_on_device
 from tr_core.optim.nonfinite import step_unless
-from tr_core.protocols import Stateful
+from tr_core.protocols import Stateful, Strategy
 from tr_log import get_logger, warning_once
 
 logger = get_logger(__name__)
@@ -41,7 +42,38 @@ def warn_of_idle_devices(device: torch.device) -> None:
         )  # fmt: skip
 
 
-class SingleDevice:
+class StrategyDefaults:
+    """What a strategy does that divides nothing, and exchanges nothing in a backward pass.
+
+    A strategy of a user's may leave out what is here; see `complete_strategy`.
+    """
+
+    accumulate: Callable[..., AbstractContextManager[object]]
+    binds_optimizer = False
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the optimizer holds the model's own parameters."""
+
+    def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Surround one micro-batch like one after which no gradients are exchanged."""
+        return self.accumulate(model, sync=False)
+
+    def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Give the parameter as it is: every rank has it whole."""
+        return nullcontext(parameter)
+
+
+def complete_strategy(strategy: Any) -> Strategy:
+    """Return a strategy with what it leaves out of the protocol and `StrategyDefaults` has; the same object."""
+    if not hasattr(strategy, "binds_optimizer"):
+        strategy.binds_optimizer = hasattr(strategy, "bind_optimizer")
+    for name in ("bind_optimizer", "accumulate_fused", "gathered"):
+        if not hasattr(strategy, name):
+            setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
+    return strategy
+
+
+class SingleDevice(StrategyDefaults):
     """The strategy of one process and one device, with automatic mixed precision.
 
     Args:

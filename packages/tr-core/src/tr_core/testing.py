@@ -15,6 +15,7 @@ from torch import nn
 
 from tr_core.optim.optimizers import has_fused
 from tr_core.protocols import Checkpointer, EvaluationWeights, InBackward, Restored, Stateful, Strategy
+from tr_core.single_device import complete_strategy
 from tr_core.state import TrainerControl, TrainerState
 
 
@@ -23,6 +24,8 @@ def check_strategy(strategy: Strategy) -> None:
 
     The model must end as one process with the union of all ranks' batches has it, within 1e-5.
     """
+    with contextlib.suppress(AttributeError):  # what it lacks is named below
+        complete_strategy(strategy)
     assert isinstance(strategy, Strategy), _missing(strategy, Strategy)
     assert 0 <= strategy.rank < strategy.world_size, "rank lies outside 0 .. world_size - 1"
     check_collectives(strategy)
@@ -45,6 +48,9 @@ def check_strategy(strategy: Strategy) -> None:
         torch.testing.assert_close(
             state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs from one process"
         )
+    _check_gathered(strategy, wrapped, alone)
+    if not strategy.binds_optimizer:
+        _check_fused(strategy, wrapped, data[0, 0, strategy.rank])
     for optimizer in (
         torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
         torch.optim.AdamW(wrapped.parameters(), lr=0.1, fused=has_fused(strategy.device)),
@@ -217,9 +223,28 @@ def _train_shared(strategy: Strategy, model: nn.Module, data: torch.Tensor) -> l
 
 
 def _bind(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    bind = getattr(strategy, "bind_optimizer", None)
-    if bind is not None:
-        bind(model, optimizer)
+    strategy.bind_optimizer(model, optimizer)
+
+
+def _check_gathered(strategy: Strategy, model: nn.Module, alone: nn.Module) -> None:
+    """Look at each parameter whole."""
+    for parameter, expected in zip(strategy.unwrap(model).parameters(), alone.parameters(), strict=True):
+        with strategy.gathered(parameter) as whole:
+            torch.testing.assert_close(
+                whole.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5, msg="gathered gives another parameter"
+            )
+
+
+def _check_fused(strategy: Strategy, model: nn.Module, batch: torch.Tensor) -> None:
+    """Go through a step of two micro-batches whose gradients are consumed as they come."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for last in (False, True):
+        with strategy.accumulate_fused(model, last=last):
+            with strategy.autocast():
+                loss = model(batch.to(strategy.device)).square().mean()
+            strategy.backward(loss)
+            assert all(parameter.grad is not None for parameter in parameters), "backward gave no gradient to consume"
+            model.zero_grad()
 
 
 def _check_skipping(

@@ -35,6 +35,11 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return not any(group.get("momentum") or any(p.is_mps for p in group["params"][:1]) for group in groups)
 
 
+def consumes_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer consumes gradients in the backward pass."""
+    return getattr(optimizer, "fused_in_backward", False)
+
+
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Apply an update unless a flag is set; parameters and state then stay as they are, bit for bit.
 
@@ -135,10 +140,13 @@ class OnDevice:
 
     Attributes:
         device: where this process computes.
+        binds_optimizer: whether `bind_optimizer` checks, or exchanges, what an optimizer holds.
 
     Raises:
         ValueError: the precision is not known, or the device does not have it.
     """
+
+    binds_optimizer = False
 
     def __init__(self, device: torch.device, *, precision: str) -> None:
         self.device = device
@@ -147,6 +155,24 @@ class OnDevice:
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
         return model
+
+    def check_accumulation(self, number: int) -> None:
+        """Do nothing: a step may have any number of micro-batches."""
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the optimizer holds the parameters of what `prepare` returned."""
+
+    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up."""
+        return nullcontext()
+
+    def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Surround one micro-batch whose gradients an optimizer consumes in the backward pass, and averages itself."""
+        return self.accumulate(model, sync=False)
+
+    def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Give one parameter whole to read inside a block: here every rank has it whole."""
+        return nullcontext(parameter)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Surround a forward pass and its loss: mixed precision, if it was asked for."""

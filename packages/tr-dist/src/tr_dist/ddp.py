@@ -134,6 +134,17 @@ class DDP(Ranks):
             replica.compared = True
         return _averaging(replica) if sync else replica.no_sync()
 
+    @contextmanager
+    def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Surround one micro-batch whose gradients an optimizer consumes in the backward pass, and averages itself.
+
+        At the end of a step all ranks get the buffers of rank 0, as they do where gradients are averaged here.
+        """
+        with self.accumulate(model, sync=False):
+            yield
+        if last:
+            self._prepared(model, Replica).share_buffers()
+
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:

@@ -150,8 +150,7 @@ def _shown(value: Any) -> str:
 
 def _fingerprint_of(trainer: Trainer) -> dict[str, Any] | None:
     """Return what tells the weights under an adapter from others. Collective where they are divided."""
-    gathered = getattr(trainer.strategy, "gathered", None)
-    return fingerprint(trainer.model) if gathered is None else fingerprint(trainer.model, gathered)
+    return fingerprint(trainer.model, trainer.strategy.gathered)
 
 
 # Bytes that are looked at together, a multiple of 8: what is made of them takes three times as much, and on a CPU stays

@@ -7,13 +7,27 @@ and the loop is the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from tr_core.protocols import InBackward, Strategy
+
+Kind = Literal["step", "backward", "backward-update"]
+
+
+def kind(optimizer: torch.optim.Optimizer) -> Kind:
+    """Say when an optimizer uses gradients: in `step`, in the backward pass, or there with an update of the weights."""
+    if not getattr(optimizer, "fused_in_backward", False):
+        return "step"
+    return "backward-update" if getattr(optimizer, "updates_in_backward", True) else "backward"
+
+
+def skips_nonfinite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer skips by itself a step whose loss or gradient norm is not finite on any rank."""
+    return getattr(optimizer, "leaves_out_nonfinite", False)
 
 
 class FusedBackwardStrategy:
@@ -33,27 +47,16 @@ class FusedBackwardStrategy:
         self._optimizer = cast("InBackward", optimizer)
         self._scaler = cast("Any", strategy.stateful(model, None).get("scaler"))
         self._flag = _OverflowFlag(self._optimizer, strategy.device)
-        # What else the strategy's replica does at the end of a step; it takes a micro-batch that exchanges no gradients
-        # for one in the middle of a step.
-        self._share_buffers = getattr(getattr(model, "_orig_mod", model), "share_buffers", None)
-        # What a strategy has that divides gradients itself, so that hooks get parts of their means.
-        self._hand_over = getattr(strategy, "hand_over", None)
         self._is_last = True
 
     def __getattr__(self, name: str) -> Any:
         """Return what is the strategy's own."""
         return getattr(self._strategy, name)
 
-    @contextmanager
-    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
-        """Surround one micro-batch; gradients stay local where the optimizer averages them itself."""
+    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+        """Surround one micro-batch; what averages the gradients is the optimizer."""
         self._is_last = sync
-        local = sync and not self._optimizer.reduces_own_gradients
-        around = self._hand_over(model) if self._hand_over else self._strategy.accumulate(model, sync=local)
-        with around:
-            yield
-        if sync and self._share_buffers is not None:
-            self._share_buffers()
+        return self._strategy.accumulate_fused(model, last=sync)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Have the optimizer compute and consume the gradients."""
@@ -76,7 +79,7 @@ class FusedBackwardStrategy:
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
         """Apply the update; under float16 one that overflowed is left out."""
-        if getattr(optimizer, "leaves_out_nonfinite", False):
+        if skips_nonfinite(optimizer):
             skip = None  # left out already, by the same rule; a strategy would have to read the flag
         if self._scaler is None:
             return self._strategy.step(optimizer, skip=skip)
@@ -96,12 +99,12 @@ def fused_backward(
         max_norm: norm that gradients are clipped to; None for no clipping.
         tell: called with a sentence, once, if the gradient norm is an estimate.
     """
-    if not getattr(optimizer, "fused_in_backward", False):
+    if kind(optimizer) == "step":
         yield strategy
         return
     consuming = cast("InBackward", optimizer)
     consuming.bind(strategy)
-    if consuming.updates_in_backward:
+    if kind(optimizer) == "backward-update":
         cast("Any", consuming).clip_to(max_norm)
     try:
         yield cast("Strategy", FusedBackwardStrategy(strategy, optimizer, model, tell))
@@ -124,7 +127,7 @@ def check_fused_backward(
     Raises:
         ValueError: the message says what cannot be done, and what to use instead.
     """
-    if not getattr(optimizer, "fused_in_backward", False):
+    if kind(optimizer) == "step":
         return
     name = type(optimizer).__name__ if name is None else f"optim={name!r}"
     if not isinstance(optimizer, InBackward):

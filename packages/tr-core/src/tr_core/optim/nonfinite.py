@@ -19,6 +19,7 @@ from torch import nn
 
 from tr_core.log_window import LogWindow, is_nonfinite
 from tr_core.metric_means import read_scalars
+from tr_core.optim.fused_backward import kind, skips_nonfinite
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument, takes_argument
 
@@ -72,8 +73,7 @@ class SkipNonfinite:
     """
 
     def __init__(self, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer) -> None:
-        too_late = getattr(optimizer, "updates_in_backward", getattr(optimizer, "fused_in_backward", False))
-        if too_late and not getattr(optimizer, "leaves_out_nonfinite", False):
+        if kind(optimizer) == "backward-update" and not skips_nonfinite(optimizer):
             raise ValueError(
                 f"on_nonfinite='skip' cannot leave out an update of {type(optimizer).__name__}: it is made during the "
                 "backward, before loss and norm are known; use on_nonfinite='raise', or another optimizer"

@@ -106,7 +106,7 @@ class Optimizing(TrainerParts):
             raise ValueError(
                 "create_optimizer_and_scheduler left self.optimizer or self.lr_scheduler None; it must set both"
             )
-        if self.has_given_optimizer and getattr(self.strategy, "bind_optimizer", None) is None:
+        if self.has_given_optimizer and not self.strategy.binds_optimizer:
             check_given_parts_fit(self.model, self.optimizer, None)
         self.chosen.begin(self.optimizer, self.lr_scheduler)
         if self.args.parameter_rules:

@@ -34,6 +34,7 @@ from tr_core.runtime.memory import MemoryMeter
 from tr_core.runtime.run_context import UseCache
 from tr_core.search.trial import takes_trial
 from tr_core.signatures import is_overridden, takes_argument, with_count
+from tr_core.single_device import complete_strategy
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.trainer.chosen_optimizer import ChosenOptimizer
 from tr_core.validation import (
@@ -67,9 +68,10 @@ class TrainerParts:
     is_in_evaluation = False
     is_checked = False  # by a preflight, so that it may not run any more
     _is_built = False
+    strategy: Strategy
     model: nn.Module
     model_wrapped: nn.Module
-    # Methods of the classes below that others of them call, so that an override counts.
+    # Methods of the other parts.
     training_step: Callable[..., torch.Tensor]
     compute_loss: Callable[..., Any]
     compute_loss_context_manager: Callable[..., AbstractContextManager[object]]
@@ -82,7 +84,6 @@ class TrainerParts:
     get_num_trainable_parameters: Callable[..., int]
     get_total_train_batch_size: Callable[..., int]
     get_train_dataloader: Callable[..., Any]
-    save_model: Callable[..., None]
     train: Callable[..., TrainOutput]
     _collator: Callable[..., Any]
     _checkpointer_made_of: dict[str, Any] | None = None
@@ -114,7 +115,7 @@ class TrainerParts:
         self.args.check()  # once more: they may have been changed since they were built
         self.args = dev_run_arguments(self.args)
         refuse_unsupported(self.args)
-        self.strategy: Strategy = strategy if strategy is not None else choose_strategy(self.args)
+        self.strategy = complete_strategy(strategy if strategy is not None else choose_strategy(self.args))
         self._bind_process()
         log_launcher_settings(self.args)
         self.processing_class = _same("processing_class", processing_class, "tokenizer", tokenizer)
@@ -376,9 +377,8 @@ class TrainerParts:
         configure(level=level, rank=strategy.rank, world_size=strategy.world_size)
 
     def _default_collator(self) -> Callable[[list[Any]], Any]:
-        if hasattr(self.processing_class, "pad"):
-            return DataCollatorWithPadding(self.processing_class)
-        return default_data_collator
+        pads = hasattr(self.processing_class, "pad")
+        return DataCollatorWithPadding(self.processing_class) if pads else default_data_collator
 
 
 # Python names the function in its own errors: the class that a user wrote, not the part of it that holds this.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_dist.base import consumes_gradients
 from tr_dist.deepspeed.configuration import look_up, low_precision
 from tr_dist.environment import LaunchEnvironment, read_environment
 
@@ -186,7 +187,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: 
         ValueError: the message says why, and what to do.
     """
     name = type(optimizer).__name__
-    if getattr(optimizer, "fused_in_backward", False):
+    if consumes_gradients(optimizer):
         raise ValueError(
             f"{name} consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp' "
             "or 'ddp', or another optimizer"

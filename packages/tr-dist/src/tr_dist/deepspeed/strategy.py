@@ -72,6 +72,7 @@ class DeepSpeed(Ranks):
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
         stage: of ZeRO.
+        binds_optimizer: True: the engine updates the parameters of an optimizer in its stead.
         forwards_together: whether a forward is an exchange between all ranks, so that each must make as many: it is at
             stage 3.
 
@@ -80,6 +81,8 @@ class DeepSpeed(Ranks):
         ConnectionError: the ranks did not find each other.
         RuntimeError: a process group exists and is not what the environment says.
     """
+
+    binds_optimizer = True
 
     def __init__(
         self,

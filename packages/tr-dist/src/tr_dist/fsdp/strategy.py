@@ -184,7 +184,7 @@ class FSDP(Ranks):
             self._check_gradients(self.unwrap(model))
 
     @contextmanager
-    def hand_over(self, model: nn.Module) -> Iterator[None]:
+    def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:
         """Surround one micro-batch whose gradients an optimizer consumes in the backward pass, and adds up itself.
 
         It gets its shards of their means from each, so that gradients are never whole; none need be left at the end.

@@ -47,8 +47,7 @@ class Loop:
         self.device, self.rank = self.strategy.device, self.strategy.rank
         self.world_size = self.strategy.world_size
         self._steps = gradient_accumulation_steps
-        if callable(check := getattr(self.strategy, "check_accumulation", None)):
-            check(gradient_accumulation_steps)
+        self.strategy.check_accumulation(gradient_accumulation_steps)
         self._model: nn.Module | None = None
         self._names: dict[int, str] = {}
         self._optimizer: PreparedOptimizer | None = None
@@ -215,8 +214,7 @@ class Loop:
         if self._model is None:
             raise ValueError("prepare got an optimizer without its model; give both in one call")
         follow_parameters(optimizer, self._names, self.strategy.unwrap(self._model))
-        if callable(bind := getattr(self.strategy, "bind_optimizer", None)):
-            bind(self._model, optimizer)
+        self.strategy.bind_optimizer(self._model, optimizer)
         self._optimizer = PreparedOptimizer(optimizer, self)
         return self._optimizer
 

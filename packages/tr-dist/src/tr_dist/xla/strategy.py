@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tr_dist.base import OnDevice, precision_of, total_norm
+from tr_dist.base import OnDevice, consumes_gradients, precision_of, total_norm
 from tr_dist.fsdp.units import choose_units
 from tr_dist.replica import check_trainable
 from tr_dist.xla.library import check_replicas, load_torch_xla
@@ -124,11 +124,14 @@ class XLA(OnDevice):
         rank: number of this replica among all, from 0.
         local_rank: number of this replica on its machine, from 0.
         world_size: number of replicas; 1 where one process divides its batches over many devices.
+        binds_optimizer: True: moving a model replaces its parameters, which an optimizer must have.
         forwards_together: whether a forward gathers weights from other replicas.
 
     Raises:
         ValueError: torch_xla is not there or was switched off, or cannot do what is asked for.
     """
+
+    binds_optimizer = True
 
     def __init__(self, sharding: XlaSharding | None = None, *, precision: str = "no", use_cpu: bool = False) -> None:
         if precision not in ("no", "bf16"):
@@ -203,7 +206,7 @@ class XLA(OnDevice):
                 "parameters: it would train what nobody uses. Name it by optim or optimizer_cls_and_kwargs, or build "
                 "it after prepare()"
             )
-        if self._by_replicas is not None and getattr(optimizer, "fused_in_backward", False):
+        if self._by_replicas is not None and consumes_gradients(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} consumes gradients in the backward pass, where "
                 "XlaFullyShardedDataParallel has none for it yet; use another optimizer, or divide the model with "
