@@ -25,6 +25,7 @@ from tr_core.optim.nonfinite import UpdateGuard, choose_updates
 from tr_core.plan import TrainingPlan, resolve_steps
 from tr_core.preemption.preemption import Preemption
 from tr_core.protocols import Checkpointer, Stateful, Strategy
+from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState
 
 
@@ -46,6 +47,8 @@ class RunMethods(Protocol):
         step_function: `training_step`, called with the count as third argument.
         callback_handler: the callbacks.
         loaders: the data loaders that callbacks are given.
+        train_dataset: the training data.
+        random_state: the random generators.
         search: the search that the run is a trial of, None for any other run.
         has_assignments: whether something was assigned that acts from the next step.
     """
@@ -62,8 +65,24 @@ class RunMethods(Protocol):
     step_function: Callable[..., torch.Tensor]
     callback_handler: CallbackList
     loaders: dict[str, Any]
+    train_dataset: Any
+    random_state: RandomState
     search: Any
     has_assignments: bool
+
+    @property
+    def has_given_optimizer(self) -> bool:
+        """Whether the optimizer was passed or assigned."""
+        ...
+
+    @property
+    def has_given_schedule(self) -> bool:
+        """Whether the schedule was passed or assigned."""
+        ...
+
+    def optimizer_in_evaluation(self) -> AbstractContextManager[None]:
+        """Have an optimizer with two sets of weights put those to judge into the model, inside a block."""
+        ...
 
     def prepare(self) -> nn.Module:
         """Take in what was assigned."""

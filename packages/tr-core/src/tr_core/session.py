@@ -152,10 +152,10 @@ def _begin(trainer: Trainer, resume: Resume, ignore_keys: list[str] | None) -> R
     trainer.model.zero_grad(set_to_none=True)  # of a backward pass by hand, or of a run that failed in the middle
     run = Run.begin(trainer, strategy, plan, data, optimizer, schedule)
     run.ignore_keys = ignore_keys
-    run.settings = Settings(trainer, run)
+    run.settings = Settings(run)
     resumed = False
     if resume not in (None, False):
-        resumed = resume_run(trainer, run, resume, _fresh_state(trainer, plan.max_steps, plan.num_epochs))
+        resumed = resume_run(run, resume, _fresh_state(trainer, plan.max_steps, plan.num_epochs))
     if not resumed and args.save_strategy != "no":
         _warn_of_earlier(trainer, trainer.checkpointer())
     return run
@@ -267,7 +267,9 @@ def _load_best(trainer: Trainer) -> None:
         )
         return
     weights = weight_parts(trainer.callback_handler.callbacks, trainer.model)
-    restore_parts(checkpointer, {**model_parts(trainer), **weights}, folder)
+    restore_parts(
+        checkpointer, {**model_parts(trainer.strategy, trainer.model, trainer.model_wrapped), **weights}, folder
+    )
     trainer.logger.info("loaded the best weights: %s, metric %s", folder, state.best_metric)
 
 

@@ -7,59 +7,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from tr_args.facts import GroupOption, Numbers
 from tr_args.schema import facts, facts_of_kind
 from tr_core.checkpoint import schedule_state as schedules
 from tr_core.checkpoint.optimizer_groups import GroupChange, apply_options, check_state_shapes, compare_groups
-from tr_core.checkpoint.settings import SAMPLES, Difference, Settings
+from tr_core.checkpoint.settings import SAMPLES, DescribedRun, Difference, Settings
 from tr_core.evaluation.best_metric import metric_name
 from tr_core.optim.schedules import FOLLOW_METRIC
 from tr_core.plan import steps_left
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 
-def apply_changed_arguments(trainer: Trainer, run: Run, schedule_state: dict[str, Any]) -> None:
+def apply_changed_arguments(run: DescribedRun, settings: Settings, schedule_state: dict[str, Any]) -> None:
     """Make optimizer, schedule, order and best model those of the arguments of now, as far as these have changed.
 
     Args:
-        trainer: what is restored.
         run: the call of `train` that begins.
+        settings: what it is trained with, and its checkpoint was.
         schedule_state: the schedule's state in the checkpoint.
 
     Raises:
         ValueError: something changed that a run cannot go on with; the message names it, with both values.
     """
-    settings = cast("Settings", run.settings)
     if settings.saved is None:
-        check_state_shapes(run.optimizer, trainer.model)
-        trainer.logger.info("the checkpoint does not say what it was trained with: schedule and groups are as saved")
+        check_state_shapes(run.optimizer, run.methods.model)
+        logger.info("the checkpoint does not say what it was trained with: schedule and groups are as saved")
         schedules.load_as_saved(run.schedule, schedule_state)
         return
     differences = settings.differences()
-    outcomes = resolve_order(trainer, run, settings.saved, differences)
-    groups = _restore_optimizer(trainer, run, settings)
-    change = _ArgumentChanges(trainer, run, settings, {difference.name for difference in differences}, groups)
+    outcomes = resolve_order(run, settings.saved, differences)
+    groups = _restore_optimizer(run, settings)
+    change = _ArgumentChanges(run, settings, {difference.name for difference in differences}, groups)
     change.continue_schedule(schedule_state)
     change.forget_best()
     for difference in differences:
         outcome = outcomes.get(difference.name) or change.outcome(difference)
-        trainer.logger.info("%s (%s)", difference, outcome)
+        logger.info("%s (%s)", difference, outcome)
     for line in change.further_lines():
-        trainer.logger.info("%s (applied)", line)
+        logger.info("%s (applied)", line)
 
 
-def _restore_optimizer(trainer: Trainer, run: Run, settings: Settings) -> list[GroupChange]:
+def _restore_optimizer(run: DescribedRun, settings: Settings) -> list[GroupChange]:
     saved = cast("dict[str, Any]", settings.saved)
     changes = compare_groups(saved["groups"], settings.groups)
-    check_state_shapes(run.optimizer, trainer.model)
-    if trainer.has_given_optimizer:
+    check_state_shapes(run.optimizer, run.methods.model)
+    if run.methods.has_given_optimizer:
         return []
     apply_options(run.optimizer, changes)
     return changes
@@ -69,8 +67,7 @@ def _restore_optimizer(trainer: Trainer, run: Run, settings: Settings) -> list[G
 class _ArgumentChanges:
     """What changed between a checkpoint and the run that goes on from it."""
 
-    trainer: Trainer
-    run: Run
+    run: DescribedRun
     settings: Settings
     names: set[str]
     groups: Sequence[GroupChange]
@@ -84,7 +81,7 @@ class _ArgumentChanges:
     @property
     def is_own_schedule(self) -> bool:
         """Whether the schedule is one that the user made, of a kind whose options mean nothing here."""
-        return self.trainer.has_given_schedule or not schedules.is_known(self.run.schedule)
+        return self.run.methods.has_given_schedule or not schedules.is_known(self.run.schedule)
 
     def continue_schedule(self, state: dict[str, Any] | None) -> None:
         """Go on with the schedule, by its kind."""
@@ -116,31 +113,31 @@ class _ArgumentChanges:
         A run whose length is a number of passes is as far along its schedule as a run of these arguments would be at
         this sample. One whose length is a number of steps is at the step it has reached.
         """
-        saved, run, args = self.saved, self.run, self.trainer.args
+        saved, run, args = self.saved, self.run, self.run.methods.args
         is_same_length = (saved["steps"], saved["samples_per_step"]) == (self.settings.steps, run.plan.per_step)
         if is_same_length and state is not None:
             is_same = not rates and not self.names & set(facts(type(args), Numbers.SCHEDULE))
             return None if is_same else int(state["last_epoch"])
         by_passes = args.max_steps <= 0 and not args.ignore_data_skip
         left = steps_left(args, run.data, run.position.epoch, run.position.samples) if by_passes else None
-        return self.trainer.state.global_step if left is None else max(self.settings.steps - left, 0)
+        return self.run.methods.state.global_step if left is None else max(self.settings.steps - left, 0)
 
     def _has_another_metric(self) -> bool:
         """Whether evaluations are judged by another metric, so that what is remembered of them means nothing."""
-        args, then = self.trainer.args, self.saved["arguments"]
+        args, then = self.run.methods.args, self.saved["arguments"]
         watched = [(side["metric_for_best_model"], side["greater_is_better"]) for side in (then, args.to_dict())]
         metrics = [(None if name is None else metric_name(name), is_greater) for name, is_greater in watched]
         return None not in watched[0] and metrics[0] != metrics[1]
 
     def forget_best(self) -> None:
         """Begin to look for the best model anew where it is judged by another metric."""
-        state = self.trainer.state
+        state = self.run.methods.state
         if self._has_another_metric():
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
     def outcome(self, difference: Difference) -> str:
         """Say in a few words what became of a changed argument."""
-        kind = type(self.trainer.args)
+        kind = type(self.run.methods.args)
         special: dict[str, Callable[[], str]] = {
             **dict.fromkeys(facts(kind, Numbers.OPTIMIZER), lambda: self._of_optimizer(difference.name)),
             **dict.fromkeys(facts(kind, Numbers.SCHEDULE), self._of_schedule),
@@ -153,11 +150,11 @@ class _ArgumentChanges:
         return special.get(difference.name, lambda: "applied")()
 
     def _of_optimizer(self, name: str) -> str:
-        if self.trainer.has_given_optimizer:
+        if self.run.methods.has_given_optimizer:
             return f"not applied: {type(self.run.optimizer).__name__} was given, and its saved state goes on"
         if name == "learning_rate" and self.is_own_schedule:
             return f"not applied: the saved state of {type(self.run.schedule).__name__}, your own schedule, goes on"
-        option = facts_of_kind(type(self.trainer.args), GroupOption).get(name)
+        option = facts_of_kind(type(self.run.methods.args), GroupOption).get(name)
         has_effect = any(option is None or change.name == option.name for change in self.groups)
         return "applied" if has_effect else "no effect: no parameter group depends on it"
 
@@ -170,7 +167,7 @@ class _ArgumentChanges:
     def _of_metric(self) -> str:
         if not self._has_another_metric():
             return "applied"
-        follows = str(self.trainer.args.lr_scheduler_type) in FOLLOW_METRIC
+        follows = str(self.run.methods.args.lr_scheduler_type) in FOLLOW_METRIC
         return f"applied; the best so far is forgotten{', and the schedule begins anew' if follows else ''}"
 
     def further_lines(self) -> list[str]:
@@ -178,14 +175,12 @@ class _ArgumentChanges:
         lines, then, now = [], self.saved["steps"], self.settings.steps
         if self.place is not None and then != now:
             lines.append(f"steps of the schedule: {then} -> {now}, of which {self.place} count as done")
-        if not self.names & {"optim", *facts(type(self.trainer.args), Numbers.OPTIMIZER)}:
+        if not self.names & {"optim", *facts(type(self.run.methods.args), Numbers.OPTIMIZER)}:
             lines += [f"{c.name} of parameter group {c.group}: {c.then} -> {c.now}" for c in self.groups]
         return lines
 
 
-def resolve_order(
-    trainer: Trainer, run: Run, saved: Mapping[str, Any], differences: Sequence[Difference]
-) -> dict[str, str]:
+def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequence[Difference]) -> dict[str, str]:
     """Return what becomes of changed arguments that the order of the data depends on, by their names.
 
     Between two passes they are applied. A pass that was saved complete stays so when the data has another length.
@@ -193,7 +188,7 @@ def resolve_order(
     Raises:
         ValueError: they have changed in the middle of a pass; the message names them with both values.
     """
-    args = trainer.args
+    args = run.methods.args
     found = {change.name: change for change in differences}
     changed = {name: found[name] for name in (*facts(type(args), Numbers.ORDER), SAMPLES) if name in found}
     if args.train_sampling_strategy != "group_by_length":

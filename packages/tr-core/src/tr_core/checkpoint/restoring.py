@@ -6,20 +6,21 @@ Callbacks receive the states that the checkpoint holds for them. A warning names
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from tr_core.batch_size_search import reduce_batch_size
+from tr_core.callback import CallbackList
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.changed_arguments import apply_changed_arguments
 from tr_core.checkpoint.saving import checkpoint_parts
+from tr_core.checkpoint.settings import Settings
 from tr_core.plan import steps_left
-from tr_core.protocols import EvaluationWeights
+from tr_core.protocols import EvaluationWeights, Restored
+from tr_core.run import Run
+from tr_core.state import TrainerState
+from tr_log import get_logger
 
-if TYPE_CHECKING:
-    from tr_core.protocols import Restored
-    from tr_core.run import Run
-    from tr_core.state import TrainerState
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 Resume = str | Path | bool | None
 
@@ -30,11 +31,10 @@ _OPTIONAL = ("settings", "scaler")
 _FROM_ARGUMENTS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
-def resume_run(trainer: Trainer, run: Run, resume: Resume, fresh: TrainerState) -> bool:
+def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> bool:
     """Load a checkpoint into everything, and fit run and state to it; False if there is none and none is demanded.
 
     Args:
-        trainer: what is restored.
         run: the call of `train` that begins.
         resume: as of `Trainer.train`, and not None or False.
         fresh: a state as a run that begins has it.
@@ -43,46 +43,50 @@ def resume_run(trainer: Trainer, run: Run, resume: Resume, fresh: TrainerState) 
         ValueError: there is none and `resume` is not `auto`, the one named is damaged, or it does not go on with the
             arguments of now; the message says why.
     """
-    restored = _restore(trainer, run, resume)
+    restored = _restore(run, resume)
     if restored.step is None:
         return False
-    _fit_to_arguments(trainer, run, fresh, restored.states["scheduler"])
+    _fit_to_arguments(run, fresh, restored.states["scheduler"])
     return True
 
 
-def _restore(trainer: Trainer, run: Run, resume: Resume) -> Restored:
+def _restore(run: Run, resume: Resume) -> Restored:
+    args, callbacks = run.methods.args, run.methods.callback_handler
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source = None if automatic else str(resume)
     # All parts, also with save_only_model: going on without optimizer and place in silence would be another run.
-    parts = {**checkpoint_parts(trainer, run), "callbacks": CallbackStates(trainer)}
+    parts = {
+        **checkpoint_parts(run),
+        "callbacks": CallbackStates(callbacks, restores=args.restore_callback_states_from_checkpoint),
+    }
     # What becomes of the schedule's state depends on what else is restored.
     only_read = ("scheduler",)
-    restored = restore_parts(trainer.checkpointer(), parts, source, optional=_OPTIONAL, only_read=only_read)
+    restored = restore_parts(run.methods.checkpointer(), parts, source, optional=_OPTIONAL, only_read=only_read)
     if restored.step is not None and "scaler" in parts and "scaler" not in restored.loaded:
-        trainer.logger.info("the checkpoint holds no loss scale, as it was saved without fp16: it begins anew")
+        logger.info("the checkpoint holds no loss scale, as it was saved without fp16: it begins anew")
     if restored.step is None and resume != "auto":
         found = f" (skipped {'; '.join(restored.skipped)})" if restored.skipped else ""
         raise ValueError(
-            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {trainer.args.output_dir!r}"
+            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {args.output_dir!r}"
             f"{found}; give the folder of one, or resume_from_checkpoint='auto' to begin anew where there is none"
         )
     return restored
 
 
-def _fit_to_arguments(trainer: Trainer, run: Run, fresh: TrainerState, schedule_state: dict[str, Any]) -> None:
-    args, state = trainer.args, trainer.state
+def _fit_to_arguments(run: Run, fresh: TrainerState, schedule_state: dict[str, Any]) -> None:
+    args, state = run.methods.args, run.methods.state
     if args.auto_find_batch_size:
-        _adopt_found_size(trainer, run)
+        _adopt_found_size(run)
         fresh.train_batch_size = args.train_batch_size
     run.window.first_step, run.window.first_tokens = state.global_step, state.num_input_tokens_seen
     for name in _FROM_ARGUMENTS:
         setattr(state, name, getattr(fresh, name))
-    apply_changed_arguments(trainer, run, schedule_state)
-    left = _steps_left(trainer, run)
+    apply_changed_arguments(run, cast("Settings", run.settings), schedule_state)
+    left = _steps_left(run)
     if left is not None:
         state.max_steps = state.global_step + left
         run.plan = run.plan.with_max_steps(state.max_steps)
-    trainer.logger.info(
+    logger.info(
         "resuming at step %d of %d: epoch %d, sample %d",
         state.global_step,
         state.max_steps,
@@ -91,17 +95,17 @@ def _fit_to_arguments(trainer: Trainer, run: Run, fresh: TrainerState, schedule_
     )
 
 
-def _steps_left(trainer: Trainer, run: Run) -> int | None:
+def _steps_left(run: Run) -> int | None:
     """Count the steps to the end of `num_train_epochs`; None where the end is a number of steps."""
-    args = trainer.args
+    args = run.methods.args
     if args.max_steps > 0 or args.ignore_data_skip:
         return None
     return steps_left(args, run.data, run.position.epoch, run.position.samples)
 
 
-def _adopt_found_size(trainer: Trainer, run: Run) -> None:
+def _adopt_found_size(run: Run) -> None:
     """Go on with the micro-batch that the saved run found to fit, if steps can be made of such."""
-    args, found = trainer.args, trainer.state.train_batch_size
+    args, found = run.methods.args, run.methods.state.train_batch_size
     if found is None or found >= args.train_batch_size:
         return
     if args.train_batch_size * args.gradient_accumulation_steps % found == 0:
@@ -114,32 +118,31 @@ class CallbackStates:
     With `restore_callback_states_from_checkpoint=False` callbacks begin anew, but for those that hold weights.
 
     Args:
-        trainer: whose callbacks they are.
+        callbacks: whose states they are.
+        restores: whether all of them are given theirs.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, callbacks: CallbackList, *, restores: bool) -> None:
+        self._callbacks, self._restores = callbacks, restores
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by the callbacks' names."""
-        return self._trainer.callback_handler.state_dict()
+        return self._callbacks.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Hand each callback its own state, and name those that have none and states that nobody takes."""
-        trainer, wanted = self._trainer, self._trainer.callback_handler.stateful()
-        if not trainer.args.restore_callback_states_from_checkpoint:
+        wanted = self._callbacks.stateful()
+        if not self._restores:
             anew = sorted(name for name, callback in wanted.items() if not isinstance(callback, EvaluationWeights))
             if anew:
-                trainer.logger.info("restore_callback_states_from_checkpoint=False: %s begin anew", ", ".join(anew))
+                logger.info("restore_callback_states_from_checkpoint=False: %s begin anew", ", ".join(anew))
             state_dict = {name: state for name, state in state_dict.items() if name not in anew}
             wanted = {name: callback for name, callback in wanted.items() if name not in anew}
-        if nobody := sorted(set(state_dict) - set(trainer.callback_handler.stateful())):
-            trainer.logger.warning(
+        if nobody := sorted(set(state_dict) - set(self._callbacks.stateful())):
+            logger.warning(
                 "the checkpoint holds states of callbacks that this run does not have, and which are passed over: %s",
                 ", ".join(nobody),
             )
         if missing := sorted(set(wanted) - set(state_dict)):
-            trainer.logger.warning(
-                "the checkpoint holds no state of these callbacks, which begin anew: %s", ", ".join(missing)
-            )
-        trainer.callback_handler.load_state_dict(state_dict)
+            logger.warning("the checkpoint holds no state of these callbacks, which begin anew: %s", ", ".join(missing))
+        self._callbacks.load_state_dict(state_dict)

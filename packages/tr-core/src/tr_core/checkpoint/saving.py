@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from tr_args import TrainingArguments
 from tr_core import plugins
 from tr_core.callbacks.evaluation_weights import weight_parts
 from tr_core.checkpoint.adapters import adapter_parts, is_adapter, write_adapter_config
 from tr_core.model import model_part
 from tr_core.model_io import base_model
-from tr_core.protocols import Checkpointer, Stateful
+from tr_core.protocols import Checkpointer, Stateful, Strategy
+from tr_core.run import Run
+from tr_core.runtime.run_context import UseCache
 from tr_core.signatures import takes_argument
+from tr_core.state import TrainerState
+from tr_log import get_logger
 from tr_log.formatting import printable
 
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
+logger = get_logger("tr_core.trainer")
 
 WEIGHTS_NAME = "model.safetensors"
 
 
-def build_checkpointer(trainer: Trainer) -> Checkpointer:
+def build_checkpointer(args: TrainingArguments, strategy: Strategy) -> Checkpointer:
     """Return the checkpointer that the arguments name.
 
     Raises:
         ValueError: none of that name is installed; the message says what to install, or how to do without.
     """
-    args = trainer.args
     try:
         factory = plugins.load("tr.checkpointers", str(args.checkpointer))
     except plugins.PluginError as error:
@@ -41,139 +44,163 @@ def build_checkpointer(trainer: Trainer) -> Checkpointer:
             f"{error}. Checkpoints are asked for by save_strategy={str(args.save_strategy)!r}; to train without them "
             "set save_strategy='no'"
         ) from error
-    return factory(args, trainer.strategy)
+    return factory(args, strategy)
 
 
-def checkpointer_arguments(args: Any) -> dict[str, Any]:
+def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments that a checkpointer is made of: where one of them changes, another one is made."""
     names = ("checkpointer", "output_dir", "save_total_limit", "save_keep_every", "save_async", "save_on_each_node")
     return {name: getattr(args, name) for name in names}
 
 
-def save_model(trainer: Trainer, folder: Path) -> None:
-    """Write weights in safetensors, configuration and tokenizer; rank 0 writes, all ranks call."""
-    strategy = trainer.strategy
-    with trainer.holding_evaluation_weights(), trainer.use_cache.original(trainer.model):
-        state = strategy.whole_state(trainer.model_wrapped)
-        if strategy.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            model = trainer.model
-            save_pretrained: Any = getattr(model, "save_pretrained", None)
-            if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
-                save_pretrained(str(folder), state_dict=state)
-            elif save_pretrained is not None and _holds(model, state):
-                save_pretrained(str(folder))
-            else:
-                save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
-            save_companions(trainer, folder)
+def save_model(
+    strategy: Strategy, model: nn.Module, wrapped: nn.Module, folder: Path, save_companions: Callable[[Path], None]
+) -> None:
+    """Write weights in safetensors, and what belongs to them; rank 0 writes, all ranks call.
+
+    Args:
+        strategy: what gives the whole weights.
+        model: the unwrapped model, with the weights and the configuration to save.
+        wrapped: the model as the strategy wrapped it.
+        folder: where to write.
+        save_companions: writes what belongs to the model, into a folder.
+    """
+    state = strategy.whole_state(wrapped)
+    if strategy.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_pretrained: Any = getattr(model, "save_pretrained", None)
+        if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
+            save_pretrained(str(folder), state_dict=state)
+        elif save_pretrained is not None and _holds(model, state):
+            save_pretrained(str(folder))
+        else:
+            save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
+        save_companions(folder)
     strategy.barrier()
 
 
-def save_companions(trainer: Trainer, folder: Path) -> None:
-    """Write what belongs to a model beside its weights: configuration, tokenizer, and the arguments as JSON."""
-    model = trainer.model
+def save_companions(
+    folder: Path, model: nn.Module, args: TrainingArguments, processor: Any, use_cache: UseCache
+) -> None:
+    """Write what belongs to a model beside its weights: configuration, tokenizer, and the arguments as JSON.
+
+    Args:
+        folder: where to write.
+        model: the unwrapped model.
+        args: the training arguments.
+        processor: tokenizer or processor, None if there is none.
+        use_cache: gives the configuration its own `use_cache`.
+    """
     # The configuration of a model inside an adapter wrapper is not the wrapper's: beside an adapter it would have
     # from_pretrained look for the weights of the whole model.
     owner = model if base_model(model) is model else None
-    for companion in (
-        getattr(owner, "config", None),
-        getattr(owner, "generation_config", None),
-        _processor(trainer),
-    ):
+    for companion in (getattr(owner, "config", None), getattr(owner, "generation_config", None), processor):
         save = getattr(companion, "save_pretrained", None)
         if callable(save):
-            with trainer.use_cache.original(model):
+            with use_cache.original(model):
                 save(str(folder))
-    (folder / "training_args.json").write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
+    (folder / "training_args.json").write_text(args.to_json_string() + "\n", encoding="utf-8")
 
 
-def _processor(trainer: Trainer) -> Any:
-    """Return the tokenizer or processor of the model: the Trainer's, or the one that only its collator knows."""
-    if trainer.processing_class is not None:
-        return trainer.processing_class
+def find_processor(processing_class: Any, collator: Any) -> Any:
+    """Return the tokenizer or processor of the model: the one that was given, or the one that only a collator knows."""
+    if processing_class is not None:
+        return processing_class
     names = ("processing_class", "processor", "tokenizer", "feature_extractor", "image_processor")
-    held = (getattr(trainer.data_collator, name, None) for name in names)
+    held = (getattr(collator, name, None) for name in names)
     return next((each for each in held if callable(getattr(each, "save_pretrained", None))), None)
 
 
-def save_checkpoint(trainer: Trainer, run: Run) -> None:
-    """Save everything that the run needs to go on from here, through the checkpointer."""
-    state = trainer.state
-    checkpointer = trainer.checkpointer()
+def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
+    """Save everything that the run needs to continue from here, through the checkpointer.
+
+    Args:
+        run: what is saved.
+        save_companions: writes what belongs to the model, into a folder.
+    """
+    methods, state, model = run.methods, run.methods.state, run.methods.model
+    checkpointer = methods.checkpointer()
     run.collect_window(state)
     run.has_saved = True
-    run.position.ends_epoch_early = trainer.control.should_epoch_stop and not run.position.is_at_epoch_end
+    run.position.ends_epoch_early = methods.control.should_epoch_stop and not run.position.is_at_epoch_end
     best = state.best_global_step
     if best is not None:
-        _record_best_checkpoint(trainer, checkpointer, best)
-    parts = checkpoint_parts(trainer, run)
-    if trainer.args.save_only_model:
-        weights = weight_parts(trainer.callback_handler.callbacks, trainer.model)
-        parts = {name: parts[name] for name in (*model_parts(trainer), *weights, "trainer_state")}
+        _record_best_checkpoint(state, checkpointer, best)
+    parts = checkpoint_parts(run)
+    if methods.args.save_only_model:
+        weights = weight_parts(methods.callback_handler.callbacks, model)
+        whole = model_parts(run.strategy, model, methods.model_wrapped)
+        parts = {name: parts[name] for name in (*whole, *weights, "trainer_state")}
 
     def write_extra(path: Path) -> None:
-        save_companions(trainer, path)
-        if is_adapter(trainer.model):
-            write_adapter_config(trainer.model, path)
+        save_companions(path)
+        if is_adapter(model):
+            write_adapter_config(model, path)
 
     # An optimizer with two sets of weights is saved with those to judge, so that they can be loaded as the best.
-    with trainer.optimizer_in_evaluation():
+    with methods.optimizer_in_evaluation():
         checkpointer.save(
             state.global_step,
             parts,
             write_extra=write_extra,
             protected=() if best is None else (best,),
-            on_commit=partial(_report_checkpoint, trainer, step=state.global_step),
+            on_commit=partial(_report_checkpoint, methods.callback_handler.announce, step=state.global_step),
         )
 
 
-def _record_best_checkpoint(trainer: Trainer, checkpointer: Checkpointer, best: int) -> None:
-    state = trainer.state
+def _record_best_checkpoint(state: TrainerState, checkpointer: Checkpointer, best: int) -> None:
     try:
         if best == state.global_step or best in checkpointer.steps():
             state.best_model_checkpoint = str(checkpointer.path(best))
     except ValueError as error:  # one that cannot be read now must not keep the run from saving
-        trainer.logger.warning("where the checkpoint of the best step %d is was not looked up: %s", best, error)
+        logger.warning("where the checkpoint of the best step %d is was not looked up: %s", best, error)
 
 
-def _report_checkpoint(trainer: Trainer, folder: Path, *, step: int) -> None:
+def _report_checkpoint(announce: Callable[[Path, int], None], folder: Path, *, step: int) -> None:
     """Say that a checkpoint is complete; with `save_async` that is later than its step, in the thread that wrote it."""
-    trainer.logger.info("saved checkpoint %s", folder)
-    trainer.callback_handler.announce(folder, step)
+    logger.info("saved checkpoint %s", folder)
+    announce(folder, step)
 
 
-def checkpoint_parts(trainer: Trainer, run: Run) -> dict[str, Stateful]:
+def checkpoint_parts(run: Run) -> dict[str, Stateful]:
     """Name everything stateful of a run: this dict is what a checkpoint holds, and nothing else is.
 
     Raises:
         ValueError: a callback gives a part the name of one of these.
     """
-    others = trainer.strategy.stateful(trainer.model_wrapped, run.optimizer)
+    methods = run.methods
+    others = run.strategy.stateful(methods.model_wrapped, run.optimizer)
     del others["model"]
     parts = {
         # Restored first, for it tells whether the others fit.
         **({} if run.settings is None else {"settings": run.settings}),
-        **model_parts(trainer),
+        **model_parts(run.strategy, methods.model, methods.model_wrapped),
         **others,
         "scheduler": run.schedule,
-        "rng": trainer.random_state,
+        "rng": methods.random_state,
         "run": run,
-        "callbacks": trainer.callback_handler,
-        "trainer_state": trainer.state,
+        "callbacks": methods.callback_handler,
+        "trainer_state": methods.state,
     }
-    weights = weight_parts(trainer.callback_handler.callbacks, trainer.model)
+    weights = weight_parts(methods.callback_handler.callbacks, methods.model)
     if taken := sorted(set(weights) & set(parts)):
         raise ValueError(f"a callback gives its part of the checkpoint the name {taken[0]!r}, which is taken")
     return {**parts, **weights}
 
 
-def model_parts(trainer: Trainer) -> dict[str, Stateful]:
-    """Return what holds the model in a checkpoint, by name: all of it, or what an adapter leaves to be trained."""
-    model = model_part(trainer.strategy, trainer.model, trainer.model_wrapped)
-    return adapter_parts(trainer.model, model) if is_adapter(trainer.model) else {"model": model}
+def model_parts(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> dict[str, Stateful]:
+    """Return what holds the model in a checkpoint, by name: all of it, or what an adapter leaves to be trained.
+
+    Args:
+        strategy: what saves and restores the model.
+        model: the unwrapped model.
+        wrapped: the model as the strategy wrapped it.
+    """
+    part = model_part(strategy, model, wrapped)
+    return adapter_parts(model, part) if is_adapter(model) else {"model": part}
 
 
-def find_hub(callbacks: Sequence[Any], args: Any) -> Any:
+def find_hub(callbacks: Sequence[Any], args: TrainingArguments) -> Any:
     """Return the callback that pushes to the Hub, or a new one where the run has none."""
     pushing = (callback for callback in callbacks if callable(getattr(callback, "push_to_hub", None)))
     return next(pushing, None) or plugins.load("tr.callbacks", "hub")(args)

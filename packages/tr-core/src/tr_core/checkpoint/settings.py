@@ -10,21 +10,24 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from tr_args import TrainingArguments
 from tr_args.facts import Numbers
 from tr_args.schema import facts
 from tr_core.checkpoint.adapters import is_adapter
 from tr_core.checkpoint.optimizer_groups import read_groups
 from tr_core.checkpoint.schedule_state import describe_schedule
+from tr_core.data.batches import Batches
 from tr_core.data.loaders import has_length
-
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
+from tr_core.data.position import DataPosition
+from tr_core.plan import TrainingPlan
+from tr_core.protocols import Strategy
+from tr_core.state import TrainerState
 
 FORMAT = 1
 
@@ -47,11 +50,50 @@ class Difference:
         return f"{self.name}: {_shown(self.then)} -> {_shown(self.now)}"
 
 
+class DescribedTrainer(Protocol):
+    """What the settings of a run say of its Trainer; read anew each time, for a callback may assign some of it."""
+
+    args: TrainingArguments
+    state: TrainerState
+    model: nn.Module
+    train_dataset: Any
+    loaders: dict[str, Any]
+
+    @property
+    def has_given_optimizer(self) -> bool:
+        """Whether the optimizer was passed or assigned."""
+        ...
+
+    @property
+    def has_given_schedule(self) -> bool:
+        """Whether the schedule was passed or assigned."""
+        ...
+
+
+class DescribedRun(Protocol):
+    """What the settings of a run say of it, and are applied to: some fields of `Run`."""
+
+    strategy: Strategy
+    plan: TrainingPlan
+    data: Batches
+    position: DataPosition
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+
+    @property
+    def methods(self) -> DescribedTrainer:
+        """The Trainer."""
+        ...
+
+    def is_epoch_complete(self) -> bool:
+        """Whether the epoch has no batch left."""
+        ...
+
+
 class Settings:
     """What a run is trained with, as the part `settings` of its checkpoints: plain JSON, without secrets.
 
     Args:
-        trainer: what trains.
         run: the call of `train` that begins; its optimizer and schedule were just built.
 
     Attributes:
@@ -60,9 +102,9 @@ class Settings:
         saved: what a checkpoint holds; None before one was restored, and where it holds none.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self._trainer, self._run = trainer, run
-        self.groups = read_groups(run.optimizer, trainer.model)
+    def __init__(self, run: DescribedRun) -> None:
+        self._run = run
+        self.groups = read_groups(run.optimizer, run.methods.model)
         self.steps = run.plan.max_steps
         self.saved: dict[str, Any] | None = None
         self._described, self._schedule = run.schedule, describe_schedule(run.schedule)
@@ -70,19 +112,19 @@ class Settings:
 
     def note_changes(self) -> None:
         """Take in groups that were added to the optimizer, and another schedule, since the run began."""
-        self.groups += read_groups(self._run.optimizer, self._trainer.model)[len(self.groups) :]
+        self.groups += read_groups(self._run.optimizer, self._run.methods.model)[len(self.groups) :]
         if self._run.schedule is not self._described:  # one that has made steps is not as it was built
             self._described, self._schedule = self._run.schedule, describe_schedule(self._run.schedule)
 
     def state_dict(self) -> dict[str, Any]:
         """Return it. The first call reads the frozen weights of a model with an adapter."""
-        trainer, run = self._trainer, self._run
+        run = self._run
         if self._frozen is None:
-            self._frozen = _fingerprint_of(trainer)
+            self._frozen = fingerprint(run.methods.model, run.strategy.gathered)
         return {
             "format": FORMAT,
-            "arguments": shaping_arguments(trainer.args),
-            "figures": figures(trainer),
+            "arguments": shaping_arguments(run.methods.args),
+            "figures": figures(run),
             "groups": [group.plain() for group in self.groups],
             "optimizer": type(run.optimizer).__name__,
             "schedule": self._schedule,
@@ -98,7 +140,7 @@ class Settings:
         Raises:
             ValueError: its optimizer state, or its adapter, cannot be that of this run.
         """
-        kind, args = type(self._run.optimizer).__name__, self._trainer.args
+        kind, args = type(self._run.optimizer).__name__, self._run.methods.args
         if state_dict["optimizer"] != kind:
             then = state_dict["arguments"].get("optim")
             raise ValueError(
@@ -113,7 +155,7 @@ class Settings:
                 "added during the run have to be there when it resumes; add them in an override of create_optimizer, "
                 "or to what create_optimizer() returns before train()"
             )
-        self._frozen = _fingerprint_of(self._trainer)
+        self._frozen = fingerprint(self._run.methods.model, self._run.strategy.gathered)
         check_fingerprint(state_dict["frozen"], self._frozen)
         self.saved = state_dict
 
@@ -122,12 +164,12 @@ class Settings:
         if self.saved is None:
             return []
         then = {**self.saved["arguments"], **self.saved["figures"]}
-        now = {**shaping_arguments(self._trainer.args), **figures(self._trainer)}
+        now = {**shaping_arguments(self._run.methods.args), **figures(self._run)}
         # An argument that only one of two versions has is not known to have changed.
         return [Difference(name, then[name], now[name]) for name in now if name in then and then[name] != now[name]]
 
 
-def shaping_arguments(args: Any) -> dict[str, Any]:
+def shaping_arguments(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments that the numbers of a run depend on, as JSON has them; secret ones are not among them."""
     skipped = {*facts(type(args), Numbers.UNCHANGED), *(() if args.eval_strategy == "steps" else ("eval_steps",))}
     return {name: value for name, value in args.to_dict().items() if name not in skipped}
@@ -136,21 +178,16 @@ def shaping_arguments(args: Any) -> dict[str, Any]:
 PROCESSES, SAMPLES = "number of processes", "samples of the training data"
 
 
-def figures(trainer: Trainer) -> dict[str, Any]:
+def figures(run: DescribedRun) -> dict[str, Any]:
     """Return what else the numbers of a run depend on: how many processes and samples there are."""
-    dataset: Any = trainer.train_dataset
+    dataset: Any = run.methods.train_dataset
     if dataset is None or isinstance(dataset, dict):
-        dataset = getattr(trainer.loaders["train_dataloader"], "dataset", None)
-    return {PROCESSES: trainer.strategy.world_size, SAMPLES: len(dataset) if has_length(dataset) else None}
+        dataset = getattr(run.methods.loaders["train_dataloader"], "dataset", None)
+    return {PROCESSES: run.strategy.world_size, SAMPLES: len(dataset) if has_length(dataset) else None}
 
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) and value else repr(value)
-
-
-def _fingerprint_of(trainer: Trainer) -> dict[str, Any] | None:
-    """Return what tells the weights under an adapter from others. Collective where they are divided."""
-    return fingerprint(trainer.model, trainer.strategy.gathered)
 
 
 # Bytes that are looked at together, a multiple of 8: what is made of them takes three times as much, and on a CPU stays

@@ -23,6 +23,7 @@ from tr_core.preflight.argument_checks import checkpointer_of, evaluation_count,
 from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import last_line, raised_at
 from tr_core.preflight.report import Problem
+from tr_core.preflight.requested import CheckedTrainer
 from tr_core.protocols import EvaluationWeights, Stateful
 from tr_core.validation import nearest_existing_path
 from tr_log.formatting import size
@@ -114,8 +115,9 @@ def _existing_checkpoints(subject: CheckContext) -> int:
         return 0
 
 
-def _model_bytes(trainer: Any) -> int:
-    return tensor_bytes([part.state_dict() for part in model_parts(trainer).values()])
+def _model_bytes(trainer: CheckedTrainer) -> int:
+    parts = model_parts(trainer.strategy, trainer.model, trainer.model_wrapped)
+    return tensor_bytes([part.state_dict() for part in parts.values()])
 
 
 def _other_bytes(subject: CheckContext) -> int:

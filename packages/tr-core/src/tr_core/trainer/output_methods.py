@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from tr_core.trainer.parts import TrainerParts
 from tr_log.terminal import write_line
 
 if TYPE_CHECKING:
-    from tr_core.trainer.trainer import Trainer
+    pass
 
 
 class Reporting(TrainerParts):
@@ -110,7 +110,13 @@ class Reporting(TrainerParts):
         """
         stop_if_requested(self)
         self.prepare()
-        saving.save_model(cast("Trainer", self), Path(output_dir or self.args.output_dir))
+        folder = Path(output_dir or self.args.output_dir)
+        with self.holding_evaluation_weights(), self.use_cache.original(self.model):
+            saving.save_model(self.strategy, self.model, self.model_wrapped, folder, self._save_companions)
+
+    def _save_companions(self, folder: Path) -> None:
+        processor = saving.find_processor(self.processing_class, self.data_collator)
+        saving.save_companions(folder, self.model, self.args, processor, self.use_cache)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to the output folder."""

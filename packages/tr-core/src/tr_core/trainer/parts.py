@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState, separate_randomness
 from tr_core.results import EvalLoopOutput, TrainOutput
+from tr_core.run import Run
 from tr_core.runtime.compilation import Compilation
 from tr_core.runtime.liger import apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
@@ -49,10 +50,6 @@ from tr_core.validation import (
     refuse_unsupported,
 )
 from tr_log import configure, get_logger
-
-if TYPE_CHECKING:
-    from tr_core.run import Run
-    from tr_core.trainer.trainer import Trainer
 
 
 class TrainerParts:
@@ -86,6 +83,7 @@ class TrainerParts:
     get_train_dataloader: Callable[..., Any]
     train: Callable[..., TrainOutput]
     _collator: Callable[..., Any]
+    _save_companions: Callable[..., None]
     _checkpointer_made_of: dict[str, Any] | None = None
 
     def __init__(  # noqa: PLR0917  the documented order
@@ -150,7 +148,7 @@ class TrainerParts:
             self.fire("on_init_end")
 
     def overrides(self, *names: str) -> bool:
-        """Whether a user's subclass, or an assignment to this object, replaces one of these methods."""
+        """Whether a user's subclass, or an assignment to this object, replaces one of these self."""
         return any(is_overridden(self, name, self.own_class) for name in names)
 
     def check_setup(self) -> None:
@@ -293,7 +291,7 @@ class TrainerParts:
         """Make what follows from the model, the methods and the arguments as they are now."""
         if self.model is None:
             return
-        args, methods = self.args, cast("Trainer", self)
+        args = self.args
         inner = base_model(self.model)
         if self._label_names_of is None or self._label_names_of[0] != args.label_names:
             # Only then: it is an attribute that may be assigned too.
@@ -309,15 +307,15 @@ class TrainerParts:
                 self.loss_function,
                 self.strategy,
                 average_tokens_across_devices=args.average_tokens_across_devices,
-                declared=methods.declared_loss_kwargs,
+                declared=self.declared_loss_kwargs,
             )
             self._loss_made_of = made_of
         # Overrides written before `num_items_in_batch` existed keep working.
-        self._loss_takes_count = takes_argument(methods.compute_loss, "num_items_in_batch")
-        self.step_function = with_count(methods.training_step)
-        # Only overrides cost a step the calls of these methods.
+        self._loss_takes_count = takes_argument(self.compute_loss, "num_items_in_batch")
+        self.step_function = with_count(self.training_step)
+        # Only overrides cost a step the calls of these self.
         is_own = self.overrides("compute_loss_context_manager", "autocast_smart_context_manager")
-        own: Callable[[], AbstractContextManager[object]] = methods.compute_loss_context_manager
+        own: Callable[[], AbstractContextManager[object]] = self.compute_loss_context_manager
         self.loss_context = own if is_own else self.strategy.autocast
 
     # Who listens
@@ -347,7 +345,7 @@ class TrainerParts:
             self._checkpointer.close()
             self._checkpointer = None
         if self._checkpointer is None:
-            self._checkpointer = saving.build_checkpointer(cast("Trainer", self))
+            self._checkpointer = saving.build_checkpointer(self.args, self.strategy)
         self._checkpointer_made_of = made_of
         return self._checkpointer
 
@@ -357,7 +355,7 @@ class TrainerParts:
 
     def save_checkpoint(self, run: Run) -> None:
         """Save everything that the run needs to go on from here."""
-        saving.save_checkpoint(cast("Trainer", self), run)
+        saving.save_checkpoint(run, self._save_companions)
 
     def _prepare_conditions(self) -> None:
         args = self.args
