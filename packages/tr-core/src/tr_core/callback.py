@@ -7,9 +7,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from tr_args import TrainingArguments
 from tr_core.protocols import Stateful
 from tr_core.signatures import is_overridden, names_argument
-from tr_core.state import ExportedState, TrainerControl, TrainerState, exports_state
+from tr_core.state import EventContext, ExportedState, TrainerControl, TrainerState, WatchedList, exports_state
 
 EVENTS = (
     "on_init_end",
@@ -67,25 +68,33 @@ class TrainerCallback:
     Any object with methods of these names will do; only the events that it defines reach it.
     """
 
-    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """At the end of the Trainer's construction."""
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Before the first step, with everything prepared and restored."""
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """At the end of training, whichever way it ends, with `error`."""
 
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Before a pass over the data."""
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a pass over the data, one that was stopped early included."""
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Before the first micro-batch of an optimizer step."""
 
-    def on_micro_batch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_micro_batch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """After forward and backward of each micro-batch, before `on_substep_end`.
 
         With `loss`, its share of the step's loss on this rank: a detached scalar on the device, not scaled for float16;
@@ -96,31 +105,39 @@ class TrainerCallback:
         `trainer.log_metric` averages without.
         """
 
-    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """After each micro-batch of a step but the last."""
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """After clipping, before the optimizer's step."""
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """After the optimizer's step, before the schedule's and before gradients are cleared, with `applied`."""
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a step, with `state.global_step` and `state.epoch` advanced.
 
         A method that names the parameter `loss` gets the step's loss on this rank, a detached scalar on the device.
         """
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After an evaluation, once for each data set, with `metrics`."""
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a prediction, with `metrics`."""
 
-    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """After each batch of an evaluation or prediction."""
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a checkpoint is complete."""
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
@@ -130,10 +147,12 @@ class TrainerCallback:
         training goes on: it must not touch the model, and return soon. What it raises is logged.
         """
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After an entry was added to `state.log_history`, with `logs`."""
 
-    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Before files are pushed to the Hub."""
 
 
@@ -141,16 +160,17 @@ class CallbackList:
     """The callbacks of a run in order, and for each event the methods that define it.
 
     Args:
-        owner: the Trainer, whose arguments, state, control and parts the events are given.
+        context: gives what the events are given, as it is when it is called: parts of a Trainer may be assigned.
         callbacks: callbacks or their classes.
 
     Attributes:
+        context: the same.
         callbacks: the callbacks, in the order they are called; the list may be changed, or another one set.
         wants_outputs: whether one of them wants the outputs of every micro-batch.
     """
 
-    def __init__(self, owner: Any, callbacks: Iterable[Any] = ()) -> None:
-        self._owner = owner
+    def __init__(self, context: Callable[[], EventContext], callbacks: Iterable[Any] = ()) -> None:
+        self.context = context
         self._exported: dict[int, ExportedState] = {}
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         self._last: dict[str, list[Any]] = {}
@@ -214,29 +234,29 @@ class CallbackList:
         Within another event, as where a callback evaluates, no flag is cleared: what the run itself is about to do it
         does all the same.
         """
-        owner = self._owner
-        control = owner.control
-        if not self._depth:
-            for flag in _CLEARED.get(event, ()):
-                setattr(control, flag, False)
+        cleared = () if self._depth else _CLEARED.get(event, ())
         if event in _REINDEX_AT:
             self._index()
         listeners = self._listeners[event]
-        if not listeners:
+        if not listeners and not cleared:
             return
-        context = {
-            "model": owner.model,
-            "processing_class": owner.processing_class,
-            "tokenizer": owner.processing_class,
-            "optimizer": owner.optimizer,
-            "lr_scheduler": owner.lr_scheduler,
-            **owner.loaders,
+        now = self.context()
+        control = now.control
+        for flag in cleared:
+            setattr(control, flag, False)
+        arguments = {
+            "model": now.model,
+            "processing_class": now.processing_class,
+            "tokenizer": now.processing_class,
+            "optimizer": now.optimizer,
+            "lr_scheduler": now.lr_scheduler,
+            **now.loaders,
             **extra,
         }
         self._depth += 1
         try:
             for method in listeners:
-                answer = method(owner.args, owner.state, control, **context)
+                answer = method(now.args, now.state, control, **arguments)
                 if answer is not None and answer is not control:
                     _apply(answer, control, method)
         finally:
@@ -302,7 +322,7 @@ class CallbackList:
     def _with_loss(self, method: Any) -> Any:
         @wraps(method)
         def call(*args: Any, **context: Any) -> Any:
-            return method(*args, loss=self._owner.scope.loss, **context)
+            return method(*args, loss=self.context().loss, **context)
 
         return call
 
@@ -341,52 +361,3 @@ def _apply(answer: Any, control: TrainerControl, method: Any) -> None:
         raise TypeError(
             f"{source} returned {answer!r}; an event returns None, the control object, or a dict of its flags"
         )
-
-
-_MUTATING = (
-    "append",
-    "clear",
-    "extend",
-    "insert",
-    "pop",
-    "remove",
-    "reverse",
-    "sort",
-    "__delitem__",
-    "__iadd__",
-    "__imul__",
-    "__setitem__",
-)
-
-
-class WatchedList(list[Any]):
-    """A list that calls a function after every change.
-
-    Args:
-        items: what it holds at first.
-        on_change: called without arguments.
-    """
-
-    def __init__(self, items: Iterable[Any], on_change: Callable[[], None]) -> None:
-        super().__init__(items)
-        self._on_change = on_change
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as items and function: a copy made item by item would call what it does not have yet."""
-        return WatchedList, (list(self), self._on_change)
-
-
-def _watched(name: str) -> Callable[..., Any]:
-    usual = getattr(list, name)
-
-    @wraps(usual)
-    def change(self: WatchedList, *args: Any, **kwargs: Any) -> Any:
-        answer = usual(self, *args, **kwargs)
-        self._on_change()
-        return answer
-
-    return change
-
-
-for _name in _MUTATING:
-    setattr(WatchedList, _name, _watched(_name))

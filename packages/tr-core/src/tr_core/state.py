@@ -1,7 +1,7 @@
-"""Hold the progress of a run (`TrainerState`), what happens next (`TrainerControl`), and states of callbacks.
+"""Hold the progress of a run (`TrainerState`), what happens next (`TrainerControl`), and what events are given.
 
 `ExportedState` saves and restores a callback that reports its progress in a method `state`, as those of transformers
-do.
+do. `WatchedList` holds callbacks and notices when they change.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tr_args import TrainingArguments
 from tr_args.bounded_text import ContentError, load_json
 from tr_log import get_logger
 
@@ -148,6 +154,33 @@ def exports_state(callback: Any) -> bool:
     return callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None))
 
 
+@dataclass(frozen=True, slots=True)
+class EventContext:
+    """What events are given.
+
+    Attributes:
+        args: the training arguments.
+        state: what the run has reached.
+        control: what a callback asks for.
+        model: the unwrapped model.
+        processing_class: tokenizer or processor, None if there is none.
+        optimizer: the optimizer, None before there is one.
+        lr_scheduler: the schedule, None before there is one.
+        loaders: `train_dataloader` of the run and `eval_dataloader` of the last evaluation, each None before.
+        loss: loss of the last step on this rank, None before one.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    model: nn.Module
+    processing_class: Any
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: LRScheduler | None
+    loaders: Mapping[str, Any]
+    loss: torch.Tensor | None
+
+
 class ExportedState:
     """What a callback's method `state` returns, as a part of a checkpoint: `args` and `attributes`.
 
@@ -203,3 +236,52 @@ def _set_attributes(callback: Any, attributes: Mapping[str, Any]) -> None:
 
 def _differ(one: Any, other: Any) -> bool:
     return bool(one != other)
+
+
+_MUTATING = (
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "reverse",
+    "sort",
+    "__delitem__",
+    "__iadd__",
+    "__imul__",
+    "__setitem__",
+)
+
+
+class WatchedList(list[Any]):
+    """A list that calls a function after every change.
+
+    Args:
+        items: what it holds at first.
+        on_change: called without arguments.
+    """
+
+    def __init__(self, items: Iterable[Any], on_change: Callable[[], None]) -> None:
+        super().__init__(items)
+        self._on_change = on_change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as items and function: a copy made item by item would call what it does not have yet."""
+        return WatchedList, (list(self), self._on_change)
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    usual = getattr(list, name)
+
+    @wraps(usual)
+    def change(self: WatchedList, *args: Any, **kwargs: Any) -> Any:
+        answer = usual(self, *args, **kwargs)
+        self._on_change()
+        return answer
+
+    return change
+
+
+for _name in _MUTATING:
+    setattr(WatchedList, _name, _watched(_name))

@@ -179,7 +179,17 @@ class MapFetch(Dataset[Any]):
         else:
             seed_host_generators(indices.seed)  # a worker's generators serve nothing else
         try:
-            samples = self._get_each(indices) if self._get_many is None else self._get_together(indices)
+            samples, index = [], None
+            try:
+                if self._get_many is not None:
+                    samples = self._get_many(indices)
+                else:
+                    for index in indices:
+                        samples.append(self.dataset[index])
+            except DATA_ERRORS as error:
+                which = f"samples {list(indices)}" if index is None else f"sample {index}"
+                explain_data_error(error, "the data set", self.dataset, which)
+                raise
             try:
                 return self.collate(samples)
             except DATA_ERRORS as error:
@@ -188,23 +198,6 @@ class MapFetch(Dataset[Any]):
         finally:
             if aside is not None:
                 restore_rng(aside)
-
-    def _get_together(self, indices: list[int]) -> list[Any]:
-        try:
-            return self._get_many(indices)  # type: ignore[misc]  called only where there is one
-        except DATA_ERRORS as error:
-            explain_data_error(error, "the data set", self.dataset, f"samples {list(indices)}")
-            raise
-
-    def _get_each(self, indices: list[int]) -> list[Any]:
-        samples = []
-        for index in indices:
-            try:
-                samples.append(self.dataset[index])
-            except DATA_ERRORS as error:
-                explain_data_error(error, "the data set", self.dataset, f"sample {index}")
-                raise
-        return samples
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel to worker processes without the bound method."""

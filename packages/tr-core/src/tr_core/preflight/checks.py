@@ -146,7 +146,7 @@ def _examine(subject: CheckContext) -> tuple[list[Problem], dict[str, Any]]:
     handler = trainer.callback_handler
     subject.callbacks = list(handler.callbacks)
     trainer.model_wrapped.zero_grad(set_to_none=True)
-    trainer.callback_handler = CallbackList(trainer)
+    trainer.callback_handler = CallbackList(handler.context)
     try:
         return list(_run(_TRAINER_CHECKS, subject)), subject.figures
     finally:

@@ -13,6 +13,7 @@ from tr_core.evaluation.gather import map_tensors
 from tr_core.item_count import plain
 from tr_core.loss import Division, split_loss
 from tr_core.model_io import batch_size_of, loss_of, to_device
+from tr_core.state import EventContext
 from tr_core.trainer.output_methods import Reporting
 
 
@@ -160,6 +161,20 @@ class Stepping(Reporting):
     def counts_floating_point_ops(self) -> bool:
         """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
         return self.flop_counter.knows or self.overrides("floating_point_ops")
+
+    def event_context(self) -> EventContext:
+        """Return what events are given of this Trainer, as it is now, between the parts of a step too."""
+        return EventContext(
+            args=self.args,
+            state=self.state,
+            control=self.control,
+            model=self.model,
+            processing_class=self.processing_class,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            loaders=self.loaders,
+            loss=self.scope.loss,
+        )
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""

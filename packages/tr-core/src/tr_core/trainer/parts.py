@@ -36,7 +36,7 @@ from tr_core.runtime.run_context import UseCache
 from tr_core.search.trial import takes_trial
 from tr_core.signatures import is_overridden, takes_argument, with_count
 from tr_core.single_device import complete_strategy
-from tr_core.state import TrainerControl, TrainerState
+from tr_core.state import EventContext, TrainerControl, TrainerState
 from tr_core.trainer.chosen_optimizer import ChosenOptimizer
 from tr_core.validation import (
     check_args,
@@ -76,6 +76,7 @@ class TrainerParts:
     create_scheduler: Callable[..., LRScheduler]
     declared_loss_kwargs: Callable[..., bool | None]
     evaluate: Callable[..., dict[str, float]]
+    event_context: Callable[..., EventContext]
     training_context: Callable[..., AbstractContextManager[None]]
     evaluation_loop: Callable[..., EvalLoopOutput]
     get_num_trainable_parameters: Callable[..., int]
@@ -131,12 +132,12 @@ class TrainerParts:
         self.random_state = RandomState(self.strategy.device)
         self._prepare_conditions()
         self.control = TrainerControl()
-        self.state = TrainerState(
-            is_local_process_zero=self.strategy.local_rank == 0, is_world_process_zero=self.strategy.rank == 0
-        )
+        is_first, is_first_here = self.strategy.rank == 0, self.strategy.local_rank == 0
+        self.state = TrainerState(is_local_process_zero=is_first_here, is_world_process_zero=is_first)
         self.is_in_train, self.scope = False, StepScope()
         given = _same("callbacks", callbacks, "callback", callback) or ()
-        self.callback_handler = CallbackList(self, [*default_callbacks(self.args, self.strategy), *given])
+        given = [*default_callbacks(self.args, self.strategy), *given]
+        self.callback_handler = CallbackList(self.event_context, given)
         self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
         self.kept_loaders = LoaderCache()
         self.told_columns: set[frozenset[str]] = set()
@@ -348,10 +349,6 @@ class TrainerParts:
             self._checkpointer = saving.build_checkpointer(self.args, self.strategy)
         self._checkpointer_made_of = made_of
         return self._checkpointer
-
-    def end(self) -> None:
-        """Leave the process group, at the very end of a script; without this it is left when the process ends."""
-        self.strategy.close()
 
     def save_checkpoint(self, run: Run) -> None:
         """Save everything that the run needs to go on from here."""

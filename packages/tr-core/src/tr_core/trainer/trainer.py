@@ -177,6 +177,10 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         """Remove a callback: this object, or the first of this class."""
         self.callback_handler.pop(callback)
 
+    def end(self) -> None:
+        """Leave the process group, at the very end of a script; without this it is left when the process ends."""
+        self.strategy.close()
+
     # Data
 
     def get_train_dataloader(self) -> Any:
