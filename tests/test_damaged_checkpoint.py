@@ -72,7 +72,7 @@ def cut(path, start, end):
             flip,
             "optimizer.safetensors",
             "state.0.exp_avg",
-            "optimizer.safetensors was changed after it was written: its SHA-256 is another, "
+            "optimizer.safetensors was changed after it was written: its SHA-256 differs, "
             "first in tensor state.0.exp_avg (bytes {start:,} to {end:,})",
         ),
         (

@@ -202,7 +202,7 @@ def test_a_callback_that_fails_at_a_checkpoint_harms_neither_it_nor_the_others(s
     )  # fmt: skip
     trainer.train()
     assert listener.steps == [2, 4]
-    assert "checkpoint-4 is saved, but what was to be done next failed" in caplog.text
+    assert "checkpoint-4 is saved, but on_commit failed" in caplog.text
 
 
 @pytest.mark.parametrize("save_async", [False, True])

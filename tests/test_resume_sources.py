@@ -69,7 +69,7 @@ def test_the_training_argument_is_honoured_and_the_argument_of_train_goes_before
 def test_a_model_alone_is_not_gone_on_from_whatever_asks_for_it(tmp_path):
     save(tmp_path, 3, save_only_model=True)
     for resume_from in (True, "auto", str(tmp_path / "checkpoint-3")):
-        with pytest.raises(ValueError, match="saved with the model only, which no run can go on from"):
+        with pytest.raises(ValueError, match="saved with the model only, and a run cannot resume from that"):
             build(tmp_path).train(resume_from_checkpoint=resume_from)
 
 

@@ -262,7 +262,7 @@ def test_what_follows_and_fails_is_logged_and_the_checkpoint_stays(asynchronous,
     checkpointer.save(1, parts(1))
     checkpointer.save(2, parts(2), on_commit=on_commit)
     checkpointer.close()
-    assert "checkpoint-2 is saved, but what was to be done next failed" in caplog.text
+    assert "checkpoint-2 is saved, but on_commit failed" in caplog.text
     assert "RuntimeError: no network" in caplog.text
     assert checkpointer.steps() == [2]
 
@@ -455,7 +455,7 @@ def test_where_no_thread_can_be_started_the_save_is_made_at_once(tmp_path, monke
         patched.setattr(threading.Thread, "start", start)
         checkpointer.save(1, parts(1))
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
-    assert "writing checkpoint-1 goes on in the foreground: can't start new thread" in caplog.text
+    assert "writing checkpoint-1 continues in the foreground: can't start new thread" in caplog.text
     checkpointer.close()
 
 

@@ -119,8 +119,8 @@ def test_fewer_parts_than_were_saved_may_be_restored(tmp_path):
 def test_a_part_that_was_not_saved_is_an_error_that_says_what_there_is(tmp_path):
     Checkpointer(tmp_path).save(1, {"model": Values(1), "extra": Values(1)})
     message = (
-        "checkpoint-1: there is no 'scheduler' and no 'ema' in it, only extra, model — go on with the options of the "
-        "run that saved it, or restore only what is there"
+        "checkpoint-1: there is no 'scheduler' and no 'ema' in it, only extra, model — use the options of the "
+        "run that saved it, or restore only parts that are there"
     )
     with pytest.raises(CheckpointError, match=message):
         Checkpointer(tmp_path).restore({"model": Values(), "scheduler": Values(), "ema": Values()})
@@ -128,7 +128,7 @@ def test_a_part_that_was_not_saved_is_an_error_that_says_what_there_is(tmp_path)
 
 def test_a_checkpoint_of_the_model_only_says_so(tmp_path):
     Checkpointer(tmp_path).save(1, {"model": Values(1), "trainer_state": Values(1)})
-    with pytest.raises(CheckpointError, match="it was saved with the model only, which no run can go on from"):
+    with pytest.raises(CheckpointError, match="it was saved with the model only, and a run cannot resume from that"):
         Checkpointer(tmp_path).restore({"model": Values(), "optimizer": Values()})
 
 

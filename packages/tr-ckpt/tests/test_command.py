@@ -70,7 +70,7 @@ def test_ls_marks_what_was_saved_last_and_says_why_it_is_not_the_last_step(run, 
     output = capsys.readouterr().out
     assert [line.split()[0] for line in rows(output) if "newest" in line] == ["checkpoint-12"]
     note = (
-        "checkpoint-12 was saved after checkpoint-20: a run went back, or began anew. Resuming takes checkpoint-12.\n"
+        "checkpoint-12 was saved after checkpoint-20: a run went back, or started over. Resuming takes checkpoint-12.\n"
     )
     assert output.endswith(note)
 
@@ -226,9 +226,7 @@ def test_verify_names_the_file_and_the_tensor(run, capsys):
     assert main(["verify", str(run)]) == 1
     output = capsys.readouterr().out
     assert [line.split()[-1] for line in rows(output)] == ["verified", "damaged", "verified"]
-    where = (
-        r"checkpoint-10: model\.safetensors was changed after it was written: its SHA-256 is another.*tensor.* weight"
-    )
+    where = r"checkpoint-10: model\.safetensors was changed after it was written: its SHA-256 differs.*tensor.* weight"
     assert re.search(where, output)
     assert main(["verify", "--json", str(run)]) == 1
     told = json.loads(capsys.readouterr().out)

@@ -41,7 +41,7 @@ DAMAGES = {
     "missing": (lambda f: (f / "model.json").unlink(), "model.json is missing"),
     "flipped": (
         lambda f: flip(f / "model.safetensors"),
-        r"model.safetensors was changed after it was written: its SHA-256 is another, first in tensor tensor \(bytes",
+        r"model.safetensors was changed after it was written: its SHA-256 differs, first in tensor tensor \(bytes",
     ),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing, so it is incomplete"),
     "manifest cut": (lambda f: cut(f / "manifest.json", 5), "manifest.json is no valid JSON"),
@@ -180,7 +180,7 @@ def test_every_byte_that_changes_in_any_file_is_found_and_its_tensor_named(layer
             said = damage_named(checkpointer, folder)
             assert said.startswith(f"checkpoint-2: {path.name} ")
             named = [f", first in {name} (bytes {a:,} to {b:,})" for name, a, b in sections if a <= at < b]
-            assert said.endswith(f"its SHA-256 is another{''.join(named)}") or path.suffix == ".json"
+            assert said.endswith(f"its SHA-256 differs{''.join(named)}") or path.suffix == ".json"
             count += 1
         path.write_bytes(content)
         assert len(sections) in (0, 5)
@@ -234,7 +234,7 @@ def rewritten(folder, whole=None, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": "many"}, "manifest.json lacks what it must hold"),
+        ({"step": "many"}, "manifest.json lacks required content"),
         ({"files": {"../../secret": {"bytes": 1, "sha256": ""}}}, "names '../../secret', which leads elsewhere"),
         ({"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}}, "names '/etc/passwd', which leads elsewhere"),
     ],

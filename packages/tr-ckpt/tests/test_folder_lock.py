@@ -428,7 +428,7 @@ def test_a_lock_that_cannot_be_read_at_all_is_respected(tmp_path, monkeypatch):
         return original(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", fails)
-    with pytest.raises(OSError, match=r"whether another run saves to .* cannot be known: .*mend that"):
+    with pytest.raises(OSError, match=r"whether another run saves to .* cannot be known: .*fix that"):
         Checkpointer(tmp_path).save(1, parts(1))
     assert os.listdir(tmp_path) == [NAME]
 

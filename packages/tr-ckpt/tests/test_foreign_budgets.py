@@ -312,5 +312,5 @@ def test_the_state_of_an_optimizer_that_is_none_is_refused_in_words(state, left,
 @pytest.mark.parametrize("words", [10**30, "x", [[1]], None])
 def test_random_states_that_are_none_are_refused_in_words(words, left, tmp_path):
     torch.save({**ckpt_foreign.random_states(), "python": (3, (words,), None)}, left / "rng_state.pth")
-    with pytest.raises(CheckpointError, match=r"rng_state\.pth lacks what it must hold"):
+    with pytest.raises(CheckpointError, match=r"rng_state\.pth lacks required content"):
         hf_import.convert(left, tmp_path / "ours")

@@ -41,7 +41,7 @@ def test_each_rank_gets_its_own_random_state_and_one_that_has_none_keeps_it(left
     before = random.getstate()
     assert Checkpointer(left.parent, **ranks).restore(ckpt_foreign.make(), left) == 3
     assert random.getstate() == before
-    assert "rng of rank 2 is not in checkpoint-3; it stays as it is" in caplog.text
+    assert "rng of rank 2 is not in checkpoint-3; it stays unchanged" in caplog.text
 
 
 def test_random_states_of_devices_are_a_list(left):
@@ -52,7 +52,7 @@ def test_random_states_of_devices_are_a_list(left):
         assert len(read) == len(expected)
         assert all(map(torch.equal, read, expected))
     torch.save({"cpu": torch.get_rng_state()}, left / "rng_state.pth")
-    with pytest.raises(DamagedCheckpointError, match=r"rng_state.pth lacks what it must hold: KeyError\('python'\)"):
+    with pytest.raises(DamagedCheckpointError, match=r"rng_state.pth lacks required content: KeyError\('python'\)"):
         Checkpointer(left.parent).restore(ckpt_foreign.make(), left)
 
 

@@ -163,7 +163,7 @@ def test_a_hub_that_comes_back_gets_what_it_missed(hub, tmp_path, caplog):
     [record] = [record for record in caplog.records if "is pushed to" in record.message]
     assert record.levelname == "WARNING"
     missed = ", ".join(f"'Training in progress, step {step}'" for step in (1, 2, 3))
-    assert f"the run is pushed to {hub.endpoint}/ci/run, but not when it was due: {missed}; last: " in record.message
+    assert f"the run is pushed to {hub.endpoint}/ci/run, but later than planned: {missed}; last: " in record.message
 
 
 def test_a_hub_that_comes_back_at_the_end_gets_the_whole_run(hub, tmp_path):

@@ -180,7 +180,7 @@ def test_a_list_of_commits_that_is_none_leaves_out_the_hint_alone(files, world):
         api.list_repo_commits = lambda repo_id, revision, held=commits: held
         with pytest.raises(CheckpointError, match="no valid checkpoint at") as caught:
             restore(world, api)
-        assert "go on from an earlier commit" not in str(caught.value)
+        assert "resume from an earlier commit" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", HOSTILE[:3])

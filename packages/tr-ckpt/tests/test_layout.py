@@ -82,7 +82,7 @@ def test_a_manifest_that_lacks_a_key_is_damage(tmp_path, missing, caplog):
     rewritten(checkpointer.save(1, {"part": State(n=7)}), drop=[missing])
     assert checkpointer.restore({"part": State()}) is None
     [skipped] = checkpointer.restored.skipped
-    assert skipped == f"checkpoint-1: manifest.json lacks what it must hold: KeyError('{missing}')"
+    assert skipped == f"checkpoint-1: manifest.json lacks required content: KeyError('{missing}')"
     assert skipped in caplog.text
 
 

@@ -119,7 +119,7 @@ def test_one_of_a_newer_version_has_its_place_in_the_order(rewound):
 def test_a_sequence_that_is_no_number_is_damage(sequence, rewound, caplog):
     rewritten(rewound.path(12), sequence=sequence)
     assert rewound.restore(parts()) == 30
-    assert "skipped checkpoint-12: manifest.json lacks what it must hold" in caplog.text
+    assert "skipped checkpoint-12: manifest.json lacks required content" in caplog.text
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

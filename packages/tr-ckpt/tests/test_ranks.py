@@ -68,7 +68,7 @@ def test_a_rank_without_saved_random_state_keeps_its_own_and_says_so(tmp_path, c
         step = Checkpointer(tmp_path, **as_rank(1, 2, exchanges)).restore({**into, "rng": RNGState()})
     assert step == 1
     assert number_of(into) == 10
-    assert "rng of rank 1 was not saved (1 processes saved, 2 restore); it stays as it is" in caplog.text
+    assert "rng of rank 1 was not saved (1 processes saved, 2 restore); it stays unchanged" in caplog.text
     assert torch.equal(torch.rand(3), expected)
 
 

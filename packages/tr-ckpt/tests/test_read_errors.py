@@ -118,7 +118,7 @@ def test_a_digest_that_is_another_is_read_once_more_before_it_counts_as_damage(s
 
     monkeypatch.setattr(files, "record", record)
     assert saved.restore(parts()) == 30
-    assert "model.safetensors was first read as it is not: see to the disk" in caplog.text
+    assert "model.safetensors differ: check the disk" in caplog.text
 
 
 def test_a_manifest_is_read_once_more_before_it_counts_as_damaged(saved, monkeypatch):

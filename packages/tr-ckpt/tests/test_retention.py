@@ -159,7 +159,7 @@ def test_a_fresh_run_leaves_what_others_saved_and_says_so_once(earlier, caplog):
     [record] = caplog.records
     assert record.getMessage() == (
         "checkpoint-10, checkpoint-20, checkpoint-30 stay whatever the limit: this run neither saved them nor resumed "
-        f"from them or a newer one; what is not needed is removed by `trainer ckpt prune {earlier}`"
+        f"from them or a newer one; `trainer ckpt prune {earlier}` removes those that are not needed"
     )
 
 

@@ -77,8 +77,8 @@ class Device:
         (2, 2, [10, 11], None),
         (2, 1, [10], "1 of 2 saved cuda random states are not restored: this process sees 1 such devices"),
         (2, 0, [], "2 of 2 saved cuda random states are not restored: this process sees 0 such devices"),
-        (1, 2, [10, 1], "1 cuda random states stay as they are: the checkpoint holds 1"),
-        (0, 1, [0], "1 cuda random states stay as they are: the checkpoint holds 0"),
+        (1, 2, [10, 1], "1 cuda random states stay unchanged: the checkpoint holds 1"),
+        (0, 1, [0], "1 cuda random states stay unchanged: the checkpoint holds 0"),
     ],
 )
 def test_devices_that_differ_are_named(saved, present, restored, message, monkeypatch, caplog, tmp_path):

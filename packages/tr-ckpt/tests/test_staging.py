@@ -136,7 +136,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found_without_changing_anything
 
 def test_a_checkpoint_that_was_being_replaced_is_put_back_at_the_next_save(half_replaced, caplog):
     Checkpointer(half_replaced.directory).save(3, parts(30))
-    assert "put checkpoint-2 back: the run that was replacing it ended before it had" in caplog.text
+    assert "restored checkpoint-2: a run ended while it was replacing it" in caplog.text
     assert listed(half_replaced.directory) == [f"checkpoint-{n}" for n in (1, 2, 3)]
     into = parts()
     half_replaced.restore(into, half_replaced.path(2))

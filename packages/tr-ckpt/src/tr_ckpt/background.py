@@ -1,4 +1,4 @@
-"""Do one job at a time beside the caller, and lose neither its end nor its failure."""
+"""Run one background job at a time; always wait for its end and report its failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-# Shorter waits are not worth a line in the log.
+# Shorter waits are not logged.
 _NOTICEABLE_S = 0.1
 
 
@@ -19,16 +19,16 @@ _all: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
 def join_all() -> None:
-    """Return when no job of any `Background` is under way."""
+    """Wait for the running jobs of all `Background` objects."""
     for background in list(_all):
         background.join()
 
 
 class Background:
-    """One thread at most, and what went wrong in it.
+    """At most one thread, and the failure of its last job.
 
-    The interpreter waits for it before it exits, whether the script ended, called `sys.exit` or raised. A process
-    that is forked meanwhile has neither the thread nor its failure.
+    The interpreter waits for the thread before it exits, also after `sys.exit` or an exception. A forked process
+    inherits neither the thread nor its failure.
     """
 
     def __init__(self) -> None:
@@ -39,16 +39,16 @@ class Background:
         _all.add(self)
 
     def start(self, name: str, job: Callable[[], None]) -> None:
-        """Begin `job`, the one before being over. Its failure is logged at once and kept for `raise_failure`.
+        """Start `job`; the previous job must have ended. Its failure is logged at once and kept for `raise_failure`.
 
-        Where no thread can be started, as while the interpreter exits, the job is done before this returns.
+        Where no thread can be started, as while the interpreter exits, the job runs before this returns.
         """
         self.join()
 
         def run() -> None:
             try:
                 job()
-            except BaseException as error:  # whatever it is: a thread's exceptions reach nobody
+            except BaseException as error:  # of any kind: nobody catches the exceptions of a thread
                 self._error = error
                 logger.error("in the background: %s: %s", type(error).__name__, error)
 
@@ -59,24 +59,24 @@ class Background:
         try:
             self._thread.start()
         except RuntimeError as error:
-            logger.warning("%s goes on in the foreground: %s", name, error)
+            logger.warning("%s continues in the foreground: %s", name, error)
             self._thread = None
             run()
 
     def is_busy(self) -> bool:
-        """Whether a job is under way."""
+        """Whether a job is running."""
         self._forget_if_forked()
         return self._thread not in (None, threading.current_thread()) and self._thread.is_alive()
 
     def join(self) -> None:
-        """Return when no job is under way, but for the one that calls this; raises nothing of it."""
+        """Wait for the running job, unless it is the caller; raises nothing."""
         self._forget_if_forked()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
             self._thread = None
 
     def hold_up(self) -> None:
-        """Join while training waits; it is logged how long, the first time as a warning."""
+        """Join while training waits, and log how long; the first time as a warning."""
         if not self.is_busy():
             return
         begun = time.monotonic()
@@ -90,7 +90,7 @@ class Background:
             logger.log(level, text, waited_s)
 
     def raise_failure(self) -> None:
-        """Raise what a job raised, if one did since the last call. Does not wait."""
+        """Raise the exception of a job that failed since the last call. Does not wait."""
         self._forget_if_forked()
         error, self._error = self._error, None
         if error is not None:

@@ -22,14 +22,14 @@ from tr_ckpt.saving import Saving
 
 
 class Stateful(Protocol):
-    """What can be a part of a checkpoint: modules, optimizers, schedules, anything with these two methods."""
+    """A possible part of a checkpoint: a module, optimizer, schedule, or any object with these two methods."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: nested dicts, lists, tuples, tensors, numbers, strings, bytes and None."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take over a state that `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
         ...
 
 
@@ -37,29 +37,30 @@ class Checkpointer:
     """Keep checkpoints of a run in a folder, as `checkpoint-<step>`.
 
     A save appears whole or not at all, whenever the process is killed. A restore checks every byte before it
-    changes anything. All ranks call every method, with the same parts in the same order, on a file system
-    that all of them see. One run at a time saves to a folder, and locks it; any number may restore from it.
+    changes anything. All ranks call every method, with the same parts in the same order, on a shared file system.
+    One run at a time saves to a folder, and locks it; any number may restore from it.
 
-    With `asynchronous`, `save` returns once the state is copied to host memory, and a thread writes it; everything
-    may change meanwhile. For this, memory for one copy is held from the first save on. At most one save is under
-    way: the next one waits for it. A write that fails leaves the checkpoints before it as they are; it is logged as
-    an error at once, and raised once, by whichever of `check`, `save`, `wait` and `close` is called next. The
-    interpreter exits only after the write under way has ended; a process that is killed loses that one alone.
+    With `asynchronous`, `save` returns once the state is copied to host memory, and a thread writes it. Every tensor
+    may change in the meantime. The memory for one copy is held from the first save on. At most one save is under
+    way: the next one waits for it. A failed write leaves the earlier checkpoints intact. It is logged as an error at
+    once, and raised once, by the next call of `check`, `save`, `wait` or `close`. The interpreter exits only after
+    the write under way has ended; a killed process loses that write alone.
 
     Args:
-        directory: where the checkpoints are; made at the first save.
-        keep_last: how many complete checkpoints stay, of those that this object saved and those that are no newer than
-            what it restored; others in the folder do not count and stay. None keeps all.
-        keep_every: those whose step is a multiple of this stay for ever and do not count; None keeps none so.
+        directory: the folder of the checkpoints; made at the first save.
+        keep_last: how many complete checkpoints to keep, of those that this object saved and those that are no newer
+            than what it restored; others in the folder do not count and are kept. None keeps all.
+        keep_every: checkpoints whose step is a multiple of this are always kept and do not count; None for no such
+            rule.
         asynchronous: write in the background.
         rank: number of this process among those that save together.
-        world_size: how many those are.
+        world_size: number of these processes.
         gather_objects: takes a picklable value, returns those of all ranks in rank order. Needed with
             several.
-        local_rank: number of this process on its machine, where the machines share no file system: each then
-            keeps whole checkpoints in its own `directory`, and all go on from a step that every one has. The
-            constructor then exchanges values with the other ranks.
-        prefix: what the folders' names begin with.
+        local_rank: number of this process on its machine, if the machines share no file system: each then
+            keeps whole checkpoints in its own `directory`, and all resume from a step that every machine has. The
+            constructor is collective then.
+        prefix: the first part of the folders' names.
         hub: returns the repository that `restore` reads with the source `hub`.
 
     Attributes:
@@ -102,7 +103,7 @@ class Checkpointer:
         self._background = Background()
         self._lock = FolderLock(self.directory)
         weakref.finalize(self, self._lock.drop)
-        self._sequence: int | None = None  # of the last checkpoint that this object saved
+        self._sequence: int | None = None  # of this object's last checkpoint
         self._known = Known()
 
     @classmethod
@@ -110,7 +111,7 @@ class Checkpointer:
         """Return the checkpointer that `output_dir` and the `save_*` fields of `args` describe.
 
         Args:
-            args: training arguments: `save_total_limit` (None, 0 or less keeps all) and, where there are such,
+            args: training arguments: `save_total_limit` (None, 0 or less keeps all) and, if they exist,
                 `save_keep_every` and `save_async`.
             collectives: has `rank`, `world_size` and `gather_objects(value)`; `local_rank` where
                 `save_on_each_node` is set.
@@ -142,26 +143,24 @@ class Checkpointer:
     ) -> Path:
         """Write the state of all `parts` as the checkpoint of `step`, then remove those beyond the limit.
 
-        The part named `rng` is saved by every rank, the others by rank 0. `state_dict` is called on every
-        rank, so that it may communicate. An existing checkpoint of this step is replaced once the new one is
-        complete.
+        Every rank saves the part named `rng`; rank 0 saves the others. `state_dict` is called on every rank, so that
+        it may be collective. An existing checkpoint of this step is replaced once the new one is complete.
 
         Args:
             step: completed optimizer steps, 0 or more.
             parts: what to save, by name; names become file names.
-            write_extra: called on rank 0 with the folder, before anything else is in it, to add files; always
-                before this returns.
-            protected: steps that are not removed, whatever the limit.
-            on_commit: called on rank 0 with the checkpoint's folder once it is complete, before older ones are
-                removed; in the thread that writes, which it should not hold up. What it raises is logged.
+            write_extra: called on rank 0 with the empty folder, to add files; always before this returns.
+            protected: steps to keep, whatever the limit.
+            on_commit: called on rank 0 with the folder of the complete checkpoint, before older ones are removed. It
+                runs in the thread that writes and should be quick. Its exceptions are logged.
 
         Returns:
-            The checkpoint's folder; when asynchronous it is there once `wait` has returned.
+            The checkpoint's folder; when asynchronous it exists once `wait` has returned.
 
         Raises:
-            OSError: it could not be written, here or (`SaveError`) on another rank; what was there before is
-                intact. When asynchronous: the one before could not, and this one was not begun.
-            CheckpointError: a state holds something that cannot be saved; the message says where.
+            OSError: it could not be written, here or (`SaveError`) on another rank; the earlier checkpoints are
+                intact. When asynchronous: the previous save failed, and this one was not started.
+            CheckpointError: a state holds a value that cannot be saved; the message says where.
         """
         name = names.checkpoint_name(self.prefix, step)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
@@ -177,7 +176,7 @@ class Checkpointer:
 
         if not self.asynchronous:
             saving.make(parts, write_extra)
-            # Together, so that no rank goes on while rank 0 is still removing.
+            # A collective, so that no rank continues while rank 0 is still removing.
             self._ranks.together(f"{name} was saved, but older ones remain", follow)
             return folder
         captured = saving.capture(parts, write_extra, self._buffers)
@@ -199,9 +198,9 @@ class Checkpointer:
         post_commit.prune(saved, self.prefix, self._known, protected=protected, **limits)
 
     def check(self) -> None:
-        """Raise what a write in the background failed with, if one did since the last call; waits for nothing.
+        """Raise the failure of a background write, if one failed since the last call; does not wait.
 
-        Each rank learns of its own failures, rank 0 of all.
+        Each rank raises its own failures, rank 0 all of them.
 
         Raises:
             OSError: a checkpoint could not be written.
@@ -209,7 +208,7 @@ class Checkpointer:
         self._background.raise_failure()
 
     def wait(self) -> None:
-        """Return when nothing is being written; when asynchronous, all ranks must call it.
+        """Wait until no write is under way. Collective, when asynchronous.
 
         Raises:
             OSError: a checkpoint could not be written, here or (`SaveError`) on another rank; each failure is
@@ -220,9 +219,9 @@ class Checkpointer:
             self._ranks.together("a write in the background failed", self.check)
 
     def close(self) -> None:
-        """Do what `wait` does, and then let other runs save to the folder.
+        """Do what `wait` does, and then unlock the folder for other runs.
 
-        Not needed for the write to finish, but to learn of its failure.
+        The write finishes without this call; the call raises its failure.
         """
         try:
             self.wait()
@@ -230,13 +229,13 @@ class Checkpointer:
             self.release()
 
     def claim(self) -> None:
-        """Keep other runs from saving to the folder until `release` or `close`; all ranks must call it.
+        """Keep other runs from saving to the folder until `release` or `close`. Collective.
 
-        Without this the first save does it. It waits where it is not clear yet whether another run is alive, and says
-        so in the log. `restore` and the like need it not.
+        Otherwise the first save does it. Waits while it is unclear whether another run is alive, and logs that.
+        Calls that only read need no claim.
 
         Raises:
-            FolderInUseError: another run saves to the folder; `SaveError` on the ranks that did not find that out.
+            FolderInUseError: another run saves to the folder; `SaveError` on the other ranks.
             OSError: the folder cannot be made, or its lock cannot be read.
         """
 
@@ -248,7 +247,7 @@ class Checkpointer:
         self._ranks.together("no checkpoint could be saved", claim)
 
     def release(self) -> None:
-        """Let other runs save to the folder, once nothing is being written; the next save claims it again."""
+        """Unlock the folder for other runs, once no write is under way; the next save claims it again."""
         self._background.join()
         self._lock.release()
 
@@ -262,29 +261,29 @@ class Checkpointer:
     ) -> int | None:
         """Load a checkpoint into `parts`, which may be fewer than were saved.
 
-        Everything is read and checked, on all ranks, before the first part is changed. The random state of a
-        rank that did not exist at the save is left as it is, with a warning.
+        All ranks read and check everything before the first part is changed. The random state of a rank that did not
+        exist at the save stays unchanged, with a warning.
 
         Args:
             parts: what to load, by the names of the save.
             source: a checkpoint, or a folder of checkpoints, of which the newest valid one is taken; None is
                 this object's own folder. Damaged ones are skipped, each with a warning that names the
                 damage. `hub:OWNER/NAME` or `hub:OWNER/NAME@REVISION` downloads the newest valid one of a repository
-                of the Hub as of now, by rank 0, to a temporary folder beside the checkpoints; `hub` is the
-                repository that the constructor was given.
-            optional: names of parts that stay as they are where the checkpoint does not hold them.
-            only_read: names of parts whose state is read and checked as all others, and put into `restored.states`
-                instead of loading it. They need not be in `parts`; where they are, the state of another program's
+                of the Hub: rank 0 looks up one commit and downloads to a temporary folder beside the checkpoints.
+                `hub` alone is the repository that the constructor was given.
+            optional: names of parts that stay unchanged if the checkpoint does not hold them.
+            only_read: names of parts whose state is read and checked like the others, and stored in `restored.states`
+                instead of loaded. They need not be in `parts`; if they are, the state of another program's
                 checkpoint must fit them.
 
         Returns:
-            The checkpoint's step; `restored` tells more. None if `source` is None and there is no valid checkpoint.
+            The checkpoint's step; `restored` has more. None if `source` is None and there is no valid checkpoint.
 
         Raises:
-            CheckpointError: `source` is damaged or holds no checkpoint, or the checkpoint lacks one of
-                `parts` that is not optional, or a part does not take its state.
-            UnreadableError: a checkpoint that may be the newest could not be read for a while, here; on the other ranks
-                it is a `CheckpointError` that names this one. No other is taken in its place.
+            CheckpointError: `source` is damaged or holds no checkpoint; or the checkpoint lacks one of
+                `parts` that is not optional; or a part rejects its state.
+            UnreadableError: a checkpoint that may be the newest could not be read, also when tried again. Other ranks
+                raise a `CheckpointError` that names this rank. No other checkpoint is taken instead.
         """
         self._background.join()
         self.restored = None
@@ -311,7 +310,7 @@ class Checkpointer:
         """Return the steps of all complete checkpoints, ascending. Checks sizes, reads no content.
 
         Raises:
-            UnreadableError: one cannot be looked at.
+            UnreadableError: a checkpoint cannot be read.
         """
         self._background.hold_up()
         complete = []
@@ -328,10 +327,10 @@ class Checkpointer:
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, whether it exists or not.
 
-        It is `checkpoint-<step>`, except for one that a run was replacing when it was killed.
+        It is `checkpoint-<step>`, unless a run was killed while it replaced that one.
 
         Raises:
-            UnreadableError: that cannot be found out.
+            UnreadableError: the folder cannot be read.
         """
         self._background.hold_up()
         path = self.directory / names.checkpoint_name(self.prefix, step)

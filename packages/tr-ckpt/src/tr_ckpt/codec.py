@@ -1,12 +1,12 @@
 """Encode a nested state as JSON plus named tensors, and decode it again, without pickle.
 
-JSON values stand for themselves. Anything else is an object with one name that begins with `$`:
+JSON values are kept as they are. Anything else is an object with one name that begins with `$`:
 
 | value | JSON |
 |---|---|
-| tensor | `{"$tensor": NAME}`, its numbers under NAME in the safetensors file, once if it is shared |
+| tensor | `{"$tensor": NAME}`; its numbers are under NAME in the safetensors file, once if it is shared |
 | dict whose keys are not all plain strings | `{"$dict": [[KEY, VALUE], ...]}` |
-| OrderedDict, as a module's state is | `{"$ordered": [[KEY, VALUE], ...], "$metadata": ...}` |
+| OrderedDict, such as a module's state | `{"$ordered": [[KEY, VALUE], ...], "$metadata": ...}` |
 | Counter | `{"$counter": [[KEY, COUNT], ...]}` |
 | tuple | `{"$tuple": [...]}` |
 | NumPy array | `{"$array": {"tensor": NAME, "dtype": "<f8", "shape": [...]}}` |
@@ -30,18 +30,18 @@ from tr_ckpt import distributed_tensor, untrusted
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.tensor_file import DTYPES as SAFETENSORS_DTYPES
 
-# Beyond this, other JSON readers round, and Python refuses numbers of more than 4300 digits.
+# Other JSON readers round larger numbers, and Python refuses numbers of more than 4300 digits.
 _PLAIN_INT = 2**63
 
-# Booleans, integers, floats, complex numbers, times and text; never objects, which only pickle can hold.
+# Booleans, integers, floats, complex numbers, times and text; never objects, which need pickle.
 _NUMPY_KINDS = "biufcmMSU"
 
 
 def encode_leaf(value: Any) -> Any:
-    """Return `value` as JSON, or `NotImplemented` if it is no leaf that this file knows."""
+    """Return `value` as JSON, or `NotImplemented` if this file does not know its type."""
     if (encoder := _LEAF_ENCODERS.get(type(value))) is not None:
         return encoder(value)
-    numpy = sys.modules.get("numpy")  # no object is NumPy's unless NumPy is there
+    numpy = sys.modules.get("numpy")  # without it no value can be NumPy's
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _NUMPY_KINDS:
         data = base64.b64encode(value.tobytes()).decode()
         return {"$numpy": {"dtype": value.dtype.str, "data": data}}
@@ -57,7 +57,7 @@ def array_bytes(value: Any) -> torch.Tensor | None:
 
 
 def array_from_bytes(data: torch.Tensor, dtype: str, shape: list[int]) -> Any:
-    """Return the NumPy array that `array_bytes` was given."""
+    """Return the NumPy array whose bytes `array_bytes` returned."""
     _, kind = _numpy_dtype(dtype)
     return data.numpy().view(kind).reshape(shape).copy()
 
@@ -77,7 +77,7 @@ def decode_leaf(tag: str, content: Any) -> Any:
         return _LEAF_DECODERS[tag](content)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a constructor objects to, the file is what is wrong
+    except Exception as error:  # any error of a constructor means that the file is wrong
         raise CheckpointError(f"{{{tag!r}: {content!r:.80}}} cannot be read: {error}") from error
 
 
@@ -94,7 +94,7 @@ def _decode_float(content: str) -> float:
 
 
 def _decode_dtype(content: str) -> torch.dtype:
-    dtype = vars(torch).get(content)  # not getattr, which imports what it does not find
+    dtype = vars(torch).get(content)  # not getattr: it imports missing names
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"torch {torch.__version__} has no dtype {content!r}; a newer one wrote it")
     return dtype
@@ -152,26 +152,26 @@ _RESERVED_NAMES = ("__metadata__",)
 
 
 class Encoder:
-    """Encode one part's state; `tensors` then holds its tensors by the names that the JSON refers to.
+    """Encode one part's state; `tensors` then holds its tensors by the names that the JSON uses.
 
-    The tensors are those of the state, not copies: write or copy them before training goes on.
+    The tensors are not copies: write or copy them before training continues.
 
     Args:
-        part: the name that errors begin with.
+        part: the name at the start of each error message.
     """
 
     def __init__(self, part: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.plain = True  # nothing but JSON's own values so far
+        self.plain = True  # no tag was needed so far
         self._part = part
         self._name_of: dict[Hashable, str] = {}
         self._open: set[int] = set()
 
     def encode(self, value: Any, steps: Steps = ()) -> Any:
-        """Return the JSON of `value`, found by following `steps` from the root.
+        """Return the JSON of `value`, which is at `steps` below the root.
 
         Raises:
-            CheckpointError: something in it cannot be saved; the message says where and what to do.
+            CheckpointError: a value in it cannot be saved; the message says where and what to do.
         """
         leaf = encode_leaf(value)
         if leaf is not NotImplemented:
@@ -211,7 +211,7 @@ class Encoder:
     def _ordered(self, value: OrderedDict[Any, Any], steps: Steps) -> Any:
         self.plain = False
         encoded = {"$ordered": self._pairs(value.items(), steps)}
-        metadata = getattr(value, "_metadata", None)  # a module's versions, which its loading depends on
+        metadata = getattr(value, "_metadata", None)  # the versions of modules, which loading needs
         if metadata is not None:
             encoded["$metadata"] = self.encode(metadata, (*steps, "_metadata"))
         return encoded
@@ -321,14 +321,14 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 class _Given:
-    """The tensors of a state, by name."""
+    """The tensors of a state, by name; each array may be used once."""
 
     def __init__(self, tensor: Callable[[str], torch.Tensor]) -> None:
         self.tensor = tensor
         self._of_arrays: set[str] = set()
 
     def array(self, name: str) -> torch.Tensor:
-        """Return the bytes of a NumPy array, which is a copy of them and shares them with nothing."""
+        """Return the bytes of a NumPy array: a copy, shared with no other value."""
         if name in self._of_arrays:
             raise CheckpointError(f"{name!r:.80} is the content of two arrays")
         self._of_arrays.add(name)

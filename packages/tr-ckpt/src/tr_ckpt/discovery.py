@@ -1,4 +1,4 @@
-"""Find the checkpoints in a folder, and check one. Nothing here changes a file."""
+"""Find the checkpoints in a folder, and check one. This file changes nothing on the disk."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tr_ckpt.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-# Sequence and step: of two checkpoints of ours the one with the higher age is the newer.
+# Sequence and step: of two checkpoints of this format the one with the higher age is the newer.
 Age = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A folder with a checkpoint's name, whatever is in it.
+    """A folder named like a checkpoint; its content is not checked.
 
     Attributes:
-        step: the step in its name; None for a folder that was named outright, whatever it is called.
-        name: its name, as messages give it.
-        path: where it is: not under its name if a run ended while replacing it.
+        step: the step in its name; None for a folder that the caller named.
+        name: its name in messages.
+        path: its location. Its name differs if a run was killed while it replaced the checkpoint.
     """
 
     step: int | None
@@ -33,10 +33,10 @@ class Found:
 
 
 def find(directory: Path, prefix: str) -> list[Found]:
-    """Return the checkpoints in `directory` by ascending step; an absent directory has none.
+    """Return the checkpoints in `directory` by ascending step; none if the directory does not exist.
 
     Raises:
-        UnreadableError: what is there cannot be found out.
+        UnreadableError: the directory cannot be read.
     """
     found: dict[int, Found] = {}
     for left in names.temporaries(directory):
@@ -51,19 +51,18 @@ def find(directory: Path, prefix: str) -> list[Found]:
 
 
 def _is_being_removed(folder: Path) -> bool:
-    """Whether a folder is the rest of a checkpoint in whose place another waits: see `in_place.py`."""
+    """Whether a newer checkpoint waits to take the place of this folder: see `staging.py`."""
     return not reads.is_there(folder / names.MANIFEST) and not is_foreign(folder)
 
 
 def by_age(directory: Path, prefix: str) -> list[Found]:
     """Return the checkpoints in `directory`, the newest last: by sequence, then by step.
 
-    One whose manifest cannot be read may be newer than all others and comes after them, so that it is noticed when
-    it is skipped. One of another program has no sequence and counts as 0: what was saved here after it, from
-    whatever step on, is newer.
+    A checkpoint whose manifest cannot be read may be the newest, so it comes last: a restore then reports that it
+    skips it. A checkpoint of another program counts as sequence 0: every save of this package is newer.
 
     Raises:
-        UnreadableError: which is newer cannot be found out.
+        UnreadableError: the order cannot be determined.
     """
     found = find(directory, prefix)
     ages = {each.name: age for each in found if (age := _age(each)) is not None}
@@ -77,15 +76,15 @@ def by_age(directory: Path, prefix: str) -> list[Found]:
 
 
 def next_sequence(directory: Path, prefix: str, seen: dict[str, Age] | None = None) -> int:
-    """Return the sequence of a checkpoint that is saved now: one higher than any in `directory`.
+    """Return the sequence of the next save: one higher than any in `directory`.
 
     Args:
-        directory: where it will be.
-        prefix: what the names of checkpoints begin with.
-        seen: ages that were read before, by name, for those that cannot be read now; those read now are added.
+        directory: the folder to save to.
+        prefix: the first part of the names of checkpoints.
+        seen: ages that were read earlier, by name, for checkpoints that cannot be read at present. Updated in place.
 
     Raises:
-        UnreadableError: one that was not seen before cannot be read: it may have any sequence.
+        UnreadableError: a checkpoint without a known age cannot be read; its sequence could be any.
     """
     seen = {} if seen is None else seen
     ages = [_age_or_seen(found, seen) for found in find(directory, prefix)]
@@ -106,24 +105,24 @@ def _age_or_seen(found: Found, seen: dict[str, Age]) -> Age | None:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether it looks like a checkpoint of another program: a trainer's state, and nothing that is only ours."""
+    """Whether this looks like a checkpoint of another program: a trainer's state, and no file that only we write."""
     ours = (names.MANIFEST, "model.json")
     return reads.is_file(folder / "trainer_state.json") and not any(reads.is_there(folder / name) for name in ours)
 
 
 def _age(found: Found) -> Age | None:
     age = manifest.read_age(found.path)
-    # Under the name of another step it is a copy of something: nothing says of what age.
+    # A folder under the name of another step is a copy: its age is unknown.
     return age if age is not None and found.step in (None, age[1]) else None
 
 
 def check_quickly(found: Found) -> Manifest:
-    """Check that a checkpoint is complete: a whole manifest, and every file has its size. Reads no content.
+    """Check that a checkpoint is complete: a valid manifest, and every file has its size. Reads no content.
 
     Raises:
-        DamagedCheckpointError: it is not; the message names every file that is wrong.
+        DamagedCheckpointError: it is incomplete; the message names every wrong file.
         CheckpointError: a newer version wrote it.
-        UnreadableError: it cannot be looked at.
+        UnreadableError: it cannot be read.
     """
     described = manifest.read(found.path)
     if found.step is not None and described.step != found.step:
@@ -133,11 +132,11 @@ def check_quickly(found: Found) -> Manifest:
 
 
 def check_sizes(folder: Path, described: Manifest) -> None:
-    """Check that every file is there and has its size.
+    """Check that every file exists and has its size.
 
     Raises:
-        DamagedCheckpointError: the message names every file that is wrong, and by how much.
-        UnreadableError: one cannot be looked at.
+        DamagedCheckpointError: the message names every wrong file, and by how many bytes.
+        UnreadableError: a file cannot be read.
     """
     raise_if_damaged([wrong for name in described.files if (wrong := _wrong_size(folder, described, name))])
 
@@ -146,24 +145,24 @@ def verify(folder: Path, described: Manifest) -> None:
     """Read every file and compare it with the manifest.
 
     Raises:
-        DamagedCheckpointError: the message names every file that is wrong.
-        UnreadableError: one cannot be read.
+        DamagedCheckpointError: the message names every wrong file.
+        UnreadableError: a file cannot be read.
     """
     raise_if_damaged(damages(folder, described, list(described.files)))
 
 
 def damages(folder: Path, described: Manifest, wanted: list[str]) -> list[str]:
-    """Read the files named and return what is wrong, one sentence a file.
+    """Read the `wanted` files and return what is wrong, one sentence a file.
 
     Raises:
-        UnreadableError: one cannot be read.
+        UnreadableError: a file cannot be read.
     """
     each = (_wrong_size(folder, described, name) or _wrong_content(folder, described, name) for name in wanted)
     return [damage for damage in each if damage]
 
 
 def raise_if_damaged(found: list[str]) -> None:
-    """Raise `DamagedCheckpointError` with all of `found`, if there is any."""
+    """Raise `DamagedCheckpointError` with all of `found`, if there are any."""
     if found:
         raise DamagedCheckpointError("; ".join(found))
 
@@ -191,9 +190,9 @@ def _wrong_content(folder: Path, described: Manifest, name: str) -> str:
         if files.record(folder / name) == expected:
             return ""
         if files.record(folder / name) == expected:
-            logger.warning("%s was first read as it is not: see to the disk, the mount and the memory", folder / name)
+            logger.warning("two reads of %s differ: check the disk, the mount and the memory", folder / name)
             return ""
-        changed = f"{name} was changed after it was written: its SHA-256 is another"
+        changed = f"{name} was changed after it was written: its SHA-256 differs"
         return changed + tensor_damage.where_changed(folder / name, expected.sections)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Tell DTensors from other tensors, without importing what makes them."""
+"""Recognise DTensors without importing their module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tr_ckpt.errors import CheckpointError
 
 
 def may_exist() -> bool:
-    """Whether this process can hold a DTensor: none exists unless their module has been imported."""
+    """Whether this process can hold a DTensor: none exists unless their module was imported."""
     return "torch.distributed.tensor" in sys.modules
 
 
@@ -20,7 +20,7 @@ def is_distributed(value: Any) -> bool:
 
 
 def find(state: Any, steps: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the DTensors in a nested state, each with its dotted place."""
+    """Yield the DTensors in a nested state, each with its dotted path."""
     if is_distributed(state):
         yield ".".join(steps), state
     elif isinstance(state, Mapping):
@@ -43,15 +43,15 @@ def unsupported(tensor: Any) -> str:
 
 
 def layout_identity(tensor: Any) -> Hashable:
-    """Return what two DTensors over the same local memory must share to be one."""
+    """Return a key that is equal for two DTensors over the same local memory only if they are the same tensor."""
     return id(tensor.device_mesh), tensor.placements, tuple(tensor.shape)
 
 
 def require() -> None:
-    """Refuse to go on where torch was built without what reads and writes shards.
+    """Refuse a build of torch that cannot read and write shards.
 
     Raises:
-        CheckpointError: it was.
+        CheckpointError: torch has no distributed package.
     """
     import torch.distributed
 

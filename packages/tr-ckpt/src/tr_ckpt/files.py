@@ -1,10 +1,10 @@
-"""Change the file system: every operation that changes it goes through the functions of this file.
+"""Change the file system: every operation that changes it is a function of this file.
 
-`OPERATIONS` names them. Each is looked up when it is called, so a test that replaces one sees every use of it.
+`OPERATIONS` lists them. Each is looked up when it is called, so a test that replaces one sees every use of it.
 
-Some file systems that are mounted through FUSE, 9p or SMB take no fsync of a folder, or of anything. A save continues
-there, with a warning. Only the order in which a power cut finds things on the disk is lost. A process that is killed
-at any instant loses nothing there either.
+Some file systems that are mounted through FUSE, 9p or SMB support no fsync of folders, or no fsync at all. A save
+continues there, with a warning. Only a power cut can then do harm: it may find writes on the disk in another order. A
+killed process loses nothing there either.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tr_ckpt.tensor_damage import DIGITS, Section
 
 logger = logging.getLogger(__name__)
 
-# "Not supported", in the ways that file systems say it. EIO is none of them: then the disk is at fault.
+# "Not supported", in the variants that file systems return. EIO is none of them: it means that the disk fails.
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY})
 _OF_FOLDERS = _UNSUPPORTED | {errno.EBADF, errno.EISDIR}
 
-# File systems, by device, of which it has been said.
+# File systems, by device, that were warned about.
 _warned: set[tuple[int, bool]] = set()
 
 
 def is_sync_unsupported(error: OSError, path: Path, *, of_folder: bool = False) -> bool:
-    """Whether an error says no more than that this file system syncs nothing of the kind; if so, warn of it once.
+    """Whether an error only says that this file system cannot sync; if so, warn once.
 
-    Otherwise the error is given the path, for words that name it.
+    Any other error gets the path, so that messages can name it.
 
     Args:
-        error: what syncing raised.
-        path: what was to be synced.
+        error: the error of the sync.
+        path: the path to sync.
         of_folder: whether it is a folder.
     """
     unsupported = error.errno in (_OF_FOLDERS if of_folder else _UNSUPPORTED)
-    # Where a folder can be listed, but not opened to be synced, it is not the right to read it that is missing.
+    # If a folder can be listed but not opened for syncing, the cause is not a missing permission to read.
     if not unsupported and not (of_folder and error.errno in (errno.EACCES, errno.EPERM) and _can_be_listed(path)):
         error.filename = error.filename or str(path)
         return False
@@ -51,9 +51,9 @@ def is_sync_unsupported(error: OSError, path: Path, *, of_folder: bool = False) 
 
 
 def warn_if_unsynced(directory: Path) -> None:
-    """Find out, before anything is written, whether the folder that is or will be at `directory` can be synced.
+    """Check before the first write whether the folder that is or will be at `directory` can be synced.
 
-    An error of another kind is left to whoever writes there.
+    Other errors are left to the later write.
     """
     existing = next((path for path in (directory, *directory.parents) if os.path.isdir(path)), None)
     if existing is None or os.name == "nt":
@@ -79,7 +79,7 @@ def _can_be_listed(path: Path) -> bool:
 def _warn_unsynced(error: OSError, path: Path, *, of_folder: bool) -> None:
     try:
         device = os.stat(path).st_dev
-    except OSError:  # what it is told apart by is of no weight
+    except OSError:  # the device only decides how often the warning appears
         device = -1
     if (device, of_folder) in _warned:
         return
@@ -112,13 +112,13 @@ BLOCK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must hold.
+    """The expected content of a file.
 
     Attributes:
         bytes: its size.
         sha256: digest of its content, 64 lower-case hexadecimal digits.
-        sections: what a damage can be placed in, in the order of the file; empty if that is not known. Two records
-            are equal whatever their sections.
+        sections: the parts of the file in order, to locate damage in; empty if unknown. Equality of two records
+            ignores them.
     """
 
     bytes: int
@@ -127,12 +127,12 @@ class FileRecord:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that must not exist, in one that must."""
+    """Make a folder that must not exist; its parent must."""
     os.mkdir(path)
 
 
 def create(path: Path) -> int:
-    """Open a file that must not exist for writing; returns its descriptor."""
+    """Create a file that must not exist, and return its descriptor for writing."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
 
 
@@ -143,7 +143,7 @@ def write(descriptor: int, data: memoryview) -> None:
 
 
 def sync(descriptor: int, path: Path) -> None:
-    """Return once what was written to a file has reached the disk, if its file system can say so."""
+    """Wait until the content of a file has reached the disk, if its file system supports that."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -152,7 +152,7 @@ def sync(descriptor: int, path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return once the names in a folder have reached the disk, if its file system can say so."""
+    """Wait until the names in a folder have reached the disk, if its file system supports that."""
     if os.name == "nt":  # a folder has no descriptor there
         return
     try:
@@ -167,7 +167,7 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file or folder another name on the same file system, in one instant."""
+    """Rename a file or folder on the same file system, atomically."""
     os.rename(source, target)
 
 
@@ -189,12 +189,12 @@ def remove_folder(path: Path) -> None:
 def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[str, int] | None = None) -> FileRecord:
     """Write a new file and wait until it is on the disk.
 
-    The digest is taken of what is handed to the system, so that it costs no second pass.
+    The digest is computed while writing, so that the file is not read again.
 
     Args:
-        path: where.
+        path: the file.
         blocks: its content.
-        ends: where sections of it end, by name, in the order of the file; each at the end of a block.
+        ends: the ends of its sections, by name, in the order of the file; each at the end of a block.
 
     Raises:
         OSError: the file exists or cannot be written.
@@ -222,7 +222,7 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[s
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Have an error name the file, which one of a descriptor alone does not."""
+    """Add the file's name to an error of its descriptor."""
     try:
         yield
     except OSError as error:
@@ -231,8 +231,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def seal_file(path: Path) -> FileRecord:
-    """Wait until a file that somebody else wrote is on the disk, and return what it holds."""
-    # Somebody else may have made it read-only; only Windows syncs nothing that is not open for writing.
+    """Wait until a file of another writer is on the disk, and return its size and digest."""
+    # The file may be read-only; only Windows needs it open for writing to sync it.
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         sync(descriptor, path)
@@ -245,7 +245,7 @@ def record(path: Path) -> FileRecord:
     """Read a file and return its size and digest.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         UnreadableError: it cannot be read.
     """
     digest, size = hashlib.sha256(), 0
@@ -256,7 +256,7 @@ def record(path: Path) -> FileRecord:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing; `settle` makes them durable."""
+    """Make a folder and its missing parents; `fsync_parents` makes them durable."""
     if path.is_dir():
         return
     make_folders(path.parent)
@@ -268,9 +268,9 @@ def make_folders(path: Path) -> None:
 
 
 def fsync_parents(path: Path) -> None:
-    """Return once the names of a folder and of those above it, on its file system, are on the disk, whoever made them.
+    """Wait until the names of a folder and of its parents on the same file system are on the disk, whoever made them.
 
-    A file that is on the disk is lost all the same if the folder that it is in has no name there.
+    A synced file is lost all the same if the name of its folder is not on the disk.
     """
     device = path.stat().st_dev
     for folder in path.parents:
@@ -278,12 +278,12 @@ def fsync_parents(path: Path) -> None:
             return
         try:
             sync_folder(folder)
-        except PermissionError:  # not to be read, so not made for this run
+        except PermissionError:  # an unreadable folder was not made by this run
             continue
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all in it, or a file; links, also in its own place, are removed and not followed."""
+    """Remove a folder with its content, or a file. Links are removed and never followed."""
     if path.is_symlink() or path.is_file():
         remove_file(path)
         return

@@ -1,11 +1,11 @@
 """Let one run at a time save to a folder.
 
-The process that commits checkpoints locks the folder, by the file of `lock_file.py`, while its run lasts. Another run
-that finds it there asks the system whether that process lives, where it is one of this machine, and else watches for a
-while whether it shows that it does. A lock whose owner is gone is taken over; that of a living one is an error.
+The process that commits checkpoints locks the folder for the length of its run, with the file of `lock_file.py`.
+Another run that finds the lock checks whether its owner is alive. On the same machine it asks the system; otherwise
+it watches the file for a while. The lock of a dead owner is taken over; that of a living one is an error.
 
-To take over, a process makes `.run-lock.json.<key>.next` first, which only one can, and then renames it over the lock
-of that key, which only the one that made it does.
+To take over, a process first makes `.run-lock.json.<key>.next`, which only one process can. Then it renames that file
+over the lock with this key, which only the maker does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tr_ckpt.lock_file import NAME, Owner
 
 logger = logging.getLogger(__name__)
 
-# How often an owner shows that it lives, and how long another machine waits for that; a stall of a shared file system
-# for less than the difference takes no lock away.
+# How often an owner updates the lock, and how long another machine waits for an update. A stall of a shared file
+# system that is shorter than the difference costs no lock.
 BEAT_S, STALE_S = 15.0, 75.0
-# How long a living process of this machine gets to end; and how long if what started it is gone, as of a launcher that
-# was killed: then it saves first, for which it has 300 seconds unless its launcher was given others.
+# How long a living process of this machine gets to end; and how long if its parent is gone, as after a killed
+# launcher. It saves first then, for which it has 300 seconds unless its launcher gave another time.
 ENDING_S, ORPHAN_S = 30.0, 330.0
 
 _POLL_S = 0.5
@@ -43,15 +43,15 @@ _READ_TRIES, _READ_DELAY_S = 5, 0.2
 
 @dataclass
 class _Held:
-    """A lock of this process.
+    """A lock that this process holds.
 
     Attributes:
-        folder: what is locked.
-        owner: as the file says.
-        users: who wants it, by `id`.
-        made: folders that were made to lock this one, the lowest first.
-        seen_s: when the file was last seen to be ours.
-        lost: what became of it, once that was noticed.
+        folder: the locked folder.
+        owner: as in the file.
+        users: the objects that use the lock, by `id`.
+        made: folders that were made for the lock, the lowest first.
+        seen_s: when the file last named this process.
+        lost: how the lock was lost, once that was noticed.
     """
 
     folder: Path
@@ -74,12 +74,12 @@ _beating: threading.Thread | None = None
 
 
 class FolderLock:
-    """The lock of a folder, as one object of this process wants it; several share it.
+    """The lock of a folder, as used by one object; several objects of a process share it.
 
-    A process that is forked from the owner has no part in it.
+    A forked process does not share the lock of its parent.
 
     Args:
-        folder: what is to be locked; made if it is missing.
+        folder: the folder to lock; made if it does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,12 +87,12 @@ class FolderLock:
         self._has_warned = False
 
     def claim(self, *, patience_s: float | None = None) -> None:
-        """Lock the folder, unless this process has; may wait, for what it says in the log.
+        """Lock the folder, unless this process has locked it. May wait; the log says for what.
 
-        A folder in which no lock can be made is used without, and that is logged.
+        If no lock can be made in the folder, it is used without one, and that is logged.
 
         Args:
-            patience_s: how long a living process of this machine gets to end; None is `ENDING_S`.
+            patience_s: how long a living process of this machine gets to end; None means `ENDING_S`.
 
         Raises:
             FolderInUseError: another run saves to it, or has taken it over.
@@ -117,7 +117,7 @@ class FolderLock:
             _begin_beating()
 
     def check(self) -> None:
-        """Raise if the lock that this process had is now another's; does nothing without one.
+        """Raise if another process has taken over this process's lock; without a lock do nothing.
 
         Raises:
             FolderInUseError: another run has taken it over.
@@ -134,12 +134,12 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        """Want the lock no longer; it goes with the last that wants it."""
+        """Stop using the lock; the last user removes it."""
         with _claiming:
             self._release()
 
     def drop(self) -> None:
-        """Do what `release` does, now or soon: for where an object is collected, which may be in the middle of it."""
+        """Release now or soon; for finalizers, which may run in the middle of a claim."""
         if not _claiming.acquire(blocking=False):
             _dropped.append(self)
             return
@@ -163,14 +163,14 @@ class FolderLock:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s cannot be locked (%s), so nothing keeps another run from saving there; see to it that none does",
+                "%s cannot be locked (%s), so nothing stops another run from saving there; make sure that none does",
                 self.folder, error,
             )  # fmt: skip
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep runs from saving to a folder meanwhile.
+    """Keep runs from saving to a folder while the block runs.
 
     Raises:
         FolderInUseError: one does.
@@ -184,7 +184,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class _CannotLockError(OSError):
-    """No lock can be made there."""
+    """The folder takes no lock."""
 
 
 def _key(folder: Path) -> str:
@@ -208,18 +208,18 @@ def _acquire(folder: Path, owner: Owner, patience_s: float) -> None:
 def _create(path: Path, owner: Owner) -> bool:
     try:
         return lock_file.create(path, owner)
-    except FileNotFoundError:  # another machine took our new file for what a dead process left, and tidied up
+    except FileNotFoundError:  # another machine removed our new file as the leftover of a dead process
         return False
     except OSError as error:
         raise _CannotLockError(error.errno, error.strerror) from error
 
 
 def _take_over(path: Path, found: Owner, owner: Owner, patience_s: float) -> bool:
-    """Put the lock of `owner` in the place of that found, whose process is gone; False if it is another by now."""
+    """Replace the lock `found`, whose process is gone, by that of `owner`; False if the lock has changed."""
     following = path.with_name(f"{path.name}.{found.key}.next")
     if not _create(following, owner):
         rival = _read(following)
-        if rival is not None and _has_ended(following, rival, patience_s):  # in the middle of this: done for it
+        if rival is not None and _has_ended(following, rival, patience_s):  # it died while it took over: finish it
             with contextlib.suppress(FileNotFoundError):
                 _replace(following, path)
         return False
@@ -228,29 +228,29 @@ def _take_over(path: Path, found: Owner, owner: Owner, patience_s: float) -> boo
         with contextlib.suppress(FileNotFoundError):
             files.remove_file(following)
         return False
-    with contextlib.suppress(FileNotFoundError):  # then another did it for us
+    with contextlib.suppress(FileNotFoundError):  # another process finished it
         _replace(following, path)
     now = _read(path)
     return now is not None and now.key == owner.key
 
 
 def _replace(source: Path, target: Path) -> None:
-    if os.name == "nt":  # where a rename does not replace
+    if os.name == "nt":  # a rename does not replace files there
         with contextlib.suppress(FileNotFoundError):
             files.remove_file(target)
     files.rename(source, target)
 
 
 def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
-    """Wait until an owner is known to be gone; False if the lock is another's meanwhile.
+    """Wait until an owner is known to be gone; False if the lock changed owner in the meantime.
 
     Raises:
-        FolderInUseError: it lives.
+        FolderInUseError: the owner is alive.
     """
     process = owner.process
     is_visible = process is not None and processes.is_visible(process)
     if process is not None and (processes.is_gone(process) or (is_visible and process.pid == os.getpid())):
-        return True  # one of our own number that we know nothing of is what we were before an `exec`
+        return True  # our own process number: we wrote that lock before an `exec`
     within_s = patience_s if is_visible else STALE_S
     if process is not None and is_visible and patience_s and processes.is_orphan(process):
         within_s = ORPHAN_S
@@ -281,10 +281,10 @@ def _refusal(path: Path, owner: Owner) -> str:
 
 
 def _read(path: Path) -> Owner | None:
-    """Read a lock; a momentary error is no answer.
+    """Read a lock; a momentary error is retried.
 
     Raises:
-        OSError: it lasts.
+        OSError: the error persists.
     """
     for left in reversed(range(_READ_TRIES)):
         try:
@@ -292,7 +292,7 @@ def _read(path: Path) -> Owner | None:
         except OSError as error:
             if left == 0:
                 raise OSError(
-                    f"whether another run saves to {path.parent} cannot be known: {error} — mend that, or save to "
+                    f"whether another run saves to {path.parent} cannot be known: {error} — fix that, or save to "
                     "another folder"
                 ) from error
             time.sleep(_READ_DELAY_S)
@@ -300,7 +300,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what processes left that ended while they were taking over an earlier lock."""
+    """Remove the leftovers of processes that ended while they were taking over an earlier lock."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{NAME}.*.next"):
             owner = lock_file.read(path)
@@ -309,7 +309,7 @@ def _clear(folder: Path) -> None:
 
 
 def _loss(held: _Held) -> str:
-    """Say how a lock that this process had was lost; empty if it was not."""
+    """Describe how this process lost a lock; empty if it did not."""
     found = _read(held.path)
     if found is not None:
         if found.key != held.owner.key:
@@ -318,15 +318,15 @@ def _loss(held: _Held) -> str:
     elif _now_s() - held.seen_s > STALE_S - BEAT_S:
         return "was unlocked, perhaps by a run that had taken it over and has ended,"
     elif held.folder.is_dir():
-        logger.warning("%s was removed from %s, and is put back", NAME, held.folder)
-        with contextlib.suppress(OSError):  # it is no worse than where no lock can be made
+        logger.warning("%s was removed from %s, and is restored", NAME, held.folder)
+        with contextlib.suppress(OSError):  # then the folder has no lock, as where none can be made
             if not lock_file.create(held.path, held.owner):
                 return f"was taken over by {_read(held.path)}"
     return ""
 
 
 def _unlock(held: _Held) -> None:
-    with contextlib.suppress(OSError):  # then it is left as by a process that was killed
+    with contextlib.suppress(OSError):  # then the file stays, as after a killed process
         found = lock_file.read(held.path)
         if found is not None and found.key == held.owner.key:
             files.remove_file(held.path)
@@ -337,7 +337,7 @@ def _unlock(held: _Held) -> None:
 
 
 def _now_s() -> float:
-    """Return a time that goes on while the machine sleeps, where there is one."""
+    """Return a clock that also counts while the machine sleeps, where there is one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -347,7 +347,7 @@ def _begin_beating() -> None:
         _beating = threading.Thread(target=_beat_always, name="folder lock", daemon=True)
         try:
             _beating.start()
-        except RuntimeError:  # the interpreter exits, and lives no longer than a lock without
+        except RuntimeError:  # the interpreter exits soon; the lock needs no updates
             _beating = None
 
 
@@ -360,17 +360,17 @@ def _beat_always() -> None:
 
 
 def beat() -> None:
-    """Show the other machines that the owner of each lock of this process lives."""
+    """Update the lock files of this process, so that other machines see that it is alive."""
     global _beats
     _beats += 1
     for held in list(_held.values()):
-        with contextlib.suppress(OSError):  # the next one may do
+        with contextlib.suppress(OSError):  # the next update may succeed
             if lock_file.beat(held.path, held.owner, _beats):
                 held.seen_s = _now_s()
 
 
 def _forget() -> None:
-    """Begin as a process that was forked: what the owner holds is not held here."""
+    """Drop all locks after a fork: they belong to the parent."""
     global _claiming, _beating
     _held.clear()
     _claiming, _beating = threading.Lock(), None

@@ -1,8 +1,8 @@
-"""Write and read the file by which a run says that it saves to a folder.
+"""Write and read the file that shows which run saves to a folder.
 
-`.run-lock.json` is one line of JSON that says who, and a second with a number that changes as long as that process
-lives: whoever cannot ask the system about the process, as on another machine, watches the number. Clocks of two
-machines are never compared.
+`.run-lock.json` is one line of JSON that names the process, and a second line with a number that changes as long as
+the process lives. Who cannot ask the system about the process, as on another machine, watches the number. Clocks of
+two machines are never compared.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _FORMAT = 1
 _LARGEST_BYTES = 4096
 _BEAT = "{:012d}\n"
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-# What file systems without hard links answer; not that of a full or broken disk.
+# The errors of file systems without hard links; not those of a full or failing disk.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has locked a folder, as its file says.
+    """The owner of a folder's lock, as its file says.
 
     Attributes:
-        key: names this lock among all there have ever been.
+        key: unique to this lock.
         process: the owner; None where the file is damaged or cannot be read.
-        since: when it was locked, by the owner's clock; for people.
-        beat: is another whenever the owner has shown that it lives.
+        since: when it was locked, by the owner's clock; only for people.
+        beat: changes whenever the owner updates the file.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Owner:
 
     @classmethod
     def new(cls) -> Owner:
-        """Return this process as an owner, from now on."""
+        """Return this process as an owner, from the present time on."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return cls(secrets.token_hex(8), this_process(), since)
 
@@ -59,17 +59,17 @@ class Owner:
         return f"process {self.process.pid} on {self.process.host} (since {self.since})"
 
     def content(self) -> bytes:
-        """Return what its file holds at first."""
+        """Return the first content of its file."""
         assert self.process is not None  # it is one of ours
         held = {"format": _FORMAT, "key": self.key, "since": self.since, **asdict(self.process)}
         return (json.dumps(held) + "\n" + _BEAT.format(0)).encode()
 
 
 def read(path: Path) -> Owner | None:
-    """Return who has locked a folder; None if there is no such file.
+    """Return who has locked a folder; None if there is no lock file.
 
     Raises:
-        OSError: it cannot be read, for another reason than that it is no plain file or this user may not.
+        OSError: it cannot be read, although it is a regular file and this user has the permission.
     """
     content, status = b"", b""
     try:
@@ -96,9 +96,9 @@ def read(path: Path) -> Owner | None:
 
 
 def create(path: Path, owner: Owner) -> bool:
-    """Make the file of an owner, whole, in one instant; returns False if there is one.
+    """Make the file of an owner atomically; return False if there is one.
 
-    Where the file system has no hard links, a process killed meanwhile may leave a file that says nothing.
+    On a file system without hard links, a process that is killed in the middle may leave an empty file.
 
     Raises:
         OSError: it cannot be made.
@@ -109,7 +109,7 @@ def create(path: Path, owner: Owner) -> bool:
         try:
             files.link(fresh, path)
         except FileExistsError:
-            return fresh.stat().st_nlink > 1  # NFS may say so of a link that it made, where its answer was lost
+            return fresh.stat().st_nlink > 1  # NFS may report an error for a link that it made, if the answer was lost
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -122,9 +122,9 @@ def create(path: Path, owner: Owner) -> bool:
 
 
 def beat(path: Path, owner: Owner, number: int) -> bool:
-    """Show that the owner lives; does nothing to the lock of another, and returns False.
+    """Update the owner's lock; leave the lock of another owner and return False.
 
-    No one of the operations of `files`: what it changes may be lost.
+    Not one of the operations of `files`: this write may be lost.
 
     Raises:
         OSError: it could not be written.
@@ -138,7 +138,7 @@ def beat(path: Path, owner: Owner, number: int) -> bool:
             os.write(descriptor, _BEAT.format(number).encode())
         return is_ours
     finally:
-        os.close(descriptor)  # not before this does NFS show it to others
+        os.close(descriptor)  # NFS shows the write to other machines only after this
 
 
 def _create_in_place(path: Path, owner: Owner) -> bool:
@@ -169,7 +169,7 @@ def _parsed(line: bytes) -> Owner:
 
 
 def _plain(value: object) -> str:
-    """Return a text that can be printed, whoever wrote it."""
+    """Return a text that is safe to print, whoever wrote it."""
     if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
         raise ValueError("no plain text")
     return value

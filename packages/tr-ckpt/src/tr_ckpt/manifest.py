@@ -1,4 +1,4 @@
-"""Describe a checkpoint: what its files must hold, and what it was made with."""
+"""Describe a checkpoint: its files with size and digest, and the versions that wrote it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Manifest:
     Attributes:
         step: completed optimizer steps.
         world_size: number of processes that saved.
-        parts: file names of each part, by part; files that belong to none were added by the caller.
-        files: what each file holds, by its path inside the folder, with forward slashes.
-        versions: of Python and the packages that matter, as of the save.
-        saved_at: when, in UTC, as ISO 8601; for people only, nothing is decided by it.
-        sequence: one higher than that of any checkpoint that was in the folder when this one was saved. Of two
-            checkpoints the one with the higher sequence is the newer, whatever their steps: a run that goes back to
-            step 10 and saves step 12 has left a later step 30 behind.
+        parts: file names of each part, by part; files of no part were added by the caller.
+        files: size and digest of each file, by its path inside the folder, with forward slashes.
+        versions: of Python and the relevant packages at the time of the save.
+        saved_at: when, in UTC, as ISO 8601; only for people, no decision uses it.
+        sequence: one higher than that of any checkpoint in the folder at the time of the save. Of two checkpoints the
+            one with the higher sequence is the newer, whatever their steps: a run that resumes from step 10 and saves
+            step 12 leaves an older step 30 in the folder.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files together, this one not counted."""
+        """Size of all files together, without this one."""
         return sum(record.bytes for record in self.files.values())
 
     def extra_files(self) -> list[str]:
@@ -62,7 +62,7 @@ class Manifest:
 def describe(
     step: int, world_size: int, records: Iterable[Mapping[str, Mapping[str, FileRecord]]], *, sequence: int = 0
 ) -> Manifest:
-    """Put together what all ranks wrote: for each rank its files by part; the part `""` holds added files."""
+    """Combine what all ranks wrote: for each rank its files by part; the part `""` holds added files."""
     parts: dict[str, list[str]] = {}
     held: dict[str, FileRecord] = {}
     for written in records:
@@ -76,7 +76,7 @@ def describe(
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Return the versions of Python and of the packages that a state depends on; looked up once, for milliseconds."""
+    """Return the versions of Python and of the packages that a state depends on. Cached, as it takes milliseconds."""
     found = {"python": platform.python_version()}
     for name in ("torch", "numpy", "safetensors", "tr-ckpt"):
         try:
@@ -87,7 +87,7 @@ def versions() -> Mapping[str, str]:
 
 
 def write(folder: Path, manifest: Manifest) -> FileRecord:
-    """Write `manifest.json` into `folder`, with its own digest in it, so that no byte changes unnoticed."""
+    """Write `manifest.json` into `folder` with its own digest, so that every change of a byte is noticed."""
     content = {
         "files": {name: {"bytes": record.bytes, "sha256": record.sha256} for name, record in manifest.files.items()},
         "format": FORMAT,
@@ -111,13 +111,13 @@ def read(folder: Path) -> Manifest:
     """Read `manifest.json` of `folder` and check it against its own digest.
 
     Raises:
-        DamagedCheckpointError: it is absent or was changed.
+        DamagedCheckpointError: it does not exist or was changed.
         UnreadableError: it cannot be read.
-        CheckpointError: it is of a format that this version does not know.
+        CheckpointError: this version does not know its format.
     """
     content = _content(folder)
     if content.get("format") != FORMAT:
-        raise CheckpointError(  # not damage: falling back to an older one would hide that progress is lost
+        raise CheckpointError(  # not damage: falling back to an older one would hide the loss of progress
             f"its format is {content.get('format')!r}; this version reads {FORMAT} — install a newer tr-ckpt"
         )
     try:
@@ -131,7 +131,7 @@ def read(folder: Path) -> Manifest:
             int(content["sequence"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DamagedCheckpointError(f"{MANIFEST} lacks what it must hold: {error!r}") from error
+        raise DamagedCheckpointError(f"{MANIFEST} lacks required content: {error!r}") from error
     if problem := untrusted.paths_problem(manifest.files) or untrusted.paths_problem(manifest.parts):
         raise DamagedCheckpointError(f"{MANIFEST} names {problem}")
     if unknown := {name for names in manifest.parts.values() for name in names} - set(manifest.files):
@@ -140,7 +140,7 @@ def read(folder: Path) -> Manifest:
 
 
 def read_age(folder: Path) -> tuple[int, int] | None:
-    """Return sequence and step, which tell what is newer, of a manifest of any format; None if it is not whole.
+    """Return sequence and step, which define the age, of a manifest of any format; None if it is not intact.
 
     Raises:
         UnreadableError: it cannot be read.
@@ -183,7 +183,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         return _parse(raw)
     except DamagedCheckpointError:
-        if (again := reads.content(path)) == raw:  # else it was not the file that was wrong
+        if (again := reads.content(path)) == raw:  # otherwise the read was wrong, not the file
             raise
     return _parse(again)
 

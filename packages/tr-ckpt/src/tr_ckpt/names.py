@@ -1,4 +1,4 @@
-"""Name the folders of checkpoints, and the temporary ones that stand for an operation under way."""
+"""Name the folders of checkpoints, and the temporary folders of operations under way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tr_ckpt.processes import host_name, is_alive, numbering
 
 MANIFEST = "manifest.json"
 
-# Temporary folders that this process is using now: another instance in this process must not clear them away.
+# Temporary folders in use by this process: another instance in this process must not remove them.
 _IN_USE: set[str] = set()
 
 _TEMPORARY = re.compile(
@@ -27,15 +27,15 @@ class Temporary:
     """A temporary folder found on the disk.
 
     Attributes:
-        path: where it is.
-        kind: what was going on: `writing` a new checkpoint, with the `records` of what each rank wrote beside it,
+        path: its location.
+        kind: the operation: `writing` a new checkpoint, with the `records` of what each rank wrote beside it,
             an old one `replaced` by a new one of its step, one being `removed`, the manifest of one being
-            `emptied` where it is, a copy for `pushing`, one `fetched` from the Hub, or a file
-            that is about to be the folder's `lock`.
-        target: the name it stands for, such as `checkpoint-30`.
+            `emptied` in place, a copy for `pushing`, one `fetched` from the Hub, or a file
+            that will become the folder's `lock`.
+        target: the name that it belongs to, such as `checkpoint-30`.
         host: the machine that made it.
         pid: the process that made it.
-        numbering: what the number counts in, as of `Process`; empty if that is not known.
+        numbering: the scope of that number, as in `Process`; empty if unknown.
     """
 
     path: Path
@@ -46,8 +46,8 @@ class Temporary:
     numbering: str = ""
 
     def is_abandoned(self) -> bool:
-        """Whether its maker is gone: not a living process of this machine or container, nor this one at work on it."""
-        if self.path.name in _IN_USE:  # whatever this machine is called by now
+        """Whether its maker is gone: no living process of this machine or container, and not in use by this one."""
+        if self.path.name in _IN_USE:  # also if this machine was renamed
             return False
         if self.host != host_name() or self.numbering not in ("", numbering()) or self.pid == os.getpid():
             return True
@@ -66,7 +66,7 @@ def step_of(name: str, prefix: str) -> int | None:
 
 
 def temporary(directory: Path, kind: str, target: str) -> Path:
-    """Return a new name beside `target` and note it as in use; `release` it when the folder is gone."""
+    """Return a new name beside `target` and register it as in use; `release` it when the folder is gone."""
     counted_in = numbering()
     process = f"{os.getpid()}.{counted_in}" if counted_in else str(os.getpid())
     name = f".tmp-{kind}-{target}@{host_name()}@{process}@{secrets.token_hex(4)}"
@@ -75,12 +75,12 @@ def temporary(directory: Path, kind: str, target: str) -> Path:
 
 
 def release(path: Path) -> None:
-    """Note that this process is done with a temporary folder, whether it is still there or not."""
+    """Mark a temporary folder as no longer in use by this process, whether it still exists or not."""
     _IN_USE.discard(path.name)
 
 
 def temporaries(directory: Path) -> list[Temporary]:
-    """Return the temporary folders in `directory`, by name; an absent directory has none.
+    """Return the temporary folders in `directory`, by name; none if the directory does not exist.
 
     Raises:
         UnreadableError: it cannot be listed.

@@ -1,7 +1,7 @@
 """Read the files of parts, saved whole or in shards: to restore a part, or to check that it can be loaded.
 
-The check opens every file as a load would. It shows whether files that are whole can also be read. It reads headers
-and JSON and follows references to tensors, but not the numbers of tensors.
+The check opens every file as a load would. It shows whether intact files can also be read. It reads headers
+and JSON and follows references to tensors, but does not read the numbers of tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tr_ckpt.sharded.shard_index import Index
 
 
 def read_part(folder: Path, part: str, rank: int, described: Manifest, target: Any) -> Any:
-    """Return the state of a part for `target`, its tensors in host memory; of DTensors this rank's shards.
+    """Return the state of a part for `target`, its tensors in host memory; of a DTensor this rank's shards only.
 
     Raises:
-        CheckpointError: its files are not what a save writes, or do not fit `target`.
+        CheckpointError: its files are not in the format of a save, or do not fit `target`.
     """
     files = described.parts[part]
     in_shards = shard_index.file_name(part) in files
@@ -53,8 +53,8 @@ def refuse_pickled(source: Path) -> None:
 def files_to_verify(described: Manifest, targets: Iterable[str], rank: int, world_size: int) -> list[str]:
     """Return the files that a rank verifies before `targets` are loaded.
 
-    Each file of shards is verified by one rank, as reading all of them takes long; rank 0 verifies all other files,
-    and each rank what it is about to load of those.
+    One rank verifies each file of shards, because reading all of them takes long. Rank 0 verifies all other files, and
+    each rank those of them that it will load.
     """
     shards = [
         name
@@ -79,18 +79,18 @@ def verify(folder: Path, described: Manifest) -> None:
     """Read every file, compare it with the manifest, and open it as a load would.
 
     Raises:
-        DamagedCheckpointError: the message names every file that is wrong.
-        UnreadableError: one cannot be read.
+        DamagedCheckpointError: the message names every wrong file.
+        UnreadableError: a file cannot be read.
     """
     discovery.verify(folder, described)
     discovery.raise_if_damaged(problems(folder, described))
 
 
 def problems(folder: Path, described: Manifest) -> list[str]:
-    """Return why files of parts, whose bytes are those that were written, cannot be loaded, one sentence a file.
+    """Return why files of parts cannot be loaded although their bytes are intact, one sentence a file.
 
     Raises:
-        UnreadableError: one cannot be read.
+        UnreadableError: a file cannot be read.
     """
     found = []
     for part, owned in sorted(described.parts.items()):
@@ -134,7 +134,7 @@ def _open_shards(folder: Path, name: str, owned: Collection[str]) -> None:
 
 
 def _finder(index: Index, opened: SlicedFiles) -> Callable[[str], torch.Tensor]:
-    """Return what finds a tensor by its name: a view of its file where it lies in one piece, else an empty one."""
+    """Return a lookup of tensors by name: a view of the file where a tensor is contiguous there, else an empty one."""
 
     def find(name: Any) -> torch.Tensor:
         if name not in index:

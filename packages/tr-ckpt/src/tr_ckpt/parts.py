@@ -1,6 +1,6 @@
 """Capture, write and read one part of a checkpoint: `NAME.json`, and `NAME.safetensors` if it holds tensors.
 
-`capture` copies tensors into host memory that `HostBuffers` uses again from save to save, so that training can go on
+`capture` copies tensors into host memory that `HostBuffers` reuses from save to save. Training can then continue
 while they are written.
 """
 
@@ -25,15 +25,15 @@ _Kind = tuple[torch.dtype, int, bool]
 
 
 class HostBuffers:
-    """Memory on the host for one copy of a state: taken at the first save, used again by those that follow.
+    """Host memory for one copy of a state: allocated at the first save, reused by later ones.
 
-    New memory costs several times what copying into it does, as the system hands it out page by page. A buffer fits
-    a tensor of its dtype and size; those that a save did not use are given back, so that never more than one copy
-    is held. Only the thread that trains calls the methods; what they return may be read by any.
+    New memory costs several times as much as the copy into it, because the system maps it page by page. A buffer fits
+    tensors of its dtype and size. Buffers that a save did not use are freed, so that at most one copy is held. Only
+    the training thread calls the methods; any thread may read what they return.
 
     Attributes:
-        allocations: how many buffers were ever taken.
-        copied_bytes: how much was ever copied.
+        allocations: how many buffers were ever allocated.
+        copied_bytes: how many bytes were ever copied.
     """
 
     def __init__(self) -> None:
@@ -50,20 +50,20 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in buffers)
 
     def begin(self) -> None:
-        """Begin a copy of a state: all that was handed out for the one before may be written over from now on."""
+        """Begin a copy of a state: the buffers of the previous copy may be overwritten from here on."""
         while self._used:
             kind, buffer = self._used.pop()
             self._free.setdefault(kind, []).append(buffer)
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies on the host, dense and of the same dtypes and shapes; read them after `finish` only."""
+        """Return copies on the host, dense and of the same dtypes and shapes; they are valid after `finish`."""
         copies = {}
-        # Whatever mode the caller is in, a buffer must be one that can be written to later, in any other.
+        # A buffer made in inference mode could not be written to outside it.
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in tensors.items():
                 pinned = tensor.device.type == "cuda"
                 copy = self._take((tensor.dtype, tensor.numel(), pinned)).view(tensor.shape)
-                # Into pinned memory it runs on beside the host, ordered with the kernels of the current stream.
+                # The copy into pinned memory is asynchronous, ordered with the kernels of the current stream.
                 copies[name] = copy.copy_(tensor.detach(), non_blocking=pinned)
                 self.copied_bytes += copy.nbytes
                 if pinned:
@@ -71,7 +71,7 @@ class HostBuffers:
         return copies
 
     def finish(self) -> None:
-        """Wait until all copies are made, and give back the buffers that none of them needed."""
+        """Wait until all copies are made, and free the buffers that this copy did not use."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()  # sync: once a save and device, for all its copies
         self._devices.clear()
@@ -92,16 +92,16 @@ class HostBuffers:
 # Parts that differ between the ranks: each rank has its own files.
 PER_RANK = ("rng",)
 
-MOST_RANKS = 10**7  # of any run: names of their files are this long at most
+MOST_RANKS = 10**7  # of any run; limits the length of the names of files
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that cannot be those of files.
+    """Refuse names that cannot be used as file names.
 
     Raises:
-        CheckpointError: a name holds other characters, is taken, or differs from another in case alone.
+        CheckpointError: a name has other characters, is taken, or differs from another in case alone.
     """
     seen: dict[str, str] = {Path(MANIFEST).stem: Path(MANIFEST).stem}
     for name in names:
@@ -120,7 +120,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_free(taken: Iterable[str], part_names: Iterable[str]) -> None:
-    """Refuse files that the caller added under names that no reader takes, or under those of a part's files.
+    """Refuse files of the caller whose names are not restorable, or belong to a part.
 
     Raises:
         CheckpointError: the message names the file and the part.
@@ -150,10 +150,10 @@ def stem(name: str, rank: int) -> str:
 
 
 class CapturedPart(Protocol):
-    """This rank's share of a part's state, as it was at one instant."""
+    """This rank's share of a part's state, at one instant."""
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Write it into `folder` and return what was written, by file name; may run in another thread."""
+        """Write it into `folder` and return the records of its files by name; may run in another thread."""
         ...
 
 
@@ -164,7 +164,7 @@ class CapturedState:
     Attributes:
         stem: name of its files, without suffix.
         text: the JSON.
-        tensors: by the names that the JSON refers to them by.
+        tensors: by their names in the JSON.
     """
 
     stem: str
@@ -187,19 +187,19 @@ class CapturedState:
 
 
 def capture(name: str, rank: int, state: Any, buffers: HostBuffers | None = None) -> CapturedPart | None:
-    """Take what `rank` writes of a part's state; None if that is nothing.
+    """Capture what `rank` writes of a part's state; None if it writes nothing.
 
-    State made of JSON's own values is written with sorted keys; otherwise the order of every dict is kept.
+    A state of plain JSON values is written with sorted keys; otherwise the order of every dict is kept.
 
     Args:
         name: of the part.
         rank: number of this process.
-        state: what the part's `state_dict` returned.
-        buffers: where the tensors are copied to, so that they may change before they are written: the copies count
-            once `buffers.finish()` has returned. None copies nothing: write before anything changes.
+        state: the result of the part's `state_dict`.
+        buffers: where tensors are copied to, so that they may change before they are written. The copies are valid
+            after `buffers.finish()`. None copies nothing: write before any tensor changes.
 
     Raises:
-        CheckpointError: the state holds something that cannot be saved.
+        CheckpointError: the state holds a value that cannot be saved.
     """
     if rank != 0 and name not in PER_RANK:
         return None
@@ -210,10 +210,10 @@ def capture(name: str, rank: int, state: Any, buffers: HostBuffers | None = None
 
 
 def encode(name: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """Return the JSON of a part's state and the tensors it refers to, which are the state's own.
+    """Return the JSON of a part's state and its tensors, which are not copies.
 
     Raises:
-        CheckpointError: the state holds something that cannot be saved.
+        CheckpointError: the state holds a value that cannot be saved.
     """
     encoder = codec.Encoder(name)
     try:
@@ -230,10 +230,10 @@ def encode(name: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
 
 
 def read(folder: Path, name: str, rank: int) -> Any:
-    """Return the state of a part, its tensors in host memory. Its files must have been verified.
+    """Return the state of a part, its tensors in host memory. Verify its files first.
 
     Raises:
-        CheckpointError: its files are not what this version's `write` writes.
+        CheckpointError: its files are not in the format of this version's `write`.
     """
     encoded = read_json(folder / f"{stem(name, rank)}.json")
     path = folder / f"{stem(name, rank)}.safetensors"
@@ -251,10 +251,10 @@ def read(folder: Path, name: str, rank: int) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a part's JSON file holds.
+    """Return the content of a part's JSON file.
 
     Raises:
-        CheckpointError: it is no strict JSON.
+        CheckpointError: it is not strict JSON.
         UnreadableError: it cannot be read.
     """
     untrusted.require_regular_file(path)

@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_other_runs(saved: Path, before: int | None, now: int) -> None:
-    """Warn where somebody else has saved to the folder since this run did: the two replace each other's checkpoints.
+    """Warn if another run has saved to the folder since this run's last save: the two replace each other's checkpoints.
 
     Args:
         saved: the checkpoint just saved.
-        before: sequence of the one that this run saved before; None if this is its first.
-        now: that of `saved`.
+        before: sequence of this run's previous checkpoint; None if there is none.
+        now: sequence of `saved`.
     """
     if before is not None and now > before + 1:
         logger.warning(
@@ -31,13 +31,13 @@ def warn_of_other_runs(saved: Path, before: int | None, now: int) -> None:
 
 
 def run_on_commit(on_commit: Callable[[Path], None] | None, folder: Path) -> None:
-    """Call `on_commit`, if there is one, with a complete checkpoint's folder; what it raises is logged."""
+    """Call `on_commit`, if there is one, with the folder of a complete checkpoint; log its exceptions."""
     try:
         if on_commit is not None:
             on_commit(folder)
     except Exception:
-        # What follows a checkpoint must not make it look lost.
-        logger.exception("%s is saved, but what was to be done next failed", folder.name)
+        # A failure of the callback must not suggest that the checkpoint is lost.
+        logger.exception("%s is saved, but on_commit failed", folder.name)
 
 
 def prune(
@@ -49,17 +49,17 @@ def prune(
     keep_every: int | None,
     protected: Collection[int],
 ) -> None:
-    """Remove the checkpoints beyond a limit, once the one just saved has been read back and is as it was written.
+    """Remove the checkpoints beyond a limit, once the new one has been read back and is intact.
 
-    An error of reading is not tried again here: nothing is removed, and the next save looks once more.
+    A failed read is not repeated here: nothing is removed, and the next save tries again.
 
     Args:
-        saved: the one just saved; those beside it are looked at.
-        prefix: what their names begin with.
-        known: what the run knows of them.
-        keep_last: how many stay; None keeps all.
-        keep_every: those whose step is a multiple of this stay and do not count.
-        protected: steps that stay.
+        saved: the checkpoint that was just saved; those beside it may be removed.
+        prefix: the first part of their names.
+        known: what the run knows about them.
+        keep_last: how many are kept; None keeps all.
+        keep_every: checkpoints whose step is a multiple of this are kept and do not count.
+        protected: steps that are kept.
     """
     if keep_last is None or saved.step is None:
         return

@@ -1,4 +1,4 @@
-"""Tell one process from all others, on all machines, and whether it has ended."""
+"""Identify a process among those of all machines, and check whether it has ended."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")  # on Linux alone; elsewhere less is known
+_PROC = Path("/proc")  # Linux only; other systems give less information
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process among all machines. What the system does not tell is empty, or 0.
+    """A process among those of all machines. Unknown values are empty, or 0.
 
     Attributes:
         host: the machine's name.
         pid: its number there.
-        numbering: what the number counts in: each start of a machine, and each container on it, counts from 1.
-        started: when it was started, in ticks since the machine was: another one may get its number later.
-        boot: which start of the machine that was.
-        machine: the machine, whatever it is called, or an image that several were made from.
+        numbering: the scope of the number: each boot of a machine, and each container on it, counts from 1.
+        started: when it was started, in clock ticks since the boot: another process may get its number later.
+        boot: identifies the boot of the machine.
+        machine: identifies the machine independently of its name; machines made from one image may share it.
         parent: the process that started it.
     """
 
@@ -35,19 +35,19 @@ class Process:
 
 
 def this_process() -> Process:
-    """Return which one this is, for others to ask whether it `is_gone`."""
+    """Return this process, so that others can check `is_gone`."""
     pid = os.getpid()
     started = _state(pid)[1]
     return Process(host_name(), pid, numbering(), started, _digest(_boot()), _digest(_machine()), os.getppid())
 
 
 def is_visible(process: Process) -> bool:
-    """Whether it can be known from here if a process is alive: it is, or was, one of this machine or container."""
+    """Whether this process can check that one: it is, or was, a process of this machine or container."""
     return process.host == host_name() and process.numbering == numbering() and os.name != "nt"
 
 
 def is_gone(process: Process) -> bool:
-    """Whether a process has ended, as far as can be told from here: little is known of other machines."""
+    """Whether a process has ended, as far as the system shows; about other machines it shows little."""
     if is_visible(process):
         return not is_alive(process.pid, process.started)
     boot, machine = _digest(_boot()), _digest(_machine())
@@ -57,19 +57,19 @@ def is_gone(process: Process) -> bool:
 
 
 def is_orphan(process: Process) -> bool:
-    """Whether what started a process of this machine or container is gone, as far as the system tells."""
+    """Whether the parent of a process of this machine or container is gone, as far as the system shows."""
     parent = _state(process.pid)[2]
     return is_visible(process) and 0 not in (parent, process.parent) and parent != process.parent
 
 
 def is_alive(pid: int, started: int = 0) -> bool:
-    """Whether a process of this machine or container runs: it is there, no zombie, and began when it is said to have.
+    """Whether a process of this machine or container runs: it exists, is no zombie, and has the given start time.
 
     Args:
         pid: its number.
-        started: as of `Process`; 0 if that is not known.
+        started: as in `Process`; 0 if unknown.
     """
-    if os.name == "nt":  # signal 0 is Ctrl-C there; a folder left behind does less harm
+    if os.name == "nt":  # signal 0 is Ctrl-C there; a leftover folder does less harm
         return True
     try:
         os.kill(pid, 0)
@@ -82,23 +82,23 @@ def is_alive(pid: int, started: int = 0) -> bool:
 
 
 def numbering() -> str:
-    """Return what process numbers count in here, as of `Process`."""
+    """Return the scope of process numbers here, as in `Process`."""
     try:
-        # Neither alone tells: machines of one name share the first, containers of one machine the second.
+        # Both are needed: machines of one name share the first, containers of one machine the second.
         return _digest(os.readlink(_PROC / "self/ns/pid") + _boot())
     except OSError:  # not Linux
         return ""
 
 
 def host_name() -> str:
-    """Return the name of this machine, as it may be a part of a file's."""
+    """Return the name of this machine, in a form that fits into a file name."""
     return socket.gethostname().replace("@", "_").replace("/", "_")
 
 
 def _state(pid: int) -> tuple[str, int, int]:
-    """Return the letter of a process's state, when it was started, and its parent, as far as the system tells."""
+    """Return a process's state letter, start time and parent, as far as the system shows them."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()  # its name may hold anything
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()  # the name may hold any character
         return fields[0].decode("ascii"), int(fields[19]), int(fields[1])
     except (OSError, ValueError, IndexError):
         return "", 0, 0

@@ -1,7 +1,7 @@
-"""Let rank 0's thread know, through files, what the threads of the other ranks wrote.
+"""Report through files what the background threads of the other ranks wrote, for rank 0.
 
-In the background no rank may use the communication of training: its messages would mix with those of the steps. So
-each rank leaves a small file in a folder that rank 0 made for this one save, and rank 0 waits for all of them:
+A background save must not use the communication of training: its messages would mix with those of the steps. So
+each rank leaves a small file in a folder that rank 0 made for this save, and rank 0 waits for all of them:
 
 | file | rank 1 |
 |---|---|
@@ -9,7 +9,7 @@ each rank leaves a small file in a folder that rank 0 made for this one save, an
 | `rank-1.json` | is done: what it wrote, or why it could not |
 | `rank-1.failed` | could not write even that |
 
-The folder goes when rank 0 is done, in whichever way; the other ranks wait for that.
+Rank 0 removes the folder when it is done, also after a failure; the other ranks wait for that.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tr_ckpt.files import FileRecord
 # What one rank wrote: its files by part.
 Written = dict[str, dict[str, FileRecord]]
 
-# How long rank 0 waits for a rank after it has written its own share, and the others for rank 0: ranks may write to
-# disks of very different speed. One that ended on this machine is noticed at once.
+# How long rank 0 waits for a rank after its own write, and the others for rank 0: ranks may write to disks of very
+# different speed. A rank of this machine that ended is noticed at once.
 LIMIT_S = 30 * 60
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.005, 0.5
@@ -42,11 +42,11 @@ class RankRecords:
 
     Args:
         name: of the checkpoint, for messages.
-        folder: where they are; rank 0 made it.
+        folder: the folder of the records; rank 0 made it.
         rank: number of this process.
 
     Attributes:
-        processes: who the ranks are, in their order; set before the exchange.
+        processes: the processes of the ranks, in rank order; set before the exchange.
     """
 
     def __init__(self, name: str, folder: Path, rank: int) -> None:
@@ -67,14 +67,14 @@ class RankRecords:
         return records
 
     def begin(self) -> None:
-        """Note that this rank will write."""
+        """Record that this rank will write."""
         os.close(files.create(self.folder / f"rank-{self.rank}.writing"))
 
     def exchange(self, write: Callable[[], Written]) -> list[Written]:
-        """Write this rank's share and tell the others.
+        """Write this rank's share and leave a record of it.
 
         Returns:
-            On rank 0 what all ranks wrote, in rank order; on others nothing.
+            On rank 0 what all ranks wrote, in rank order; an empty list on others.
 
         Raises:
             Exception: what `write` raised.
@@ -89,7 +89,7 @@ class RankRecords:
             mine = write()
         except Exception as caught:
             error = caught
-        # Also after a failure, so that nothing is removed that another rank is still writing to.
+        # Also after a failure, so that no folder is removed while another rank still writes to it.
         try:
             with explain_save_errors(self.name, self.folder.parent):
                 others, failed = self._collect()
@@ -107,13 +107,13 @@ class RankRecords:
             staging.discard(self.folder)
 
     def wait_for_rank_0(self) -> None:
-        """Return once rank 0 is done.
+        """Wait until rank 0 is done.
 
         Raises:
-            SaveError: it ended before, or takes too long.
+            SaveError: rank 0 ended earlier, or takes too long.
         """
         for seconds in _delays():
-            # A disk that does not answer says nothing; whether rank 0 is there still, the process says.
+            # A disk that does not answer is no evidence; the process shows whether rank 0 is alive.
             with contextlib.suppress(UnreadableError), reads.at_once():
                 if not reads.is_there(self.folder):
                     return
@@ -126,7 +126,7 @@ class RankRecords:
         try:
             written = write()
         except Exception as error:
-            with contextlib.suppress(OSError):  # what went wrong first is what counts
+            with contextlib.suppress(OSError):  # report the first failure, not this one
                 self._leave({"error": f"{type(error).__name__}: {error}"})
             raise
         with explain_save_errors(self.name, self.folder.parent):
@@ -139,7 +139,7 @@ class RankRecords:
             files.write_file(part, [json.dumps(content).encode()])
             files.rename(part, final)
         except OSError:
-            # A full disk takes no new file, but another name for one that is there.
+            # A full disk takes no new file, but a rename works.
             with contextlib.suppress(OSError):
                 files.rename(final.with_suffix(".writing"), final.with_suffix(".failed"))
             raise
@@ -151,8 +151,8 @@ class RankRecords:
         missing = set(range(1, len(self.processes)))
         for seconds in _delays():
             gone = {rank for rank in missing if processes.is_gone(self.processes[rank])}
-            present = reads.names_in(self.folder)  # after asking who is gone: what these left is in it
-            if not present:  # each rank began by leaving something there
+            present = reads.names_in(self.folder)  # listed after asking who is gone, so it holds all their files
+            if not present:  # the folder is gone: each rank began by leaving a file there
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             for rank in sorted(missing):
                 if f"rank-{rank}.json" in present:
@@ -173,7 +173,7 @@ class RankRecords:
 
 
 def _delays() -> Iterator[float]:
-    """Wait longer and longer between the turns of a loop; yields the seconds since the first."""
+    """Wait longer and longer between the turns of a loop; yield the seconds since the first."""
     begun, delay = time.monotonic(), _FIRST_DELAY_S
     while True:
         yield time.monotonic() - begun

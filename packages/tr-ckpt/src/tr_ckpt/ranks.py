@@ -1,7 +1,7 @@
 """Let the ranks that save together exchange values, and fail together when one of them fails.
 
-`NodeRanks` is for machines that share no file system: each keeps whole checkpoints in a folder of its own. The
-processes of one machine save together, as those of a run on one machine do. All machines fail together, and resume
+`NodeRanks` is for machines that share no file system: each machine keeps whole checkpoints in its own folder. The
+processes of one machine save together, as in a run on one machine. All machines fail together, and resume
 from a step that all of them have.
 """
 
@@ -29,7 +29,7 @@ class Ranks:
     Attributes:
         rank: its number, from 0.
         world_size: how many there are.
-        gather_objects: takes a picklable value, returns those of all ranks in rank order; it also is a
+        gather_objects: takes a picklable value, returns those of all ranks in rank order; also acts as a
             barrier.
     """
 
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def number(self) -> int:
-        """Number of this process among all of the run, by which its own files are named."""
+        """Number of this process among all of the run; its own files are named by it."""
         return self.rank
 
     @property
@@ -58,25 +58,25 @@ class Ranks:
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether other groups of ranks save the same run elsewhere; see `nodes.py`."""
+        """Whether other groups of ranks save the same run elsewhere; see `NodeRanks`."""
         return False
 
     def across(self, value: T) -> list[T]:
-        """Return the value of each such group; that of this one where there are no others."""
+        """Return the value of each such group; only this group's value if there are no others."""
         return [value]
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's `value`, in rank order; all processes of the run must call it."""
+        """Return every rank's `value`, in rank order. Collective over all processes of the run."""
         return [answer for group, answer in self._everywhere(value) if group == self._group]
 
     def together(self, what: str, work: Callable[[], T], failure: type[Exception] = SaveError) -> list[T]:
-        """Do `work` on every rank and return all results, in rank order; all processes of the run must call it.
+        """Run `work` on every rank and return all results, in rank order. Collective over all processes of the run.
 
         Raises:
             Exception: what `work` raised on this rank.
-            failure: it raised on another process of the run; the message says which, and begins with `what`.
-            UnreadableError: where `failure` is `CheckpointError`, in place of it and on all, with one text: the ranks
-                that failed could not read something.
+            failure: `work` raised on another process of the run; the message names it, and begins with `what`.
+            UnreadableError: if `failure` is `CheckpointError` and the failed ranks could not read a file. All ranks
+                then raise it with the same text.
         """
         error: Exception | None = None
         result: Any = None
@@ -100,14 +100,14 @@ class Ranks:
         return 0
 
     def _everywhere(self, value: T) -> list[tuple[int, T]]:
-        """Return the value of every process of the run, each with its group."""
+        """Return the value of every process of the run, each with its group's number."""
         return [(0, answer) for answer in ([value] if self.gather_objects is None else self.gather_objects(value))]
 
 
 def _error_text(error: Exception) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # of the user's own: without its text too, the other ranks are to hear of it
+    except Exception:  # the user's own class: report the failure to the other ranks also without its text
         return f"{type(error).__name__}, whose text cannot be shown"
 
 
@@ -121,8 +121,8 @@ _MODEL = ("model.safetensors", "adapter_model.safetensors")
 class NodeRanks(Ranks):
     """This process among those of its machine, which save together.
 
-    `rank` and `world_size` count those. Every exchange is one of all processes of the run, so that machines stay in
-    step: an error on one is an error on all.
+    `rank` and `world_size` refer to the machine. Every exchange involves all processes of the run, so that machines
+    stay in step: an error on one is an error on all.
 
     Attributes:
         first: number of the machine's first process among all.
@@ -134,10 +134,10 @@ class NodeRanks(Ranks):
 
     @classmethod
     def find(cls, rank: int, local_rank: int, world_size: int, gather_objects: Callable[[Any], list[Any]]) -> Ranks:
-        """Return the ranks of this machine; all processes must call it.
+        """Return the ranks of this machine. Collective over all processes.
 
         Raises:
-            ValueError: the processes of a machine are not numbered one after the other.
+            ValueError: the processes of a machine are not numbered consecutively.
         """
         places = gather_objects((rank - local_rank, local_rank))
         mine = sorted(local for first, local in places if first == rank - local_rank)
@@ -166,8 +166,8 @@ class NodeRanks(Ranks):
         return True
 
     def across(self, value: T) -> list[T]:
-        """Return the value of the first rank of every machine; all ranks of all machines must call it."""
-        answers = dict(reversed(self._everywhere(value)))  # a machine's first comes last, and stays
+        """Return the value of the first rank of every machine. Collective over all processes."""
+        answers = dict(reversed(self._everywhere(value)))  # a machine's first rank is written last, and wins
         return [answers[first] for first in sorted(answers)]
 
     @property
@@ -180,14 +180,14 @@ class NodeRanks(Ranks):
 
 
 def found_on_all(ranks: Ranks, candidates: list[Found]) -> tuple[list[Found], list[str]]:
-    """Return the checkpoints that every machine has, in one order on all, and why the others of this one are skipped.
+    """Return the checkpoints that every machine has, in one order on all, and why others of this machine are skipped.
 
     Args:
-        ranks: this process among the others; all must call it.
-        candidates: what this machine has.
+        ranks: this process among the others; all must call this.
+        candidates: the checkpoints of this machine.
 
     Raises:
-        UnreadableError: a machine cannot read what one of its own is.
+        UnreadableError: a machine cannot read one of its own.
     """
     if not ranks.is_one_of_several:
         return candidates, []
@@ -216,7 +216,7 @@ def found_on_all(ranks: Ranks, candidates: list[Found]) -> tuple[list[Found], li
 
 
 def check_same_kind(ranks: Ranks, source: Path, seen: tuple[bool, bool, bool]) -> None:
-    """Raise unless a folder that was named is the same kind of thing on every machine; all ranks must call it.
+    """Raise unless a named folder is the same kind of thing on every machine. Collective.
 
     Args:
         ranks: this process among the others.
@@ -224,7 +224,7 @@ def check_same_kind(ranks: Ranks, source: Path, seen: tuple[bool, bool, bool]) -
         seen: whether it is a folder, a checkpoint, and has checkpoints in it, on this machine.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it differs.
     """
     kinds = {True: "a checkpoint", False: "a folder of checkpoints"}
     found = ranks.across("nothing to restore" if not any(seen[1:]) else kinds[seen[1]])
@@ -234,11 +234,11 @@ def check_same_kind(ranks: Ranks, source: Path, seen: tuple[bool, bool, bool]) -
 
 
 def check_same_checkpoint(ranks: Ranks, found: Found) -> None:
-    """Raise unless a checkpoint that was named is the same on every machine; all ranks must call it.
+    """Raise unless a named checkpoint is the same on every machine. Collective.
 
     Raises:
-        CheckpointError: machines were given checkpoints of different runs or steps.
-        UnreadableError: one cannot be read.
+        CheckpointError: machines have checkpoints of different runs or steps.
+        UnreadableError: a checkpoint cannot be read.
     """
     if not ranks.is_one_of_several:
         return
@@ -248,7 +248,7 @@ def check_same_checkpoint(ranks: Ranks, found: Found) -> None:
 
 
 def _identity(found: Found) -> str | None:
-    """Return what is the same in all machines' copies of a checkpoint; None for one that is damaged."""
+    """Return the content that all machines' copies of a checkpoint share; None if this one is damaged."""
     try:
         described = manifest.read(found.path)
     except UnreadableError:

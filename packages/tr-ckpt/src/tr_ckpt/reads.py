@@ -1,10 +1,10 @@
-"""Read the file system: every operation by which a checkpoint is read goes through the functions of this file.
+"""Read the file system: every operation that reads a checkpoint is a function of this file.
 
-An error of reading is not damage. A mount that is gone for a moment, a server that restarts or a right that is missing
-says nothing about the files: the operation is tried again for a while, and then raises `UnreadableError`, which ends
-what was going on. Only errors about the form of what is there, such as `FileNotFoundError`, come through as they are.
+A failed read is not damage. A mount that is gone for a moment, a server that restarts or a missing permission
+says nothing about the files. The operation is repeated for a while, and then raises `UnreadableError`, which ends the
+restore. Only errors about the form of a path, such as `FileNotFoundError`, are raised unchanged and at once.
 
-`READS` names the operations; each is looked up when it is called, so a test that replaces one sees every use of it.
+`READS` lists the operations; each is looked up when it is called, so a test that replaces one sees every use of it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ T = TypeVar("T")
 
 READS = ("list_folder", "look", "follow", "open_file", "read_block", "open_tensors")
 
-# Waited before each further try. Most errors that pass have passed after the first of them.
+# Waited before each further try. Most passing errors have passed after the first wait.
 DELAYS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
-# No further try is begun later than this: an operation may take a minute until it fails.
+# No further try starts later than this: an operation may take a minute until it fails.
 LIMIT_S = 30.0
 
 _BLOCK_BYTES = 2**20
-_MOST_BYTES_AT_ONCE = 2**26  # memory is taken for all of what is asked for, however little comes
+_MOST_BYTES_AT_ONCE = 2**26  # a read allocates the requested size, however few bytes arrive
 
-# What these say of a path is true of what is there, and stays true however often it is asked.
+# These errors describe the path itself, and trying again does not change them.
 _OF_FORM = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-_OF_FORM_ON_WINDOWS = (123, 1921)  # a name that none can have, a link that leads to itself
+_OF_FORM_ON_WINDOWS = (123, 1921)  # an invalid name, a link that leads to itself
 
 _REMEDIES = {
     errno.EACCES: "give this user the right to read it",
     errno.EPERM: "give this user the right to read it",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "close what holds the machine's files open",
+    errno.ENFILE: "close programs that hold many files open",
     errno.ENOMEM: "free memory",
 }
 
@@ -64,12 +64,12 @@ def list_folder(path: Path) -> list[str]:
 
 
 def look(path: Path, *, follow: bool) -> os.stat_result:
-    """Return what the system knows of a path; of a link itself unless `follow`."""
+    """Return the system's record of a path; of a link itself unless `follow`."""
     return os.stat(path, follow_symlinks=follow)
 
 
 def follow(path: Path) -> str:
-    """Return where a path leads in the end."""
+    """Return the path with all links resolved."""
     return os.path.realpath(path, strict=True)
 
 
@@ -79,17 +79,17 @@ def open_file(path: Path) -> int:
 
 
 def read_block(descriptor: int, size: int) -> bytes:
-    """Read at most `size` bytes; none are left if it returns none."""
+    """Read at most `size` bytes; an empty result means the end of the file."""
     return os.read(descriptor, size)
 
 
 def open_tensors(path: Path) -> Any:
-    """Open a safetensors file; what the system says is an error of its kind, whatever the library calls it."""
+    """Open a safetensors file; turn the library's wrapped system errors back into `OSError`."""
     try:
         return safe_open(path, "pt", device="cpu")
     except MemoryError as error:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from error
-    except RuntimeError as error:  # of torch, which opens and maps the file a second time
+    except RuntimeError as error:  # from torch, which opens and maps the file a second time
         text = str(error).split("\n")[0]
         if (found := _OF_THE_SYSTEM.fullmatch(text)) is None:
             raise
@@ -98,7 +98,7 @@ def open_tensors(path: Path) -> Any:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Give up at the first error inside the block: what was to be read is not needed now."""
+    """Give up at the first error inside the block, for reads that are not needed now."""
     token = _is_patient.set(False)
     try:
         yield
@@ -107,7 +107,7 @@ def at_once() -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; none if there is no such folder.
+    """Return the names in a folder, sorted; none if the folder does not exist.
 
     Raises:
         UnreadableError: it cannot be listed.
@@ -119,57 +119,57 @@ def names_in(folder: Path) -> list[str]:
 
 
 def status(path: Path, *, follow: bool = True) -> os.stat_result:
-    """Return what the system knows of a path; of a link itself unless `follow`.
+    """Return the system's record of a path; of a link itself unless `follow`.
 
     Raises:
-        OSError: nothing is there.
-        UnreadableError: it cannot be looked at.
+        OSError: the path does not exist.
+        UnreadableError: it cannot be read.
     """
     return _tried(path, lambda: look(path, follow=follow))
 
 
 def resolved(path: Path) -> Path:
-    """Return where a path leads in the end, all links followed.
+    """Return the path with all links resolved.
 
     Raises:
-        OSError: nothing is there.
-        UnreadableError: that cannot be found out.
+        OSError: the path does not exist.
+        UnreadableError: it cannot be read.
     """
     return Path(_tried(path, lambda: follow(path)))
 
 
 def is_there(path: Path, *, follow: bool = True) -> bool:
-    """Whether anything is there; a link that leads nowhere is nothing, unless it is not followed.
+    """Whether the path exists; a link that leads nowhere does not exist, unless it is not followed.
 
     Raises:
-        UnreadableError: that cannot be found out.
+        UnreadableError: it cannot be read.
     """
     return _mode(path, follow=follow) is not None
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there, or a link to one.
+    """Whether the path is a folder, or a link to one.
 
     Raises:
-        UnreadableError: that cannot be found out.
+        UnreadableError: it cannot be read.
     """
     return stat.S_ISDIR(_mode(path) or 0)
 
 
 def is_file(path: Path) -> bool:
-    """Whether a plain file is there, or a link to one.
+    """Whether the path is a regular file, or a link to one.
 
     Raises:
-        UnreadableError: that cannot be found out.
+        UnreadableError: it cannot be read.
     """
     return stat.S_ISREG(_mode(path) or 0)
 
 
 def content(path: Path, most: int | None = None) -> bytes:
-    """Return all of a file, or its first `most` bytes.
+    """Return the content of a file, or its first `most` bytes.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         UnreadableError: it cannot be read.
     """
     with CheckpointFile(path) as file:
@@ -180,7 +180,7 @@ def blocks(path: Path, size: int) -> Iterator[bytes]:
     """Yield a file in pieces of at most `size` bytes.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         UnreadableError: it cannot be read.
     """
     with CheckpointFile(path) as file:
@@ -189,10 +189,10 @@ def blocks(path: Path, size: int) -> Iterator[bytes]:
 
 
 class CheckpointFile(io.RawIOBase):
-    """A file open for reading, which goes on where it was when a read fails and then succeeds.
+    """A file open for reading, which continues at the same position when a read fails and then succeeds.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         UnreadableError: it cannot be read, here or in `read`.
     """
 
@@ -204,7 +204,7 @@ class CheckpointFile(io.RawIOBase):
         _tried(path, self._open)
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes, none at the end; all that are left where it is negative."""
+        """Return at most `size` bytes, none at the end; all the rest if it is negative."""
         if 0 <= size <= _MOST_BYTES_AT_ONCE:
             return _tried(self._path, lambda: self._read(size))
         pieces, left = [], size
@@ -222,7 +222,7 @@ class CheckpointFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to another place and return it."""
+        """Move to another position and return it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position}.get(whence)
         if base is None:
             base = _tried(self._path, lambda: os.lseek(self._open(), 0, os.SEEK_END))
@@ -232,11 +232,11 @@ class CheckpointFile(io.RawIOBase):
         return self._position
 
     def tell(self) -> int:
-        """Return the place where the next read begins."""
+        """Return the position of the next read."""
         return self._position
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._release()
         super().close()
 
@@ -251,7 +251,7 @@ class CheckpointFile(io.RawIOBase):
             os.lseek(descriptor, self._position, os.SEEK_SET)
             data = read_block(descriptor, size)
         except OSError:
-            self._release()  # a descriptor may stay broken when the file can be read again
+            self._release()  # a descriptor may stay broken when the file becomes readable again
             raise
         self._position += len(data)
         return data
@@ -264,17 +264,17 @@ class CheckpointFile(io.RawIOBase):
 
 @contextmanager
 def tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file with the library of that name, which maps it.
+    """Open a safetensors file with the safetensors library, which maps it.
 
     Raises:
-        OSError: there is no such file.
-        SafetensorError: it can be read, and is no safetensors file that the library takes.
+        OSError: the file does not exist.
+        SafetensorError: it can be read, but the library rejects its content.
         UnreadableError: it cannot be read.
     """
     try:
         opened = _tried(path, lambda: _opened(path))
     except SafetensorError:
-        with CheckpointFile(path) as plain:  # to tell an error of reading, which the library may call by this name
+        with CheckpointFile(path) as plain:  # finds read errors, which the library may report as SafetensorError
             plain.read(_BLOCK_BYTES)
         opened = open_tensors(path)
     with opened as file:
@@ -285,7 +285,7 @@ def _opened(path: Path) -> Any:
     try:
         return open_tensors(path)
     except OSError as error:
-        if error.errno is None:  # of the library, which does not say which it is
+        if error.errno is None:  # raised by the library, without the number
             os.close(open_file(path))
         raise
 
@@ -300,11 +300,11 @@ def _mode(path: Path, *, follow: bool = True) -> int | None:
 
 
 def _tried(path: Path, operation: Callable[[], T]) -> T:
-    """Do what reads `path`, and do it again for a while where that fails.
+    """Run an operation that reads `path`, and repeat it for a while if it fails.
 
     Raises:
-        OSError: of the kinds that say something of what is there.
-        UnreadableError: it failed each time.
+        OSError: an error that describes the path itself.
+        UnreadableError: every try failed.
     """
     try:
         return operation()
@@ -342,7 +342,7 @@ def _unreadable(path: Path, error: OSError, tries: int, seconds: float) -> Unrea
     number = error.errno or 0
     what = f"{path} cannot be read: {error.strerror or error} ({errno.errorcode.get(number, type(error).__name__)})"
     often = f", {tries} times in {seconds:.0f} s" if tries > 1 else ""
-    remedy = _REMEDIES.get(number, "see to the disk or the mount")
+    remedy = _REMEDIES.get(number, "check the disk or the mount")
     return UnreadableError(
         f"{what}{often}. That is no damage, so nothing else was taken in its place and nothing was removed: {remedy} "
         "and start again; to do without it, move it out of the folder"

@@ -1,4 +1,4 @@
-"""Choose a checkpoint, read all of it, and only then load it: the same one on every rank."""
+"""Choose a checkpoint, read all of it, and only then load it: the same checkpoint on every rank."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from tr_ckpt.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-# What reading came to on a rank: the step and None, or what is damaged in words.
+# A rank's result of reading: the step and None, or None and the damage in words.
 Answer = tuple[int, str | None]
 
 _REMOVED = "it was removed while it was being read"
 
-# From here on somebody waits for it.
+# Larger checkpoints take long to read, so the start is logged.
 LONG_READ_BYTES = 500_000_000
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore did.
+    """The result of a restore.
 
     Attributes:
         step: the checkpoint's step; None if there was no valid checkpoint.
-        source: the checkpoint's folder; None if there was none. Of one from the Hub it is the folder that it was
-            downloaded to, which is gone when the restore returns.
-        skipped: the checkpoints that were not taken though they may be newer, each with the reason, such as
+        source: the checkpoint's folder; None if there was none. For one from the Hub it is the temporary download
+            folder, which is gone when the restore returns.
+        skipped: checkpoints that were skipped although they may be newer, each with the reason, such as
             `checkpoint-30: model.safetensors is 12 bytes short`.
         loaded: names of the parts that were given a state on this rank.
-        states: the states of the parts that were only read, by name.
+        states: the states of the `only_read` parts, by name.
     """
 
     step: int | None
@@ -54,13 +54,13 @@ class Restored:
 
 
 class Restoring:
-    """One restore into `targets`, which all ranks do together.
+    """One collective restore into `targets`.
 
     Args:
         targets: parts to load, by name.
         ranks: this process among the others.
-        prefix: what the names of checkpoints begin with.
-        optional: names of parts that stay as they are where a checkpoint does not hold them.
+        prefix: the first part of the names of checkpoints.
+        optional: names of parts that stay unchanged if a checkpoint does not hold them.
         only_read: names of parts whose state is kept and not loaded.
     """
 
@@ -86,14 +86,14 @@ class Restoring:
         self._taken: tuple[int, Path] | None = None
 
     def age_in(self, directory: Path) -> Age | None:
-        """Return the age of what was loaded; None if that was nothing, of another program, or not in `directory`."""
+        """Return the age of the loaded checkpoint; None if none was loaded, or it is foreign or not in `directory`."""
         if self._loaded is None:
             return None
         found, age = self._loaded
         return age if os.path.realpath(found.path.parent) == os.path.realpath(directory) else None
 
     def result(self) -> Restored:
-        """Return what was done so far."""
+        """Return the result so far."""
         skipped, loaded = tuple(dict.fromkeys(self._skipped)), frozenset(self._handed_out)
         if self._taken is None:
             return Restored(None, None, skipped)
@@ -104,11 +104,11 @@ class Restoring:
         """Load the newest valid checkpoint in `directory`; None if there is none.
 
         Raises:
-            CheckpointError: it lacks a part, or a part does not take its state.
-            UnreadableError: what is there, or one that may be the newest, cannot be read.
+            CheckpointError: it lacks a part, or a part rejects its state.
+            UnreadableError: the folder, or a checkpoint that may be the newest, cannot be read.
         """
         tried: set[str] = set()
-        # Anew after each round: a run that saves there meanwhile removes what was listed, but never its newest.
+        # Listed again in each round: a run that saves there may remove what was listed, but never its newest.
         while fresh := [found for found in self._candidates(directory) if found.name not in tried]:
             for found in reversed(fresh):
                 try:
@@ -123,7 +123,7 @@ class Restoring:
         return None
 
     def _candidates(self, directory: Path) -> list[Found]:
-        # Rank 0 decides what there is: others may see a shared folder a moment later.
+        # Rank 0 lists the folder: other ranks may see changes of a shared folder a moment later.
         [candidates, *_] = self._ranks.together(
             "nothing was restored", lambda: discovery.by_age(directory, self._prefix), failure=CheckpointError
         )
@@ -135,7 +135,7 @@ class Restoring:
         """Load the checkpoint `source`, or the newest valid one inside it.
 
         Raises:
-            CheckpointError: there is none, it is damaged, it lacks a part, or a part does not take its state.
+            CheckpointError: there is none, it is damaged, it lacks a part, or a part rejects its state.
             UnreadableError: it cannot be read.
         """
         [(is_folder, is_checkpoint, inside), *_] = self._ranks.together(
@@ -154,7 +154,7 @@ class Restoring:
             try:
                 return self._load(named)
             except DamagedCheckpointError as error:
-                # What people change by hand; of anything else it would be advice to accept damage.
+                # Only for files that people edit; for others the hint would advise to accept damage.
                 is_text = ".json " in str(error)
                 hint = f"; a change on purpose is accepted by `trainer ckpt seal {source}`" if is_text else ""
                 raise DamagedCheckpointError(
@@ -179,7 +179,7 @@ class Restoring:
         answers = self._read_alike(found, states)
         found_here = [damage for _, damage in answers if damage]
         everywhere = [damage for machine in self._ranks.across(found_here) for damage in machine]
-        if damages := dict.fromkeys(everywhere):  # ranks mostly see the same
+        if damages := dict.fromkeys(everywhere):  # most ranks report the same
             raise DamagedCheckpointError(f"{found.name}: {'; '.join(damages)}")
         self._ranks.together(what, lambda: self._hand_out(found.name, states), failure=CheckpointError)
         self._loaded = self._read_last
@@ -187,13 +187,13 @@ class Restoring:
         return answers[0][0]
 
     def _read_alike(self, found: Found, states: dict[str, Any]) -> list[Answer]:
-        """Read a checkpoint into `states`, on all ranks, and again where one sees other files than the first.
+        """Read a checkpoint into `states` on all ranks; read again if a rank sees other files than the first.
 
         Returns:
-            What came of it on each rank of this machine.
+            The result of each rank of this machine.
         """
         what = f"{found.name} was not restored"
-        # What one machine wrote, another may see only after a while.
+        # Files that one machine wrote may appear on another with a delay.
         problems: list[str] = []
         for delay_s in (*reads.DELAYS_S[-2:], None):
             self._read_last = None
@@ -206,14 +206,14 @@ class Restoring:
                 time.sleep(delay_s)
         raise UnreadableError(
             f"{what}: the ranks do not see the same files: {'; '.join(problems)}. Nothing else was taken in its place: "
-            "see to the shared file system and start again"
+            "check the shared file system and start again"
         )
 
     def _read(self, found: Found, states: dict[str, Any]) -> Answer:
         try:
             if not discovery.is_foreign(found.path):
                 return self._read_own(found, states), None
-            with contextlib.suppress(DamagedCheckpointError):  # which counts if it is there the second time too
+            with contextlib.suppress(DamagedCheckpointError):  # counts only if the second read finds it too
                 return self._take_over(found, states), None
             return self._take_over(found, states), None
         except UnreadableError:
@@ -239,18 +239,18 @@ class Restoring:
         return described.step
 
     def _name_later(self, chosen: Found, candidates: list[Found]) -> None:
-        """Say what a run with a higher step of another program is not gone on with."""
+        """Log which newer-looking step of another program is not resumed from."""
         later = [found for found in candidates if (found.step or 0) > (chosen.step or 0)]
         if self._ranks.rank != 0 or not later:
             return
-        # What was loaded is loaded: not to know of another program's takes nothing from it.
+        # The restore has succeeded: a read error about another program's checkpoint must not end it.
         with contextlib.suppress(UnreadableError), reads.at_once():
             if discovery.is_foreign(chosen.path):
                 return
             for found in later:
                 if discovery.is_foreign(found.path):
                     reason = "is of another program and counts as older than"
-                    said = f"{found.name} {reason} {chosen.name}; name its folder to go on from it"
+                    said = f"{found.name} {reason} {chosen.name}; name its folder to resume from it"
                     self._skipped.append(said)
                     logger.warning("%s", said)
 
@@ -266,7 +266,7 @@ class Restoring:
         return described
 
     def _hand_out(self, name: str, states: dict[str, Any]) -> None:
-        # Random states last: loading another part may draw.
+        # Random states last: loading another part may use random numbers.
         for part in sorted(states, key=lambda name: name in parts.PER_RANK):
             if part in self._only_read:
                 self._states[part] = states.pop(part)
@@ -275,7 +275,7 @@ class Restoring:
                 self._targets[part].load_state_dict(states.pop(part))
                 self._handed_out.add(part)
             except Exception as error:
-                # Whatever a part objects to, it is this checkpoint that does not fit it.
+                # Any exception of a part means that this checkpoint does not fit it.
                 raise CheckpointError(f"{name} does not fit: part {part!r} refused its state: {error}") from error
 
     def _require_parts(self, described: Manifest) -> None:
@@ -283,9 +283,9 @@ class Restoring:
         if not missing:
             return
         if "optimizer" in missing and "model" in described.parts:
-            hint = "it was saved with the model only, which no run can go on from; restore only the model"
+            hint = "it was saved with the model only, and a run cannot resume from that; restore only the model"
         else:
-            hint = "go on with the options of the run that saved it, or restore only what is there"
+            hint = "use the options of the run that saved it, or restore only parts that are there"
         raise CheckpointError(
             f"there is no {' and no '.join(map(repr, missing))} in it, only "
             f"{', '.join(sorted(described.parts))} — {hint}"
@@ -297,22 +297,22 @@ class Restoring:
         if part not in described.parts:
             return False
         logger.warning(
-            "%s of rank %d was not saved (%d processes saved, %d restore); it stays as it is",
+            "%s of rank %d was not saved (%d processes saved, %d restore); it stays unchanged",
             part, self._ranks.number, described.world_size, self._ranks.total,
         )  # fmt: skip
         return False
 
 
 def _is_checkpoint(source: Path, prefix: str) -> bool:
-    """Whether a folder is a checkpoint itself; a folder that checkpoints are in may hold a trainer's state too."""
+    """Whether a folder is a checkpoint itself; a folder of checkpoints may hold a trainer's state too."""
     is_foreign = discovery.is_foreign(source) and not discovery.find(source, prefix)
     return is_foreign or reads.is_there(source / MANIFEST)
 
 
 def _contradictions(answers: list[Answer]) -> list[str]:
-    """Return what ranks say of files that the first of their machine read too and finds otherwise."""
+    """Return where ranks disagree with the first rank of their machine about a file that both read."""
     first, *others = [damage for _, damage in answers]
-    if first is None:  # it read all files but those in shards, which one rank each reads
+    if first is None:  # it read all files but the shards, each of which one rank reads
         return [
             f"{damage} on rank {rank} alone"
             for rank, damage in enumerate(others, start=1)

@@ -1,8 +1,8 @@
-"""Decide which old checkpoints go beyond a limit, and remove them.
+"""Decide which checkpoints are beyond the limit, and remove them.
 
-A run removes what it saved itself, and what is as old as what it resumed from, or older: that was read and verified.
-Anything else in the folder is not known to be worthless, and stays: what another run left there, what was skipped as
-damaged, what cannot be read now.
+A run removes its own checkpoints, the one it resumed from, and older ones: that one was read and verified. Other
+checkpoints in the folder may have value, and are kept: those of another run, those skipped as damaged, those that
+cannot be read now.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tr_ckpt import discovery, files, names, staging
-from tr_ckpt import staging as in_place
 from tr_ckpt.discovery import Age, Found
 from tr_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 3  # of those that stay
+_NAMED = 3  # how many kept ones the warning names
 
 
 @dataclass
 class Known:
-    """What a run knows of the checkpoints in its folder.
+    """What a run knows about the checkpoints in its folder.
 
     Attributes:
-        restored: age of what it resumed from; None if that was none of this folder.
-        saved: ages of what it saved.
+        restored: age of the one it resumed from; None if that is not in this folder.
+        saved: ages of those it saved.
         seen: the last known age of each, by name.
-        has_said: whether it was said that others stay.
+        has_said: whether the warning about kept ones was logged.
     """
 
     restored: Age | None = None
@@ -40,18 +39,18 @@ class Known:
     has_said: bool = False
 
     def may_go(self, age: Age) -> bool:
-        """Whether the run may remove a checkpoint: it made it, or resumed from it or from a newer one."""
+        """Whether the run may remove a checkpoint: it saved it, or resumed from it or from a newer one."""
         return age in self.saved or (self.restored is not None and age <= self.restored)
 
     def say_what_stays(self, directory: Path, staying: Sequence[Found]) -> None:
-        """Warn, once, of complete checkpoints that no limit removes."""
+        """Warn, once, about complete checkpoints that no limit removes."""
         if not staying or self.has_said:
             return
         self.has_said = True
         listed = ", ".join(found.name for found in staying[:_NAMED]) + " and others" * (len(staying) > _NAMED)
         logger.warning(
-            "%s stay whatever the limit: this run neither saved them nor resumed from them or a newer one; what is not "
-            "needed is removed by `trainer ckpt prune %s`",
+            "%s stay whatever the limit: this run neither saved them nor resumed from them or a newer one; "
+            "`trainer ckpt prune %s` removes those that are not needed",
             listed,
             directory,
         )
@@ -60,7 +59,7 @@ class Known:
 def complete(directory: Path, prefix: str) -> list[tuple[Age, Found]]:
     """Return the complete checkpoints in `directory` with their ages, the oldest first.
 
-    Those that are damaged, another program's, or cannot be read now are left out.
+    Damaged and unreadable ones and those of another program are left out.
 
     Raises:
         UnreadableError: the folder cannot be listed.
@@ -84,16 +83,16 @@ def superfluous(
 ) -> list[Found]:
     """Return what to remove so that `keep_last` of the checkpoints given stay, the oldest first.
 
-    The one of step `newest` and the `protected` ones always stay, also where that makes more than the limit; both count
-    towards it. Those whose step is a multiple of `keep_every` stay too and do not count.
+    The checkpoint of step `newest` and the `protected` ones always stay, even beyond the limit; both count towards it.
+    Those whose step is a multiple of `keep_every` stay too and do not count.
 
     Args:
-        complete: what counts, the oldest first. Old is what was saved early, whatever its step: what a run left behind
-            when it went back goes first.
+        complete: the checkpoints that count, the oldest first. Age is the order of saving, not the step: after a run
+            resumed from an earlier step, its abandoned later steps are the oldest.
         keep_last: how many stay.
-        newest: step of the one that was saved last.
+        newest: step of the last saved one.
         protected: steps that stay.
-        keep_every: those whose step is a multiple of this stay and do not count; None keeps none so.
+        keep_every: those whose step is a multiple of this stay and do not count; None for no such rule.
     """
     counted = [found for found in complete if keep_every is None or found.step is None or found.step % keep_every]
     removable = [found for found in counted if found.step != newest and found.step not in protected]
@@ -101,21 +100,21 @@ def superfluous(
 
 
 def remove(found: Found) -> None:
-    """Remove a checkpoint; at no instant does a part of it look like a whole one.
+    """Remove a checkpoint; at no instant does a partly removed one look complete.
 
     Raises:
-        OSError: it could not be renamed, and is as it was, or its new name could not be synced.
+        OSError: it could not be renamed, and is unchanged, or its new name could not be synced.
     """
     logger.info("removing %s: it is beyond the limit", found.name)
     dropped = names.temporary(found.path.parent, "removed", found.name)
     try:
         files.rename(found.path, dropped)
-        # Or a power cut could take files from it and leave it its name.
+        # Otherwise a power cut could remove files but keep the name.
         files.sync_folder(found.path.parent)
     except OSError as error:
         names.release(dropped)
         if error.errno != errno.EXDEV:
             raise
-        in_place.remove_in_place(found.path)
+        staging.remove_in_place(found.path)
         return
     staging.discard(dropped)

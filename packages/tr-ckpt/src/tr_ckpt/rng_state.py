@@ -1,4 +1,4 @@
-"""Take and put back the state of every random number generator of this process."""
+"""Save and restore the state of every random number generator of this process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Kinds of devices that have generators of their own, beside the CPU.
+# Kinds of devices with generators of their own, besides the CPU.
 _DEVICES = ("cuda", "xpu", "mps")
 
 
 class RNGState:
     """The random generators of Python, NumPy, torch and the devices in use, as one part of a checkpoint.
 
-    NumPy's counts if NumPy is imported, a device's once torch has initialised it; nothing here does either.
-    The state is made of tensors and plain values. Give it to a `Checkpointer` as the part named `rng`: each
+    NumPy is included if it was imported, a device once torch has initialised it; this class does neither.
+    The state consists of tensors and plain values. Give it to a `Checkpointer` as the part named `rng`: each
     rank then saves its own.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all generators. Reads device generators, which waits for no kernel."""
+        """Return the state of all generators. Reads device generators without waiting for kernels."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
@@ -46,9 +46,9 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put the generators into the state that `state_dict` returned.
+        """Set the generators to a state that `state_dict` returned.
 
-        A device's generator that was not saved, or that this process lacks, stays as it is; a warning names
+        A device's generator that was not saved, or that this process lacks, stays unchanged; a warning names
         it.
         """
         python = state_dict["python"]
@@ -74,7 +74,7 @@ class RNGState:
             )  # fmt: skip
         elif _in_use(kind) and len(saved) < present:
             logger.warning(
-                "%d %s random states stay as they are: the checkpoint holds %d",
+                "%d %s random states stay unchanged: the checkpoint holds %d",
                 present - len(saved),
                 kind,
                 len(saved),
@@ -93,7 +93,7 @@ def _count(kind: str) -> int:
 
 
 def _in_use(kind: str) -> bool:
-    if kind == "mps":  # has no notion of being initialised, and no cost either
+    if kind == "mps":  # has no initialisation, and reading it costs nothing
         return torch.backends.mps.is_available()
     return getattr(torch, kind).is_available() and getattr(torch, kind).is_initialized()
 

@@ -1,4 +1,4 @@
-"""Make one checkpoint: captured at one instant, written and put in its place by all ranks together."""
+"""Save one checkpoint: capture the state at one instant, write it on all ranks, commit it on rank 0."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from tr_ckpt.retention import Known
 from tr_ckpt.sharded.capturing import TakenStates
 from tr_ckpt.staging import Staging
 
-# Parts by name, each as it was at the save.
+# The captured parts by name.
 Captured = Iterable[tuple[str, CapturedPart]]
 
 
 class Saving:
     """One save.
 
-    It has three stages: the state is captured, this rank's share of it is written, rank 0 commits what all wrote.
-    `make` does one after the other, a part at a time; `capture` does the first, and `finish` the others, in any
-    thread and without communication. Whatever fails, what was there before is intact and nothing is left behind.
+    It has three stages: capture the state, write this rank's share, commit on rank 0 what all ranks wrote. `make` runs
+    the stages in turn, a part at a time. `capture` runs the first, and `finish` the others, in any thread and without
+    communication. After a failure the earlier checkpoints are intact and no leftovers remain.
 
     Args:
-        directory: where the checkpoints are.
-        prefix: what their names begin with.
+        directory: the folder of the checkpoints.
+        prefix: the first part of their names.
         step: completed optimizer steps.
         ranks: this process among the others.
-        known: what the run knows of the checkpoints there; the one that is saved is added.
-        lock: that of the folder, which rank 0 claims.
+        known: what the run knows about the checkpoints there; the saved one is added.
+        lock: the lock of the folder, which rank 0 claims.
 
     Attributes:
-        sequence: that of the checkpoint, on the rank that committed it; 0 before.
+        sequence: that of the checkpoint, on the rank that committed it; 0 before the commit.
     """
 
     def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks, known: Known, lock: FolderLock) -> None:
@@ -58,11 +58,11 @@ class Saving:
         self._taken = TakenStates(ranks)
 
     def make(self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None) -> None:
-        """Save the state of the parts `given`; no more than one tensor is copied at a time.
+        """Save the state of the parts `given`; at most one tensor is copied at a time.
 
         Raises:
             OSError: it could not be written, here or (`SaveError`) on another rank.
-            CheckpointError: a state holds something that cannot be saved.
+            CheckpointError: a state holds a value that cannot be saved.
         """
         try:
             self._begin(given, write_extra, in_background=False)
@@ -75,11 +75,11 @@ class Saving:
     def capture(
         self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, buffers: HostBuffers
     ) -> Captured:
-        """Copy the state of the parts `given`, which may change once this has returned.
+        """Copy the state of the parts `given`, which may change after this call.
 
         Raises:
             OSError: the temporary folder cannot be made, or (`SaveError`) another rank failed.
-            CheckpointError: a state holds something that cannot be saved.
+            CheckpointError: a state holds a value that cannot be saved.
         """
         captured: list[tuple[str, CapturedPart]] = []
 
@@ -102,7 +102,7 @@ class Saving:
         return captured
 
     def finish(self, captured: Captured) -> None:
-        """Write what was captured and wait until the checkpoint is in its place.
+        """Write the captured state and wait until the checkpoint is committed.
 
         Raises:
             OSError: it could not be written, here or (`SaveError`) on another rank.
@@ -154,7 +154,7 @@ class Saving:
             )
         failure: Exception | None = None
         for name, part in given.items():
-            # On every rank, also after a failure on this one: taking a state may need all of them.
+            # On every rank, also after a failure on this one: `state_dict` may be collective.
             try:
                 captured = self._taken.capture(name, part, buffers)
             except Exception as error:
@@ -176,8 +176,8 @@ class Saving:
                 with explain_save_errors(self.name, self._directory):
                     written[name] = part.write(self._folder)
         except Exception:
-            with contextlib.suppress(Exception):  # what failed first is what counts
-                for _ in remaining:  # other ranks go on to take these states, and may wait for this one
+            with contextlib.suppress(Exception):  # report the first failure, not this one
+                for _ in remaining:  # other ranks call the remaining `state_dict`s, and may wait for this one
                     pass
             raise
         return written
@@ -190,7 +190,7 @@ class Saving:
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
             manifest.write(self._folder, described)
             self._lock.check()
-            self._known.saved.add((sequence, self._step))  # before it is in its place: an error may come after that
+            self._known.saved.add((sequence, self._step))  # before the rename: an error may follow it
             self._staging.commit()
             self.sequence = sequence
 

@@ -1,14 +1,14 @@
-"""Make a checkpoint's folder appear whole or not at all.
+"""Commit a checkpoint's folder whole or not at all.
 
-A new checkpoint grows in a temporary folder beside its final place. `Staging.commit` makes it durable and renames it.
-An older checkpoint of the same step steps aside first. Between the two renames the older one counts: `discovery.py`
-finds it under its temporary name, and `clear_abandoned` puts it back.
+A new checkpoint is written to a temporary folder beside its final path. `Staging.commit` makes it durable and renames
+it. An older checkpoint of the same step is renamed aside first. Between the two renames the older one counts:
+`discovery.py` finds it under its temporary name, and `clear_abandoned` restores its name.
 
-overlayfs, which containers run on, refuses (EXDEV) to rename a folder of a lower layer, such as a checkpoint that is
-part of the image. Its files can be renamed and removed. There the new checkpoint waits under a temporary name until
-the older one is removed in place. `remove_in_place` first moves the older one's manifest, in one instant, to a folder
-beside it. From then on nothing there looks like a checkpoint. Whoever finds that folder completes the removal with
-`complete_removal`.
+overlayfs, the file system of containers, refuses (EXDEV) to rename a folder of a lower layer, such as a checkpoint in
+the image. Its files can be renamed and removed. There the new checkpoint waits under a temporary name until
+the older one is removed in place. `remove_in_place` first moves the older one's manifest, atomically, to a folder
+beside it. From then on the rest no longer looks like a checkpoint. Any process that finds that folder completes the
+removal with `complete_removal`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tr_ckpt.files import FileRecord
 
 logger = logging.getLogger(__name__)
 
-# Without it, and with no manifest, a rest would look like the checkpoint of another program.
+# Without it, and with no manifest, the rest would look like the checkpoint of another program.
 _TRAINER_STATE = "trainer_state.json"
 
 
 def remove_in_place(checkpoint: Path) -> None:
-    """Remove a checkpoint where it is; at no instant does a part of it look like a whole one.
+    """Remove a checkpoint without renaming it; at no instant does a partly removed one look complete.
 
     Raises:
-        OSError: its manifest could not be moved, and it is as it was; or the rest could not be removed, and is no
-            checkpoint any more: the next save tries again.
+        OSError: its manifest could not be moved, and it is unchanged; or the rest could not be removed, and is no
+            longer a checkpoint: the next save tries again.
     """
     beside = names.temporary(checkpoint.parent, "emptied", checkpoint.name)
     try:
@@ -54,24 +54,24 @@ def remove_in_place(checkpoint: Path) -> None:
 
 
 def complete_removal(beside: Path, name: str) -> None:
-    """Complete the removal of the checkpoint `name` that a process which is gone had begun.
+    """Complete the removal of the checkpoint `name` that a dead process had begun.
 
     Args:
         beside: the folder that its manifest was moved to.
-        name: of the checkpoint's folder.
+        name: the name of the checkpoint's folder.
 
     Raises:
         OSError: it could not be removed; the next save tries again.
-        UnreadableError: it cannot be found out what is there; the next save tries again.
+        UnreadableError: the folder cannot be read; the next save tries again.
     """
     rest = beside.parent / name
     is_emptied = reads.is_folder(rest) and not reads.is_there(rest / names.MANIFEST, follow=False)
     if is_emptied and reads.is_there(beside / names.MANIFEST, follow=False):
         if _is_rest(rest, beside):
-            logger.info("removing what is left of %s: a run ended while it was removing it", name)
+            logger.info("removing the rest of %s: a run ended while it was removing it", name)
             _remove_rest(rest)
         else:
-            logger.warning("%s stays: it is what is left of a removed checkpoint, and holds other files too", rest)
+            logger.warning("%s stays: it is the rest of a removed checkpoint, and holds other files too", rest)
     files.remove_tree(beside)
 
 
@@ -103,10 +103,10 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 class Staging:
-    """A checkpoint being written, on the one rank that commits it.
+    """A checkpoint being written, on the rank that commits it.
 
     Args:
-        directory: where checkpoints are; made if it is missing.
+        directory: the folder of the checkpoints; made if it does not exist.
         name: the checkpoint's final name.
     """
 
@@ -119,12 +119,12 @@ class Staging:
         """Make the temporary folder, let the caller add its files, and return their paths in it.
 
         Raises:
-            OSError: a file cannot be written, or is a link or no plain file.
+            OSError: a file cannot be written, or is a link or not a regular file.
         """
         files.make_folders(self.directory)
         there = reads.names_in(self.directory)
         if not any(reads.is_there(self.directory / name / names.MANIFEST) for name in there):
-            files.fsync_parents(self.directory)  # else the first save here has done it
+            files.fsync_parents(self.directory)  # otherwise the first save here has done it
         clear_abandoned(self.directory)
         files.make_folder(self.folder)
         if write_extra is None:
@@ -133,10 +133,10 @@ class Staging:
         return self._added(self.folder)
 
     def seal(self, added: Iterable[str]) -> dict[str, FileRecord]:
-        """Make the files that the caller added durable, and return what they hold, by path.
+        """Sync the files that the caller added, and return their records, by path.
 
         Raises:
-            OSError: one cannot be read or synced.
+            OSError: a file cannot be read or synced.
         """
         sealed, folders = {}, set()
         for name in added:
@@ -147,11 +147,11 @@ class Staging:
         return sealed
 
     def commit(self) -> Path:
-        """Put the folder, its manifest written, in its final place, durably.
+        """Rename the folder, which holds its manifest, to its final path, durably.
 
         Raises:
-            OSError: it did not work; what was in that place is there still.
-            UnreadableError: it could not be found out what is in that place, and all is as it was.
+            OSError: it failed; what was at that path is still there.
+            UnreadableError: the final path cannot be read, and nothing was changed.
         """
         files.sync_folder(self.folder)
         try:
@@ -165,7 +165,7 @@ class Staging:
             self._take_place(aside)
         finally:
             names.release(self.folder)
-            if aside is not None:  # whatever happened: the next save puts it back or removes it
+            if aside is not None:  # also after an error: the next save restores or removes it
                 names.release(aside)
         if aside is not None and aside.name.startswith(".tmp-") and _is_sound(self.final):
             discard(aside)
@@ -186,7 +186,7 @@ class Staging:
             files.rename(self.folder, waiting)
             files.sync_folder(self.directory)
             discovery.verify(waiting, manifest.read(waiting))
-            # From one instant in here the new one counts.
+            # At one instant inside this call the new checkpoint starts to count.
             remove_in_place(self.final)
             files.rename(waiting, self.final)
             files.sync_folder(self.directory)
@@ -199,14 +199,14 @@ class Staging:
             names.release(waiting)
 
     def discard(self) -> None:
-        """Remove the temporary folder, if it is there; a failure leaves it to the next save."""
+        """Remove the temporary folder, if it exists; after a failure the next save removes it."""
         discard(self.folder)
 
     def _step_aside(self) -> Path:
         if reads.is_there(self.final / names.MANIFEST):
             aside = names.temporary(self.directory, "replaced", self.final.name)
         else:
-            # Not a checkpoint of ours: another program's, perhaps the only copy. Never removed.
+            # A checkpoint of another program, perhaps the only copy. Never removed.
             number = 1
             while reads.is_there(aside := self.directory / f"{self.final.name}.replaced-{number}", follow=False):
                 number += 1
@@ -228,7 +228,7 @@ class Staging:
 
 
 def discard(folder: Path) -> None:
-    """Remove a temporary folder, if it is there; a failure is logged and leaves it to the next save."""
+    """Remove a temporary folder, if it exists; a failure is logged, and the next save removes it."""
     try:
         files.remove_tree(folder)
     except FileNotFoundError:
@@ -239,17 +239,17 @@ def discard(folder: Path) -> None:
 
 
 def clear_abandoned(directory: Path) -> None:
-    """Clear away what dead processes left: put back what was about to be replaced, remove the rest.
+    """Clear away leftovers of dead processes: restore a checkpoint that was being replaced, remove the rest.
 
     Raises:
-        OSError: a checkpoint could not be put back.
-        UnreadableError: it could not be found out what was left.
+        OSError: a checkpoint could not be restored.
+        UnreadableError: a leftover could not be read.
     """
     synced = False
     for left in names.temporaries(directory):
         if not left.is_abandoned():
             continue
-        if left.kind == "emptied":  # sorted before those that wait for its place
+        if left.kind == "emptied":  # sorted before the checkpoints that wait for its path
             _finish_removal(left)
             continue
         final = directory / left.target
@@ -258,7 +258,7 @@ def clear_abandoned(directory: Path) -> None:
             continue
         if left.kind == "replaced" and not _is_sound(final):
             continue
-        if not synced:  # the rename that made this folder superfluous may not have reached the disk
+        if not synced:  # the rename that replaced this folder may not have reached the disk
             files.sync_folder(directory)
             synced = True
         logger.info("removing %s, left by a run that ended while it was working on it", printable(left.path.name))
@@ -266,12 +266,12 @@ def clear_abandoned(directory: Path) -> None:
 
 
 def cut_short(directory: Path, kind: str, target: str | None = None) -> list[Path]:
-    """Return what processes left that ended while they worked on it, where no save comes to clear it away.
+    """Return leftovers of processes that ended, in folders where no save will clear them away.
 
     Args:
-        directory: where it is.
-        kind: of `names.Temporary`.
-        target: the name that it stands for; None for any.
+        directory: the folder to look in.
+        kind: as in `names.Temporary`.
+        target: the name that the leftover belongs to; None for any.
 
     Raises:
         UnreadableError: the folder cannot be listed.
@@ -288,7 +288,7 @@ def cut_short(directory: Path, kind: str, target: str | None = None) -> list[Pat
 
 
 def _is_sound(replacing: Path) -> bool:
-    """Whether a checkpoint reads back as it was written, so that the one that it replaced may go."""
+    """Whether a checkpoint reads back as it was written, so that its predecessor may be removed."""
     try:
         with reads.at_once():
             discovery.verify(replacing, manifest.read(replacing))
@@ -299,19 +299,19 @@ def _is_sound(replacing: Path) -> bool:
 
 
 def _put_back(left: names.Temporary, final: Path) -> None:
-    if reads.is_there(final, follow=False):  # somebody else's; the checkpoint waits under the name it has
+    if reads.is_there(final, follow=False):  # another program's folder; the checkpoint keeps its temporary name
         return
     try:
         files.rename(left.path, final)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        return  # of a lower layer of overlayfs: it counts under the name that it has
-    logger.warning("put %s back: the run that was replacing it ended before it had", printable(left.target))
+        return  # in a lower layer of overlayfs: it counts under its present name
+    logger.warning("restored %s: a run ended while it was replacing it", printable(left.target))
 
 
 def _finish_removal(left: names.Temporary) -> None:
     try:
         complete_removal(left.path, left.target)
     except (OSError, UnreadableError) as error:
-        logger.warning("what is left of %s could not be removed (%s); the next save tries again", left.target, error)
+        logger.warning("the rest of %s could not be removed (%s); the next save tries again", left.target, error)

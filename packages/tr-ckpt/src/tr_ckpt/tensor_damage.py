@@ -1,8 +1,8 @@
 """Name the tensor in which a file was cut or changed.
 
-While a file is written, the SHA-256 of all that came so far is noted at the end of each tensor: the digest of the
-whole file passes through these values anyway, so they cost nothing. The first of them that is another tells where the
-file was changed; what lies behind that place cannot be told from it.
+While a file is written, the SHA-256 so far is recorded at the end of each tensor. The digest of the
+whole file passes through these values anyway, so they cost nothing. The first one that differs shows where the
+file was changed. Changes after that position cannot be located.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tr_ckpt import reads
 
-# Enough to find a place by: whether a file is whole is decided by its full digest.
+# Enough to locate damage: the full digest decides whether a file is intact.
 DIGITS = 16
 
 HEADER = ""  # no tensor has this name
@@ -24,12 +24,12 @@ _BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Section:
-    """A stretch of a file: its header, or one tensor.
+    """A range of a file: its header, or one tensor.
 
     Attributes:
-        name: of the tensor; `HEADER` for what comes before the first.
-        end: where it ends, in bytes from the beginning of the file.
-        digest: first digits of the SHA-256 of the file up to there.
+        name: of the tensor; `HEADER` for the bytes before the first.
+        end: its end, in bytes from the beginning of the file.
+        digest: first digits of the SHA-256 of the file up to that position.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Section:
 
 
 def describe(sections: Iterable[Section]) -> dict[str, str]:
-    """Return sections as a manifest holds them, one line each: where it ends, and the digest up to there."""
+    """Return sections in the form of a manifest: for each name, its end and the digest up to there."""
     return {section.name: f"{section.end} {section.digest}" for section in sections}
 
 
 def parse(described: Mapping[str, str]) -> tuple[Section, ...]:
-    """Return the sections that `describe` was given, in the order of the file.
+    """Parse the result of `describe`; return the sections in the order of the file.
 
     Raises:
-        ValueError, AttributeError: they are none.
+        ValueError, AttributeError: it is malformed.
     """
     found = []
     for name, text in described.items():
@@ -56,7 +56,7 @@ def parse(described: Mapping[str, str]) -> tuple[Section, ...]:
 
 
 def where_cut(sections: Iterable[Section], size: int) -> str:
-    """Return where a file that is `size` bytes long, and should be longer, was cut; empty if that is not known."""
+    """Return where a file of `size` bytes, which should be longer, was cut; empty if unknown."""
     start = 0
     for section in sections:
         if section.end > size:
@@ -66,10 +66,10 @@ def where_cut(sections: Iterable[Section], size: int) -> str:
 
 
 def where_changed(path: Path, sections: Iterable[Section]) -> str:
-    """Return where a file of the right length was changed first; empty if that is not known. Reads the file.
+    """Return where a file of the right length was changed first; empty if unknown. Reads the file.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         UnreadableError: it cannot be read.
     """
     digest, start = hashlib.sha256(), 0

@@ -1,8 +1,7 @@
 """Write tensors to a safetensors file, one at a time, and read them back.
 
-Written here rather than by the library so that no more than one tensor is copied to the host at a time, the
-digest costs no second pass, and each write can be made to fail in a test. Reading, where the input may be
-anybody's, is the library's.
+The writer is our own: it copies at most one tensor to the host at a time, computes the digest while writing, and lets
+tests make each write fail. The library reads files, because their origin may be unknown.
 
 Source: the safetensors format, 8 bytes of header length, a JSON header, the tensors' bytes.
 """
@@ -45,7 +44,7 @@ _NAMES = {
     "complex64": "C64",
 }
 
-# Of the library: it opens no file with a longer header.
+# The library's limit: it opens no file with a longer header.
 MOST_BYTES_OF_HEADER = 100_000_000
 
 DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if name in vars(torch)}
@@ -56,29 +55,28 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
 
     Raises:
         OSError: it cannot be written.
-        CheckpointError: it could not be read back, or this machine stores numbers high byte first.
+        CheckpointError: it could not be read back, or this machine stores numbers in big-endian order.
     """
     return write_each(path, tensors, tensors.__getitem__)
 
 
 def write_each(path: Path, like: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]) -> FileRecord:
-    """Write a new safetensors file of tensors that are made one after the other.
+    """Write a new safetensors file of tensors that are computed one after the other.
 
     Args:
-        path: where.
+        path: the file.
         like: tensors of the same shapes and dtypes, on any device.
-        tensor: makes the one of a name, when its turn has come.
+        tensor: returns the tensor of a name; called once for each, in the order of the file.
 
     Raises:
         OSError: it cannot be written.
-        CheckpointError: it could not be read back, or this machine stores numbers high byte first.
+        CheckpointError: it could not be read back, or this machine stores numbers in big-endian order.
     """
     if sys.byteorder != "little":
         raise CheckpointError(
             "safetensors holds little-endian numbers and this machine's are big-endian; not supported"
         )
-    # Wide numbers first: each tensor then starts at a multiple of its item size, as readers that map the file
-    # need.
+    # Wide numbers first: each tensor then starts at a multiple of its item size. Readers that map the file need that.
     ordered = dict(sorted(like.items(), key=lambda item: (-item[1].element_size(), item[0])))
     header, ends = _header(ordered)
     if len(header) - 8 > MOST_BYTES_OF_HEADER:
@@ -93,12 +91,12 @@ def write_each(path: Path, like: Mapping[str, torch.Tensor], tensor: Callable[[s
 
 
 def check(path: Path) -> None:
-    """Open a safetensors file as a load does; no number of it is read.
+    """Open a safetensors file as a load does, without reading its numbers.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         UnreadableError: it cannot be read.
-        CheckpointError: it is no valid safetensors file.
+        CheckpointError: it is not a valid safetensors file.
     """
     untrusted.require_regular_file(path)
     try:
@@ -109,23 +107,23 @@ def check(path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file, in host memory of their own.
+    """Return the tensors of a safetensors file, copied to host memory.
 
     Raises:
-        CheckpointError: it is no valid safetensors file.
+        CheckpointError: it is not a valid safetensors file.
         UnreadableError: it cannot be read.
     """
     untrusted.require_regular_file(path)
     try:
         with reads.tensors(path) as file:
-            # The library maps the file; a copy outlives a file that is removed or cut while the run goes on.
+            # The library maps the file; a copy stays valid if the file is removed or cut later.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from None
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Return the header, and where it and each tensor that is not empty end in the file."""
+    """Return the header, and the end of the header and of each tensor that is not empty."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends = {HEADER: 0}
     offset = 0
@@ -136,7 +134,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
-        if end > offset:  # nothing can happen to one without numbers
+        if end > offset:  # an empty tensor cannot be damaged
             ends[name] = end
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -148,7 +146,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]
 def _blocks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for tensor in tensors:
-        # A device-to-host copy of a tensor that is on a device; waits for it.
+        # Copies a tensor from its device to the host; waits for the copy.
         host = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         size = host.numel() * host.element_size()
         if size:

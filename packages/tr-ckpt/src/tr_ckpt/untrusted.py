@@ -1,15 +1,15 @@
-"""Check what comes from outside before it is used: file names, kinds of files, JSON and keys of dicts.
+"""Validate outside input before it is used: file names, kinds of files, JSON and keys of dicts.
 
-A checkpoint may be anybody's: downloaded, unpacked, taken from a shared disk.
+A checkpoint may come from anybody: downloaded, unpacked, taken from a shared disk.
 
 - Names. Every name passes `path_problem` or `paths_problem`: those in a manifest, an index, an archive or a listing of
-  the Hub. Names that are written here pass them too, so that nothing is saved that would be refused. One system may
-  take a name for a path elsewhere, for a device or for another file. Such a name is refused on all systems, because
+  the Hub. Names that a save writes pass them too, so that every save can be restored. Some systems read a
+  name as a path to another folder, as a device or as another file. Such a name is refused on all systems, because
   checkpoints are copied.
-- Kinds of files. Only regular files are read. A link, which an archive can hold too, is not followed.
-- JSON. It is read as the standard defines it: no NaN, no Infinity, no name twice in an object.
-- Keys. Many keys with one hash make a dict slow. Python gives strings and bytes other hashes in each process; the
-  hashes of numbers and tuples are known, so keys can be made to collide.
+- Kinds of files. Only regular files are read. Links, which archives can hold too, are not followed.
+- JSON. It is read as the standard defines it: no NaN, no Infinity, no duplicate name in an object.
+- Keys. Many keys with one hash make a dict slow. Python randomises the hashes of strings and bytes in each process.
+  The hashes of numbers and tuples are predictable, so keys can be made to collide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from tr_ckpt import reads
 from tr_ckpt.errors import CheckpointError
 
-# What file systems allow of one name between two slashes, and of a path below a folder that has a path of its own.
+# The limits of file systems for one name between two slashes, and for a path below a folder with a path of its own.
 MOST_BYTES_OF_STEP = 255
 MOST_PATH_BYTES = 1024
 
@@ -36,7 +36,7 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 def path_problem(name: Any) -> str:
-    """Return why a name cannot be the path of a file below a folder, on any system; empty if it can."""
+    """Return why a name is not a valid path of a file below a folder on every system; empty if it is."""
     if not isinstance(name, str) or not name:
         return "is no name of a file"
     try:
@@ -67,10 +67,10 @@ def _step_problem(step: str) -> str:
 
 
 def paths_problem(names: Iterable[Any]) -> str:
-    """Return what is wrong with names of files that lie in one folder, the name included; empty if nothing is.
+    """Return what is wrong with names of files in one folder, including the name; empty if nothing is.
 
-    Two of which some file systems make one are refused too: they differ in case or in how a letter is composed, or one
-    is a file where the other needs a folder.
+    Two names that some file systems treat as one are refused too: they differ in case or in how a letter is composed,
+    or one is a file where the other needs a folder.
     """
     seen: dict[str, str] = {}
     for name in names:
@@ -91,11 +91,11 @@ def _normalized(name: str) -> str:
 
 
 def file_kind_problem(folder: Path, name: str) -> str:
-    """Return what is wrong with a file's kind in words; empty if it is a plain file in plain folders.
+    """Return what is wrong with a file's kind; empty if it is a regular file in regular folders.
 
     Raises:
-        OSError: there is none.
-        UnreadableError: it cannot be looked at.
+        OSError: the file does not exist.
+        UnreadableError: it cannot be read.
     """
     path, mode = folder, 0
     for step in PurePosixPath(name).parts:
@@ -109,22 +109,22 @@ def file_kind_problem(folder: Path, name: str) -> str:
 
 
 def require_regular_file(path: Path) -> None:
-    """Refuse to read what is there but is no plain file.
+    """Refuse to read an existing path that is not a regular file.
 
     Raises:
         CheckpointError: the message names it.
-        UnreadableError: it cannot be looked at.
+        UnreadableError: it cannot be read.
     """
     try:
         problem = file_kind_problem(path.parent, path.name)
     except OSError:
-        return  # whoever reads it says why it cannot
+        return  # the read that follows reports it
     if problem:
         raise CheckpointError(f"{path.name} {problem}")
 
 
 def _is_in_hub_cache(link: Path) -> bool:
-    """Whether a link leads from a snapshot that huggingface_hub downloaded to a file of the same repository's."""
+    """Whether a link leads from a snapshot that huggingface_hub downloaded to a file of the same repository."""
     try:
         blobs = reads.resolved(link).parent
         return blobs.name == "blobs" and reads.resolved(link.parent).is_relative_to(blobs.parent / "snapshots")
@@ -132,21 +132,21 @@ def _is_in_hub_cache(link: Path) -> bool:
         return False
 
 
-# Of a file. What it becomes in memory is up to 30 times as large.
+# The limit for a file. Its value in memory is up to 30 times as large.
 MOST_JSON_BYTES = 2**30
 
 
 def read_json(path: Path, *, is_lax: bool = False) -> Any:
-    """Return the value that a file holds.
+    """Return the value of a JSON file.
 
     Args:
-        path: of the file.
-        is_lax: whether it may hold what JSON does not have and Python writes: NaN, infinities, a name twice.
+        path: the file.
+        is_lax: whether to accept what Python writes beyond the standard: NaN, infinities, duplicate names.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         UnreadableError: it cannot be read.
-        CheckpointError: it is no JSON, or larger than anything that is read.
+        CheckpointError: it is not JSON, or larger than the limit.
     """
     raw = reads.content(path, MOST_JSON_BYTES + 1)
     if len(raw) > MOST_JSON_BYTES:
@@ -159,10 +159,10 @@ def read_json(path: Path, *, is_lax: bool = False) -> Any:
 
 
 def parse_json(text: str, *, is_lax: bool = False) -> Any:
-    """Return the value that `text` holds.
+    """Return the value of a JSON text.
 
     Raises:
-        CheckpointError: it is not strict JSON; with `is_lax`, nor such as Python writes.
+        CheckpointError: it is not strict JSON; with `is_lax`, not even the JSON that Python writes.
     """
     try:
         if is_lax:
@@ -187,26 +187,26 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Keys of one dict that have one hash: each is compared with all others.
+# The limit for keys of one dict that have the same hash: each is compared with all others.
 MOST_COLLISIONS = 64
 
-# An integer of less is its own hash.
+# The hash of a smaller integer is the integer itself.
 _OWN_HASH_BELOW = 2**61 - 1
 
 
 def may_collide(key: Any) -> bool:
-    """Whether others with its hash can be made of it at will."""
+    """Whether keys with the same hash as this one can be constructed at will."""
     if type(key) is int:
         return abs(key) >= _OWN_HASH_BELOW
     return type(key) in (float, tuple)
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Refuse the keys of one dict if many have one hash.
+    """Refuse the keys of one dict if many have the same hash.
 
     Raises:
-        CheckpointError: they do.
-        TypeError: one cannot be a key.
+        CheckpointError: too many have the same hash.
+        TypeError: a value cannot be a key.
     """
     counted = Counter(hash(key) for key in keys if may_collide(key))
     if counted and max(counted.values()) > MOST_COLLISIONS:

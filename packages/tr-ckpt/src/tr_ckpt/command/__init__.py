@@ -13,7 +13,7 @@ from tr_ckpt.errors import CheckpointError, printable
 
 ERROR = 2
 
-# Imported when it is run: some take a second to load.
+# Imported on use: some take a second to load.
 _MODULES = {
     "ls": "listing",
     "verify": "listing",
@@ -29,15 +29,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 0 if all is well; 1 if a checkpoint is damaged, or two differ; 2 if what was asked for
-        cannot be done; 130 after Ctrl-C.
+        The exit code: 0 on success; 1 if a checkpoint is damaged, or two differ; 2 if the request
+        cannot be carried out; 130 after Ctrl-C.
 
     Raises:
-        SystemExit: help was asked for (0) or the arguments are wrong (2).
+        SystemExit: help was requested (0) or the arguments are wrong (2).
     """
     arguments = build_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no "…" is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without "…" must not make the command fail
     try:
         module = import_module(f"tr_ckpt.command.{_MODULES[arguments.action]}")
         run: Callable[..., int] = getattr(module, f"run_{arguments.action}")
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # what reads the output has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CheckpointError, OSError, RecursionError) as error:

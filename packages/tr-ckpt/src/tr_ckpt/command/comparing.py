@@ -29,12 +29,12 @@ _SHARDS = ".shards.json"
 
 @dataclass
 class Comparison:
-    """What differs in one part of two checkpoints.
+    """The differences in one part of two checkpoints.
 
     Attributes:
-        name: of the part, or of a file that belongs to none.
-        values: the values of JSON that differ.
-        tensors: the tensors that do.
+        name: of the part, or of a file without a part.
+        values: the differing JSON values.
+        tensors: the differing tensors.
         compared: how many tensors were compared.
     """
 
@@ -45,12 +45,12 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether anything does."""
+        """Whether there is a difference."""
         return bool(self.values or self.tensors)
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Compare two checkpoints; returns 0 if they are equal, 1 if they differ."""
+    """Compare two checkpoints; return 0 if they are equal, 1 if they differ."""
     first, second = (
         selection.select_one(Path(given).expanduser(), arguments.prefix)
         for given in (arguments.first, arguments.second)
@@ -67,17 +67,17 @@ def run_diff(arguments: argparse.Namespace) -> int:
 def compare(
     first: Entry, second: Entry, only: list[str] | None, wanted: Callable[[str], bool], *, everything: bool
 ) -> list[Comparison]:
-    """Return how the parts and added files of two checkpoints differ, also those that are equal.
+    """Compare the parts and added files of two checkpoints; the result includes the equal ones.
 
     Args:
         first: a complete checkpoint.
         second: the other.
-        only: parts to compare; None for all, and all files besides.
-        wanted: tells by its place whether a value or tensor is compared.
-        everything: whether times of saving and versions are compared too.
+        only: parts to compare; None for all parts and all other files.
+        wanted: whether to compare a value or tensor, given its path.
+        everything: whether to compare times of saving and versions too.
 
     Raises:
-        CheckpointError: neither has a part that `only` names, or a file is not what a save writes.
+        CheckpointError: neither has a part that `only` names, or a file is not in the format of a save.
     """
     one, other = first.described, second.described
     assert one is not None  # both are complete
@@ -100,13 +100,13 @@ def compare(
 
 
 def _compare_manifests(one: Manifest, other: Manifest, wanted: Callable[[str], bool], everything: bool) -> Comparison:
-    def facts(manifest: Manifest) -> dict[str, Any]:
-        told: dict[str, Any] = {"step": manifest.step, "world_size": manifest.world_size}
+    def compared_fields(manifest: Manifest) -> dict[str, Any]:
+        fields: dict[str, Any] = {"step": manifest.step, "world_size": manifest.world_size}
         if everything:
-            told |= {"saved_at": manifest.saved_at, "sequence": manifest.sequence, "versions": manifest.versions}
-        return told
+            fields |= {"saved_at": manifest.saved_at, "sequence": manifest.sequence, "versions": manifest.versions}
+        return fields
 
-    differences = compare_values(facts(one), facts(other), "manifest")
+    differences = compare_values(compared_fields(one), compared_fields(other), "manifest")
     return Comparison("manifest", [each for each in differences if wanted(each.place)])
 
 
@@ -176,10 +176,10 @@ def print_report(first: Path, second: Path, comparisons: Sequence[Comparison], l
     """Print the differences of each part, the largest first.
 
     Args:
-        first: where A is.
-        second: where B is.
-        comparisons: of all parts, those that are equal too.
-        limit: how many values, and how many tensors, of a part are shown; None is all.
+        first: the folder of A.
+        second: the folder of B.
+        comparisons: of all parts, including equal ones.
+        limit: how many values, and how many tensors, of a part are shown; None shows all.
     """
     width = terminal_width()
     say(f"A: {first}")

@@ -1,6 +1,6 @@
-"""Find what differs between two states: tensors, and values as JSON holds them, by their places.
+"""Find what differs between two states: tensors, and JSON values, by their paths.
 
-Tensors are read whole, one at a time, whether a part was saved whole or in shards.
+Tensors are read one at a time, whether a part was saved whole or in shards.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SavedTensors:
     """The tensors of a part.
 
     Args:
-        index: where they are.
-        opened: the files that they are in.
+        index: their locations.
+        opened: the files that hold them.
     """
 
     def __init__(self, index: Index, opened: SlicedFiles) -> None:
@@ -39,14 +39,14 @@ class SavedTensors:
         return sorted(self._index)
 
     def describe(self, name: str) -> SavedTensor:
-        """Return dtype and shape of a tensor, unread."""
+        """Return dtype and shape of a tensor without reading it."""
         return self._index[name]
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a tensor: one that lies in one piece as a view of its file, else put together in memory.
+        """Return a tensor: a view of its file if it is contiguous there, otherwise assembled in memory.
 
         Raises:
-            CheckpointError: the file that should hold it does not.
+            CheckpointError: its file does not hold it.
         """
         saved = self._index[name]
         if len(saved.chunks) == 1:
@@ -59,22 +59,22 @@ class SavedTensors:
         return whole
 
     def size_bytes(self, name: str) -> int:
-        """Return how many bytes a tensor has; 0 if there is none of that name."""
+        """Return how many bytes a tensor has; 0 if no tensor has that name."""
         saved = self._index.get(name)
         return 0 if saved is None else math.prod(saved.shape) * saved.dtype.itemsize
 
 
 @contextmanager
 def opened_tensors(folder: Path, stem: str, files: Sequence[str]) -> Iterator[SavedTensors]:
-    """Open the tensors whose files' names begin with `stem`.
+    """Open the tensors in the files whose names begin with `stem`.
 
     Args:
         folder: the checkpoint.
-        stem: the part's name, with the rank where each rank has its own.
+        stem: the part's name, with the rank if each rank has its own files.
         files: the part's files.
 
     Raises:
-        CheckpointError: a file is not what a save writes.
+        CheckpointError: a file is not in the format of a save.
     """
     if (name := shard_index.file_name(stem)) in files:
         index = shard_index.read(folder / name, files)
@@ -94,13 +94,13 @@ class TensorDifference:
     """A tensor that differs.
 
     Attributes:
-        place: its name, after that of its file.
-        dtypes: of both, one if they are the same; likewise `shapes`.
-        shapes: see above.
-        note: what is the matter with it, if it cannot be compared.
+        place: its path: the name after that of its file.
+        dtypes: of both, or one if they are the same.
+        shapes: of both, or one if they are the same.
+        note: why it cannot be compared; empty if it can.
         largest: the largest absolute difference of two numbers.
         relative: the norm of the difference over that of the first tensor; infinite if that is 0.
-        changed: how many elements are not the same bits.
+        changed: how many elements differ in their bits.
         elements: how many there are.
         undefined: how many elements are NaN in each.
     """
@@ -117,22 +117,22 @@ class TensorDifference:
 
     @property
     def size(self) -> tuple[bool, float]:
-        """What differences are sorted by: what cannot be compared, then NaN, then the relative one."""
+        """The sort key of differences: those that cannot be compared, then NaN, then the relative difference."""
         return bool(self.note), math.inf if self.undefined[0] != self.undefined[1] else self.relative
 
 
 def compare_tensors(
     first: SavedTensors, second: SavedTensors, place: str, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, TensorDifference | None]]:
-    """Yield, for each tensor of two states, its place and how it differs: None if all its bits are the same.
+    """Yield, for each tensor of two states, its path and its difference: None if all its bits are the same.
 
-    One tensor is in memory at a time, and of the numbers that differ a block.
+    One tensor is in memory at a time, and one block of the numbers that differ.
 
     Args:
         first: the tensors of one state.
         second: those of the other.
-        place: what the tensors' places begin with.
-        wanted: tells by its place whether a tensor is compared.
+        place: the first part of the tensors' paths.
+        wanted: whether to compare a tensor, given its path.
     """
     names, others = first.names, set(second.names)
     for name in [*names, *sorted(others - set(names))]:
@@ -178,7 +178,7 @@ def _compare(one: torch.Tensor, other: torch.Tensor, place: str) -> TensorDiffer
 def _measure(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float, tuple[int, int]]:
     """Return the largest absolute and the relative difference, and how many elements of each are NaN.
 
-    Where one is NaN there is no difference; where one is infinite and the other is not, it is infinite.
+    The difference is 0 where one is NaN, and infinite where one is infinite and the other is not.
     """
     largest = squares = norm = 0.0
     undefined = [0, 0]
@@ -211,9 +211,9 @@ def _numbers(block: torch.Tensor) -> torch.Tensor:
     return block.to(torch.float64)
 
 
-_LONGEST = 44  # characters of a value that are shown
+_LONGEST = 44  # characters shown of a value
 
-_MOST_BITS = 4096  # of a number that is shown in digits
+_MOST_BITS = 4096  # of a number that is shown as digits
 
 _PAIRS = ("$dict", "$ordered", "$counter")
 
@@ -233,9 +233,9 @@ class ValueDifference:
     """A value that differs.
 
     Attributes:
-        place: where it is, such as `scheduler.last_epoch`.
-        text: what became of it, such as `10 -> 20`.
-        size: how much it changed: of numbers the relative change, of anything else infinite.
+        place: its path, such as `scheduler.last_epoch`.
+        text: the change, such as `10 -> 20`.
+        size: the size of the change: for numbers the relative change, otherwise infinite.
     """
 
     place: str
@@ -246,7 +246,7 @@ class ValueDifference:
 def compare_values(first: Any, second: Any, place: str) -> Iterator[ValueDifference]:
     """Yield what differs between two values read from JSON, in the order of the first.
 
-    What `tree.py` writes for containers and numbers that JSON does not have is taken for what it stands for.
+    Values that `codec.py` encodes, such as tuples and NaN, are decoded before they are compared.
     """
     one, other = _open(first), _open(second)
     if _kind(one) != _kind(other) or not isinstance(one, dict | list):
@@ -274,7 +274,7 @@ def _compare_members(one: dict[str, Any], other: dict[str, Any], place: str) -> 
 
 
 def _open(value: Any) -> Any:
-    """Return a dict, a list, a number, or another value, whichever the JSON stands for."""
+    """Return the dict, list, number or other value that the JSON encodes."""
     if not isinstance(value, dict) or not value:
         return value
     [tag, *more] = value
@@ -288,7 +288,7 @@ def _open(value: Any) -> Any:
         return content
     try:
         return _NUMBERS[tag](content) if tag in _NUMBERS else _Tagged(tag, content)
-    except (TypeError, ValueError):  # another program's
+    except (TypeError, ValueError):  # another program's JSON
         return value
 
 
@@ -305,7 +305,7 @@ def _text(value: Any) -> str:
     if isinstance(value, _Tagged):
         return f"{value.tag[1:]} {value.content if isinstance(value.content, str) else json.dumps(value.content)}"
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        return hex(value)  # in digits it takes long, and Python refuses some
+        return hex(value)  # decimal digits take long, and Python refuses very long ones
     return json.dumps(value)
 
 
@@ -326,6 +326,6 @@ def _change(one: Any, other: Any) -> float:
         return float("inf")
     try:
         change = abs(other - one) / max(abs(one), abs(other), 1e-300)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer outside the range of floats
         return float("inf")
     return change if change == change else float("inf")

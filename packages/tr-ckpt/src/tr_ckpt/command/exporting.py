@@ -1,7 +1,7 @@
 """`trainer ckpt export` and `import`: exchange checkpoints with other programs.
 
-`export` writes a model folder that `from_pretrained` loads. `import` converts a checkpoint of another program to one
-of ours.
+`export` writes a model folder that `from_pretrained` loads. `import` converts a checkpoint of another program to this
+format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.jso
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write the model of a checkpoint, and the files beside it, as a folder of their own; `export` verifies them."""
+    """Write the model of a checkpoint, with the files beside it, to a new folder; `export` verifies them."""
     target = Path(arguments.target).expanduser().absolute()
     _check_target(target, arguments.prefix, overwrite=arguments.overwrite)
     entry = selection.select_one(Path(arguments.checkpoint).expanduser(), arguments.prefix)
@@ -61,10 +61,10 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def _check_target(target: Path, prefix: str, *, overwrite: bool) -> None:
-    """Refuse a target that is there, unless it is a model folder and may be replaced.
+    """Refuse a target that exists, unless it is a model folder and may be replaced.
 
     Raises:
-        CheckpointError: it is there.
+        CheckpointError: it exists.
     """
     if not os.path.lexists(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
         return
@@ -79,7 +79,7 @@ def _check_target(target: Path, prefix: str, *, overwrite: bool) -> None:
 
 
 def _replace(target: Path, fresh: Path) -> None:
-    """Put `fresh` in the place of `target`; what was there is removed when that is done."""
+    """Replace `target` by `fresh`; the old folder is removed afterwards."""
     aside = names.temporary(target.parent, "removed", target.name)
     try:
         if target.exists():
@@ -112,9 +112,9 @@ def _move(target: Path, aside: Path) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Convert a checkpoint and say what became of it."""
+    """Convert a checkpoint and print the result."""
     logger = logging.getLogger("tr_ckpt.hf_import")
-    handler = logging.StreamHandler()  # what is to be known of the conversion is logged
+    handler = logging.StreamHandler()  # shows what the conversion logs
     handler.setFormatter(logging.Formatter("%(message)s"))
     level = logger.level
     logger.addHandler(handler)
@@ -125,7 +125,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         logger.removeHandler(handler)
         logger.setLevel(level)
     described = selection.select_one(folder, arguments.prefix).described
-    assert described is not None  # it is complete
+    assert described is not None  # it was just written
     held = " ".join(sorted(described.parts))
     say(f"{folder}: step {described.step}, {size_text(described.total_bytes)}, parts {held}")
     return 0

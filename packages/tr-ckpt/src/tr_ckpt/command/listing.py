@@ -1,4 +1,4 @@
-"""`trainer ckpt ls` and `verify`: list checkpoints, after reading every byte or without.
+"""`trainer ckpt ls` and `verify`: list checkpoints, with or without reading every byte.
 
 `verify` also opens each file as a load would.
 """
@@ -24,7 +24,7 @@ from tr_ckpt.manifest import Manifest
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """List the checkpoints; returns 1 if one is damaged."""
+    """List the checkpoints; return 1 if one is damaged."""
     directory = Path(arguments.directory).expanduser()
     entries = selection.select(directory, arguments.prefix)
     show(directory, entries, as_json=arguments.json, good=selection.COMPLETE)
@@ -35,10 +35,10 @@ def show(directory: Path, entries: list[Entry], *, as_json: bool, good: str) -> 
     """Print entries, the newest last in them, as a table by step or as JSON.
 
     Args:
-        directory: where they are.
+        directory: their folder.
         entries: what to print.
-        as_json: whether other programs are to read it.
-        good: what the condition of one without a fault is called.
+        as_json: whether to print JSON for other programs.
+        good: the name of the condition of a checkpoint without a fault.
     """
     listed = describe(directory, entries, good)
     left = [] if (directory / names.MANIFEST).exists() else _abandoned(directory)
@@ -59,14 +59,14 @@ def _wrap(line: str, width: int) -> str:
 
 
 def describe(directory: Path, entries: list[Entry], good: str) -> list[dict[str, Any]]:
-    """Return what is known of each checkpoint, by ascending step, as JSON values."""
+    """Return the facts about each checkpoint, by ascending step, as JSON values."""
     newest = selection.newest(entries)
-    # Who is best, the one that knows most of the run tells.
+    # The checkpoint with the longest history decides which is best.
     knowing = newest or next((entry for entry in reversed(entries) if entry.condition == selection.FOREIGN), None)
     best = None if knowing is None else trainer_state.best_step(trainer_state.read_state(knowing.found.path))
     listed = [_describe(entry, good) for entry in sorted(entries, key=_by_step)]
     for each in listed:
-        # Of one that was named outright nothing says that it is the newest.
+        # A checkpoint that was named alone is not known to be the newest.
         is_newest = newest is not None and each["name"] == newest.found.name and newest.found.path != directory
         each["marks"] = ["newest"] * is_newest + ["best"] * (best is not None and each["step"] == best)
     return listed
@@ -157,13 +157,13 @@ def _problems(listed: list[dict[str, Any]]) -> list[str]:
 
 
 def _order(entries: list[Entry]) -> list[str]:
-    """Explain the mark where the newest is not the one of the highest step."""
+    """Explain the mark if the newest checkpoint does not have the highest step."""
     newest = selection.newest(entries)
     complete = [entry for entry in entries if entry.condition == selection.COMPLETE]
     if newest is None or (last := max(complete, key=_by_step)) is newest:
         return []
     return [
-        f"{newest.found.name} was saved after {last.found.name}: a run went back, or began anew. Resuming takes "
+        f"{newest.found.name} was saved after {last.found.name}: a run went back, or started over. Resuming takes "
         f"{newest.found.name}."
     ]
 
@@ -198,7 +198,7 @@ def _left(left: list[dict[str, Any]]) -> list[str]:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Verify the checkpoints and print what is wrong with each; returns 1 if one is damaged or none was verified."""
+    """Verify the checkpoints and print what is wrong; return 1 if one is damaged or none was verified."""
     directory = Path(arguments.directory).expanduser()
     entries = verify(selection.select(directory, arguments.prefix))
     show(directory, entries, as_json=arguments.json, good="verified")
@@ -207,7 +207,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def verify(entries: list[Entry]) -> list[Entry]:
-    """Return the entries, with the condition of each that reads back otherwise than it was written changed."""
+    """Return the entries; those whose files differ from what was written get another condition."""
     total = sum(entry.described.total_bytes for entry in entries if entry.described and entry.condition == COMPLETE)
     progress = Progress(total)
     try:
@@ -234,7 +234,7 @@ def _verify(entry: Entry, progress: Progress) -> Entry:
             return replace(entry, condition=DAMAGED, problem="; ".join(damages))
         if problems := part_files.problems(entry.found.path, described):
             return replace(entry, condition=UNREADABLE, problem="; ".join(problems))
-    elif entry.condition == DAMAGED and described is not None:  # sizes were wrong: there may be more
+    elif entry.condition == DAMAGED and described is not None:  # sizes were wrong: the content may be wrong too
         damages = discovery.damages(entry.found.path, described, list(described.files))
         return replace(entry, problem="; ".join(damages) or entry.problem)
     return entry
@@ -247,7 +247,7 @@ def _damage(folder: Path, described: Manifest, name: str, progress: Progress) ->
             digest.update(block)
             progress.advance(len(block))
     except OSError:
-        pass  # put into words below
+        pass  # described below
     if digest.hexdigest() == described.files[name].sha256:
         return []
-    return discovery.damages(folder, described, [name])  # once more, to say where
+    return discovery.damages(folder, described, [name])  # read again to locate the damage

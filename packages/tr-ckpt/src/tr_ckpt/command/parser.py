@@ -33,8 +33,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; what it returns has `action` and that action's arguments."""
-    parser = argparse.ArgumentParser(prog="trainer ckpt", description="Look after checkpoints.", allow_abbrev=False)
+    """Return the parser; its result has `action` and that action's arguments."""
+    parser = argparse.ArgumentParser(prog="trainer ckpt", description="Manage checkpoints.", allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_reading(actions)
     _add_diff(actions)
@@ -67,7 +67,7 @@ def _add_reading(actions: Any) -> None:
 def _add_diff(actions: Any) -> None:
     diff = _action(actions, "diff", "show what differs between two checkpoints")
     diff.add_argument("first", metavar="A", help=_CHECKPOINT)
-    diff.add_argument("second", metavar="B", help="likewise")
+    diff.add_argument("second", metavar="B", help="the same for the other checkpoint")
     _add_prefix(diff)
     diff.add_argument("--all", action="store_true", help="show every difference, not the ten largest of each part")
     diff.add_argument("--part", action="append", metavar="NAME", help="compare this part only; may be repeated")

@@ -23,24 +23,24 @@ from tr_ckpt.manifest import Manifest
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Show which checkpoints are too many and remove them; returns 1 if that cannot be done for all.
+    """Show which checkpoints are beyond the limit and remove them; return 1 if that fails for one.
 
     Raises:
-        CheckpointError: there is no folder of checkpoints, or nobody to ask.
+        CheckpointError: there is no folder of checkpoints, or no terminal to confirm on.
         FolderInUseError: a run saves to it, which removes old ones itself.
     """
     directory = Path(arguments.directory).expanduser()
     entries = selection.select(directory, arguments.prefix)
     if (directory / names.MANIFEST).exists() or entries[0].found.path == directory:
         raise CheckpointError(f"{directory} is one checkpoint; give the folder that it is in")
-    newest, passed_over = _newest_valid(entries)
-    for entry in passed_over:
+    newest, damaged_entries = _newest_valid(entries)
+    for entry in damaged_entries:
         say(f"{entry.found.name} is damaged and stays: {entry.problem}", file=sys.stderr)
     if newest is None or newest.step is None:
         say("nothing is removed: there is no valid checkpoint to keep", file=sys.stderr)
         return 1
     best = _best(newest) if arguments.keep_best else None
-    damaged = [entry.step for entry in passed_over if entry.step is not None]
+    damaged = [entry.step for entry in damaged_entries if entry.step is not None]
     every = arguments.keep_every
     keep = arguments.keep + sum(
         every is None or step % every != 0 for step in damaged
@@ -48,9 +48,9 @@ def run_prune(arguments: argparse.Namespace) -> int:
     protected = [*damaged, *([] if best is None else [best])]
     complete = [found for _, found in retention.complete(directory, arguments.prefix)]
     going = retention.superfluous(complete, keep, newest.step, protected, every)
-    known = {entry.found: entry for entry in (*entries, *passed_over)}  # what verifying found replaces what ls shows
+    known = {entry.found: entry for entry in (*entries, *damaged_entries)}  # results of verifying replace those of `ls`
     _show(list(known.values()), going, newest, best)
-    left = staging.cut_short(directory, "removed")  # as a prune leaves that is killed; perhaps no save ever comes
+    left = staging.cut_short(directory, "removed")  # leftovers of a killed prune, which no save may ever clear away
     if left:
         size = sum(bytes_below(path, alone=True) for path in left)
         say(f"{len(left)} that an earlier removal left half done, {size_text(size)} to free")
@@ -76,16 +76,16 @@ def _best(newest: Entry) -> int:
 
 
 def _newest_valid(entries: list[Entry]) -> tuple[Entry | None, list[Entry]]:
-    """Return the newest that reads back as it was written, and those after it that do not."""
-    passed_over = []
+    """Return the newest checkpoint that is intact, and the damaged ones after it."""
+    damaged_entries = []
     for entry in reversed(entries):
         if entry.condition != COMPLETE:
             continue
         [checked] = verify([entry])
         if checked.condition == COMPLETE:
-            return checked, passed_over
-        passed_over.append(checked)
-    return None, passed_over
+            return checked, damaged_entries
+        damaged_entries.append(checked)
+    return None, damaged_entries
 
 
 def _show(entries: list[Entry], going: list[Found], newest: Entry, best: int | None) -> None:
@@ -138,11 +138,11 @@ def _remove(going: list[Found]) -> int:
 
 
 def run_seal(arguments: argparse.Namespace) -> int:
-    """Show what was changed in a checkpoint, ask, and write its manifest again, as of its files now.
+    """Show what was changed in a checkpoint, ask, and rewrite its manifest for its present files.
 
     Raises:
-        CheckpointError: it is no checkpoint of ours, a file of its parts is missing or cannot be read as what it is, or
-            there is nobody to ask.
+        CheckpointError: it is not in this format, a file of its parts does not exist or has lost its format, or
+            there is no terminal to confirm on.
         FolderInUseError: a run saves to the folder that it is in.
     """
     folder = Path(arguments.checkpoint).expanduser()
@@ -181,7 +181,7 @@ def _regular_file(folder: Path, name: str) -> Path:
 
 
 def _check_readable(folder: Path, changed: Iterable[str]) -> None:
-    """Raise where a file is no more of the form that it had: that is no change on purpose."""
+    """Raise if a file has lost its format: then it was not changed on purpose."""
     for name in changed:
         try:
             if name.endswith(".json"):
@@ -204,12 +204,12 @@ def _change_confirmed() -> bool:
 
 
 def _write_manifest(folder: Path, described: Manifest) -> FileRecord:
-    """Put another manifest in the place of the one that is there; a crash leaves one of the two."""
+    """Replace the manifest; a crash leaves either the old or the new one."""
     beside = names.temporary(folder.absolute().parent, "writing", folder.absolute().name)
     files.make_folder(beside)
     try:
         record = manifest.write(beside, described)
-        if os.name == "nt":  # where a rename does not replace
+        if os.name == "nt":  # a rename does not replace files there
             files.remove_file(folder / names.MANIFEST)
         files.rename(beside / names.MANIFEST, folder / names.MANIFEST)
         files.sync_folder(folder)

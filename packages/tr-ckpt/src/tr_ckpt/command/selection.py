@@ -1,6 +1,6 @@
-"""Find the checkpoints that a command line names, and read what a checkpoint knows of its run.
+"""Find the checkpoints that a command line names, and read what a checkpoint records about its run.
 
-That is the best step, and the metric that tells which step is best.
+That is the best step, and the metric that decides which step is best.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Entry:
     """A checkpoint as a command shows it.
 
     Attributes:
-        found: where it is.
+        found: its name and folder.
         condition: `complete`, `damaged`, `foreign` (another program's) or `not readable` by this version.
-        problem: what is the matter, in words; empty if it is complete.
+        problem: what is wrong, in words; empty if it is complete.
         described: its manifest, if that could be read.
     """
 
@@ -38,12 +38,12 @@ class Entry:
 
     @property
     def step(self) -> int | None:
-        """Its step, if that is known."""
+        """Its step, if known."""
         return self.found.step if self.described is None else self.described.step
 
 
 def select(directory: Path, prefix: str) -> list[Entry]:
-    """Return the checkpoint that `directory` is, or those in it, the newest last.
+    """Return the checkpoint `directory` itself, or those in it, the newest last.
 
     Raises:
         CheckpointError: there is none.
@@ -64,7 +64,7 @@ def select(directory: Path, prefix: str) -> list[Entry]:
 
 
 def select_one(path: Path, prefix: str) -> Entry:
-    """Return the checkpoint that `path` is, or the newest complete one in it.
+    """Return the checkpoint `path` itself, or the newest complete one in it.
 
     Raises:
         CheckpointError: there is none, or it is damaged, or another program's.
@@ -78,12 +78,12 @@ def select_one(path: Path, prefix: str) -> Entry:
 
 
 def newest(entries: list[Entry]) -> Entry | None:
-    """Return the newest complete one, None if there is none."""
+    """Return the newest complete checkpoint, None if there is none."""
     return next((entry for entry in reversed(entries) if entry.condition == COMPLETE), None)
 
 
 def examine(found: Found) -> Entry:
-    """Look at a checkpoint, without reading the content of its files."""
+    """Check a checkpoint without reading the content of its files."""
     if discovery.is_foreign(found.path):
         return Entry(found, FOREIGN, "it was written by another program, as transformers' Trainer writes them")
     described = None
@@ -98,29 +98,29 @@ def examine(found: Found) -> Entry:
 
 
 def bytes_below(folder: Path, *, alone: bool = False) -> int:
-    """Return the size of all files in a folder; `alone`: of those that have no other name, as what is pushed has."""
+    """Return the size of all files in a folder; with `alone` only of files with a single hard link."""
     total = 0
     for path in folder.rglob("*"):
         try:
             state = path.lstat()
-        except OSError:  # removed meanwhile, or not to be looked at
+        except OSError:  # removed in the meantime, or not accessible
             continue
         if stat.S_ISREG(state.st_mode) and not (alone and state.st_nlink > 1):
             total += state.st_size
     return total
 
 
-# Never what a model is chosen by.
+# These metrics never choose a model.
 _TIMES = ("_runtime", "_per_second", "_time")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return `trainer_state.json` as it is; empty if there is none or it cannot be read."""
+    """Return the content of `trainer_state.json`; empty if it does not exist or cannot be read."""
     return _read_object(folder / "trainer_state.json")
 
 
 def best_step(state: dict[str, Any]) -> int | None:
-    """Return the step of the best evaluation that `state` knows of."""
+    """Return the step of the best evaluation that `state` records."""
     step = state.get("best_global_step")
     if type(step) is int and 0 <= step < 10**18:
         return step
@@ -129,10 +129,10 @@ def best_step(state: dict[str, Any]) -> int | None:
 
 
 def key_metric(folder: Path, state: dict[str, Any], step: int | None) -> tuple[str, float] | None:
-    """Return name and value of what the model of `step` is judged by: the metric of the best, or a loss.
+    """Return name and value of the metric that judges the model of `step`.
 
-    That is the one that `metric_for_best_model` names; else the one whose best value the state holds; else `eval_loss`;
-    else the last `loss` that was logged. None if the state holds none of these.
+    It is the one that `metric_for_best_model` names; else the one whose best value the state holds; else `eval_loss`;
+    else the last logged `loss`. None if the state holds none of these.
     """
     logged = state.get("log_history")
     history = [entry for entry in logged if isinstance(entry, dict)] if isinstance(logged, list) else []
@@ -148,12 +148,12 @@ def key_metric(folder: Path, state: dict[str, Any], step: int | None) -> tuple[s
 
 
 def number(value: Any) -> float | None:
-    """Return a number of a JSON file, infinite and undefined ones included; None for anything else."""
+    """Return a number of a JSON file, including infinities and NaN; None for anything else."""
     if isinstance(value, dict) and set(value) == {"$float"}:
         value = value["$float"]
     if value in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity"):
         return float(value)
-    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):  # which is no measure of a model
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):  # no plausible metric
         return None
     return value if isinstance(value, int | float) else None
 

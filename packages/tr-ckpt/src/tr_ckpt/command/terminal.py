@@ -20,10 +20,10 @@ class Column:
     """A column of a table.
 
     Attributes:
-        heading: what stands above it.
+        heading: its title.
         cells: its content, one a row.
         right: whether it is aligned to the right, as numbers are.
-        spare: higher ones are left out first where the table is too wide; 0 never.
+        spare: columns with a higher number are left out first if the table is too wide; 0 never.
     """
 
     heading: str
@@ -37,32 +37,32 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Characters that it takes."""
+        """Its width in characters."""
         return max(map(len, (self.heading, *self.cells)))
 
 
 def say(line: str = "", file: TextIO | None = None) -> None:
-    """Print one line, whatever is in it: see `printable`."""
+    """Print one line, with its content escaped: see `printable`."""
     print(printable(line), file=file)
 
 
 def say_lines(text: str) -> None:
-    """Print lines that were made here, and whose parts from outside cannot be lines of their own."""
+    """Print lines of our own text; foreign parts cannot contain line breaks."""
     for line in text.split("\n"):
         say(line)
 
 
 def terminal_width() -> int | None:
-    """Return how many characters fit a line; None, no limit, if the output goes elsewhere and COLUMNS is unset."""
+    """Return how many characters fit a line; None, no limit, if the output is no terminal and COLUMNS is unset."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns
     return None
 
 
 def render(columns: Sequence[Column], width: int | None) -> str:
-    """Return a table. Columns without any content are left out, and spare ones where it is too wide.
+    """Return a table. Empty columns are left out, and spare ones if it is too wide.
 
-    The first column is shortened in its middle where that is not enough.
+    If that is not enough, the first column is shortened in its middle.
     """
     shown = [column for column in columns if any(column.cells)]
     while width is not None and _width(shown) > width and any(column.spare for column in shown):
@@ -73,7 +73,7 @@ def render(columns: Sequence[Column], width: int | None) -> str:
 
 
 def shorten(text: str, width: int | None) -> str:
-    """Return `text` with its middle left out where it is longer than `width` characters; None is no limit."""
+    """Return `text`, shortened in its middle if it is longer than `width` characters; None is no limit."""
     if width is None or len(text) <= width:
         return text
     end = (width - 1) * 2 // 3  # names differ at their ends more often
@@ -81,7 +81,7 @@ def shorten(text: str, width: int | None) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """Return a size as people read it: three digits and a unit, 1 kB being 1000 bytes."""
+    """Format a size for people: three digits and a unit, 1 kB being 1000 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 1000:
             return f"{size_bytes:.0f} {unit}" if size_bytes >= 100 else f"{size_bytes:.3g} {unit}"
@@ -106,10 +106,10 @@ _PERIOD_S = 0.1
 
 
 class Progress:
-    """A line on stderr, drawn over itself; nothing where that is no terminal.
+    """A progress line on stderr, redrawn in place; nothing is drawn if that is no terminal.
 
     Args:
-        total_bytes: what is to be read.
+        total_bytes: how much will be read.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -121,11 +121,11 @@ class Progress:
         self._shown = sys.stderr.isatty()
 
     def begin(self, what: str) -> None:
-        """Say what is read now."""
+        """Name what is read now."""
         self._what = printable(what)
 
     def advance(self, size_bytes: int) -> None:
-        """Count what was read."""
+        """Add to the bytes read."""
         self._done += size_bytes
         now_s = time.monotonic()
         if self._shown and now_s - self._last_s >= _PERIOD_S:

@@ -1,7 +1,7 @@
-"""Resume from a checkpoint of another program, or convert it to one of ours.
+"""Resume from a checkpoint of another program, or convert it to this package's format.
 
-`read` finds out which program wrote it. A further format is one more module with `PROGRAM`, `recognises(path)` and
-`read(path)`, named in `READERS`.
+`read` determines which program wrote it. To add a format, write a module with `PROGRAM`, `recognises(path)` and
+`read(path)`, and list it in `READERS`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ READERS = (trainer_files,)
 
 
 def read(path: str | Path) -> ForeignCheckpoint:
-    """Return what the checkpoint of another program says, in the shape of the parts of ours; executes nothing of it.
+    """Read the checkpoint of another program in the structure of our parts, without executing its code.
 
     Raises:
-        CheckpointError: it is of no program that is known here, or is not read in this form.
+        CheckpointError: no reader knows its program, or this form of it.
         DamagedCheckpointError: it is damaged.
     """
     path = Path(path).expanduser().absolute()
@@ -42,7 +42,7 @@ def read(path: str | Path) -> ForeignCheckpoint:
 
 logger = logging.getLogger(__name__)
 
-# A file that says of a checkpoint of ours which program's it was.
+# A file in our checkpoint that names the program that wrote the original.
 NOTE = "foreign.json"
 
 
@@ -54,21 +54,21 @@ def read_into(
     rank: int,
     optional: Collection[str] = (),
 ) -> int:
-    """Put the states that `targets` take, and that fit them, into `states`, by name; no target is changed.
+    """Read the states that `targets` take, and that fit them, into `states`, by name; no target is changed.
 
     Args:
-        states: what is read.
+        states: receives what is read.
         path: the checkpoint.
-        step: the one in its name; None if it was named outright.
+        step: the step in its name; None if the caller named the folder.
         targets: parts to be loaded, by name.
         rank: number of this process.
-        optional: those of `targets` that stay as they are where it does not hold them.
+        optional: those of `targets` that stay unchanged if it does not hold them.
 
     Returns:
         The checkpoint's step.
 
     Raises:
-        CheckpointError: it lacks a part, or holds one that fits another model or anything but plain state.
+        CheckpointError: it lacks a part, or holds one that fits another model or is not plain state.
         DamagedCheckpointError: it is damaged.
     """
     checkpoint = read(path)
@@ -80,7 +80,7 @@ def read_into(
         if checkpoint.has(part, rank):
             states[part] = fit(part, checkpoint.state(part, rank), target)
         elif part in parts.PER_RANK:
-            logger.warning("%s of rank %d is not in %s; it stays as it is", part, rank, path.name)
+            logger.warning("%s of rank %d is not in %s; it stays unchanged", part, rank, path.name)
         else:
             raise CheckpointError(
                 f"there is no {part!r} in it, as {checkpoint.program} saves nothing of the kind: go on without what "
@@ -92,36 +92,36 @@ def read_into(
 
 
 def _log_restored(program: str, name: str, taken: list[str], notes: tuple[str, ...]) -> None:
-    if "optimizer" not in taken:  # one part of it, not a run that goes on
+    if "optimizer" not in taken:  # a single part was loaded, no run is resumed
         return
     logger.info("%s is a checkpoint of %s: %s are taken over", name, program, ", ".join(taken))
     for note in notes:
         logger.info("%s: %s", name, note)
 
 
-# What stands for the model: all of it, or its adapter.
+# The parts that can be the model: all of it, or its adapter.
 _MODEL_PARTS = ("model", "adapter_model")
 
-# Without these a checkpoint is one of the model alone.
+# A checkpoint without these holds the model alone.
 _RESUME_PARTS = ("optimizer", "scheduler", "rng")
 
 
 def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint") -> Path:
-    """Write the checkpoint of another program as `checkpoint-<step>` into the folder `target`; `source` stays.
+    """Convert the checkpoint of another program to `checkpoint-<step>` in the folder `target`; `source` is kept.
 
-    It appears whole or not at all. It can be listed, verified, compared and resumed like any other; a model that is
-    resumed from it gets its tied weights as it would from `source`. Plain files, as `config.json`, are taken along.
+    It appears whole or not at all. It can be listed, verified, compared and resumed like any other. A model that is
+    resumed from it gets its tied weights as it would from `source`. Plain files, such as `config.json`, are copied.
 
     Args:
         source: the other program's checkpoint.
-        target: the folder that ours are in; made if it is missing.
-        prefix: what the names of checkpoints begin with.
+        target: the folder of our checkpoints; made if it does not exist.
+        prefix: the first part of the names of checkpoints.
 
     Returns:
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: `source` lacks something, is damaged, or holds anything but plain state; or `target` has a
+        CheckpointError: `source` lacks a part, is damaged, or holds anything but plain state; or `target` has a
             checkpoint of this step.
         OSError: it could not be written, or (`FolderInUseError`) a run saves to `target`.
     """
@@ -166,9 +166,9 @@ def _refuse_own_checkpoints(source: Path, prefix: str) -> None:
 def _parts_to_write(checkpoint: ForeignCheckpoint) -> tuple[str, ...]:
     model = [part for part in checkpoint.parts if part in _MODEL_PARTS] or _MODEL_PARTS[:1]
     if not set(_RESUME_PARTS) & set(checkpoint.parts):
-        logger.info("%s holds the model only, which no run can go on from", checkpoint.path.name)
+        logger.info("%s holds the model only, and a run cannot resume from that", checkpoint.path.name)
         return *model, "trainer_state"
-    # Those that are missing are an error, which names their file.
+    # Missing ones raise an error that names their file.
     return tuple(dict.fromkeys((*model, *_RESUME_PARTS, *checkpoint.parts)))
 
 

@@ -1,6 +1,6 @@
 """Fit a state of another program to the model, optimizer or schedule that loads it, or say why it does not fit.
 
-Weights that a file leaves out because they are tied are added. A state of another model, optimizer or schedule is
+Tied weights that a file leaves out are added. A state of another model, optimizer or schedule is
 refused.
 """
 
@@ -23,9 +23,9 @@ _COMPUTED_BUFFERS = (r"(^|\.)position_ids$", r"(^|\.)rotary_emb\.inv_freq$", r"\
 
 
 def complete_weights(saved: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a whole state of `model` made of the weights in a file.
+    """Return a full state of `model` from the weights in a file.
 
-    A weight that the file leaves out as it is tied to another one is that other one.
+    A weight that the file leaves out because it is tied is taken from the one it is tied to.
 
     Raises:
         CheckpointError: the file lacks weights of the model, or holds others.
@@ -63,7 +63,7 @@ def _add_never_saved(own: Mapping[str, torch.Tensor], found: dict[str, torch.Ten
     ]
     kept = [name for name in own if name not in found and any(re.search(each, name) for each in patterns)]
     if kept:
-        logger.info("%s of the model are not saved by design, and stay as they are", _some(kept))
+        logger.info("%s of the model are not saved by design, and stay unchanged", _some(kept))
     found |= {name: own[name] for name in kept}
 
 
@@ -78,7 +78,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
-# Moments that have their parameter's shape. Others are an optimizer's own affair.
+# Moments with the shape of their parameter. The shapes of other states are not checked.
 _LIKE_PARAMETER = (
     "exp_avg",
     "exp_avg_sq",
@@ -90,10 +90,10 @@ _LIKE_PARAMETER = (
     "sum",
 )
 
-# Options of torch's optimizers that came with later versions: a state without them is a whole one.
+# Options that later versions of torch's optimizers added: a state without them is complete.
 _LATER_OPTIONS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 
-# Likewise of schedules, and what torch sets anew with every step.
+# The same for schedules, with values that torch sets at every step.
 _LATER_ENTRIES = {
     "_is_initial",
     "_get_lr_called_within_step",
@@ -105,9 +105,9 @@ _LATER_ENTRIES = {
 
 
 def fit(part: str, state: Any, target: Any) -> Any:
-    """Return the state of a part as `target` takes it.
+    """Return the state of a part in the form that `target` takes.
 
-    To a model's weights those are added that the file leaves out because they are tied. `target` stays as it is.
+    Tied weights that the file leaves out are added to a model's state. `target` stays unchanged.
 
     Raises:
         CheckpointError: it is the state of another model, optimizer or schedule; the message says what differs.
@@ -150,7 +150,7 @@ def _check_optimizer(state: Mapping[str, Any], target: Any, groups: list[dict[st
 
 
 def _check_options(saved: list[dict[str, Any]], target: Any, groups: list[dict[str, Any]]) -> None:
-    if not type(target).__module__.startswith("torch.optim"):  # others may translate what they are given
+    if not type(target).__module__.startswith("torch.optim"):  # other optimizers may convert the state
         return
     for given, wanted in zip(saved, groups, strict=True):
         needed = set(target.defaults) & set(wanted) - _LATER_OPTIONS

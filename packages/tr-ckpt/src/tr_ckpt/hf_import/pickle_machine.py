@@ -1,9 +1,9 @@
 """Run the few pickle instructions that plain state needs. None of them calls anything by itself.
 
-Python's own unpickler is not used. Some instructions make it take any amount of memory: a place in the memo of 2^32, a
-length of 2^62. Others overflow the interpreter's stack, as a deep key does. Both happen whatever names it may call.
-Here work and memory are in proportion to the pickle. Protocols 2 to 5 are read, without the instructions that neither
-`torch.save` nor `pickle.dumps` writes for plain state.
+Python's own unpickler is not used. Some instructions make it allocate any amount of memory: a memo index of 2^32, a
+length of 2^62. Others overflow the interpreter's stack, for example a deeply nested key. Both happen whichever names
+are allowed. Here work and memory are proportional to the pickle. Protocols 2 to 5 are read, without the instructions
+that neither `torch.save` nor `pickle.dumps` writes for plain state.
 
 Source: the descriptions of the instructions in Python's `pickletools`.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.untrusted import MOST_COLLISIONS, may_collide
 
-# A number, in bytes: beyond, text of it takes time that grows with the square.
+# The limit for a number, in bytes: the time to parse one as text grows with the square of its length.
 MOST_BYTES_OF_NUMBER = 65_536
 
 _SIMPLE_KEYS = (str, int, float, bool, type(None), bytes)
@@ -29,10 +29,10 @@ class Machine:
 
     Args:
         data: the pickle.
-        find: returns what a name, such as `collections.OrderedDict`, stands for.
-        persistent: returns what an identifier of something outside the pickle stands for.
-        call: returns what such a thing makes of arguments.
-        build: gives a state to what `call` returned.
+        find: returns the object for a name, such as `collections.OrderedDict`.
+        persistent: returns the object for an identifier of something outside the pickle.
+        call: returns the result of calling such an object with arguments.
+        build: sets the state of an object that `call` returned.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Machine:
         self._alike: Counter[tuple[int, int]] = Counter()
 
     def run(self) -> Any:
-        """Return the value.
+        """Return the value of the pickle.
 
         Raises:
-            CheckpointError: it holds what is not read.
-            DamagedCheckpointError: it is no pickle, or is cut off.
+            CheckpointError: it holds unsupported content.
+            DamagedCheckpointError: it is not a pickle, or is cut off.
         """
         while (code := self._byte()) != _STOP:
             instruction = _INSTRUCTIONS.get(code)

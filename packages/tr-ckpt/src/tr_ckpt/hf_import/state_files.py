@@ -19,19 +19,19 @@ from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableEr
 from tr_ckpt.hf_import import unpickling
 from tr_ckpt.hf_import.unpickling import Strided
 
-# What the tensors of a file may come to, each written out for itself: so much in any case, else so many times the file.
+# The limit for the bytes of all tensors, each counted in full: this much in any case, or this many times the file.
 MOST_BYTES = 64_000_000
 TIMES_THE_FILE = 16
 
 
 def read_archive(path: Path) -> Any:
-    """Return the state in a file of `torch.save`, its tensors in host memory; tensors that shared memory do again.
+    """Return the state in a file of `torch.save`, its tensors in host memory; tensors that shared memory still do.
 
     Nothing that the file names is executed. Every byte is compared with the archive's checksums.
 
     Raises:
         CheckpointError: the file holds something that is not plain state; the message names it.
-        DamagedCheckpointError: the file is cut off, was changed, or is no such archive.
+        DamagedCheckpointError: the file is cut off, was changed, or is not such an archive.
         UnreadableError: it cannot be read.
     """
     name = path.name
@@ -79,7 +79,7 @@ class _Archive:
 
         Raises:
             CheckpointError: it is not plain state.
-            DamagedCheckpointError: it is not what torch writes.
+            DamagedCheckpointError: it is not in torch's format.
         """
         if self._prefix + "byteorder" in self._archive.namelist():
             order = self._archive.read(self._prefix + "byteorder")
@@ -98,7 +98,7 @@ class _Archive:
 
     def _tensor(self, described: Strided) -> torch.Tensor:
         width = described.dtype.itemsize
-        # Those that overlap, or repeat a number, are whole ones as soon as they are copied.
+        # Overlapping and repeating tensors become full tensors when they are copied.
         self._made_bytes += math.prod(described.size) * width
         if self._made_bytes > max(MOST_BYTES, TIMES_THE_FILE * self._size_bytes):
             raise CheckpointError(
@@ -125,7 +125,7 @@ class _Archive:
         return self._storages[key]
 
     def _bytes(self, entry: zipfile.ZipInfo) -> torch.Tensor:
-        # Memory of torch's own, aligned as its kernels like it, and filled in pieces: never two copies at once.
+        # Allocated by torch for its alignment, and filled in blocks, so that there are never two copies.
         held = torch.empty(entry.file_size, dtype=torch.uint8)
         if not entry.file_size:
             return held
@@ -140,7 +140,7 @@ class _Archive:
         return held
 
 
-# In the order in which transformers itself looks for them, safetensors first.
+# In the order in which transformers looks for them, safetensors first.
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -152,16 +152,16 @@ def find_weights(folder: Path) -> str | None:
 
 
 def weights_part(folder: Path) -> str:
-    """Return the part that the weights are: `adapter_model` of a folder that holds an adapter of PEFT alone."""
+    """Return the part of the weights: `adapter_model` for a folder that holds a PEFT adapter alone."""
     return "adapter_model" if find_weights(folder) in ADAPTERS else "model"
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights, or an adapter's, by their names in the file; tied ones may be there once only.
+    """Return a model's weights, or an adapter's, by their names in the file; tied ones may appear only once.
 
     Raises:
         CheckpointError: there are none, or a file holds anything but tensors.
-        DamagedCheckpointError: a file is missing or damaged.
+        DamagedCheckpointError: a file does not exist or is damaged.
     """
     name = find_weights(folder)
     if name is None:

@@ -1,8 +1,8 @@
-"""Read a checkpoint that transformers' Trainer wrote, as the states of the parts of ours.
+"""Read a checkpoint that transformers' Trainer wrote, as the states of our parts.
 
-`read` returns a `ForeignCheckpoint`. It reads the state of each part when that is asked for: the optimizer, the
-schedule, `trainer_state.json` and the random states. State in pieces of several processes (FSDP, DeepSpeed) is
-refused, because only the program that wrote it can join them.
+`read` returns a `ForeignCheckpoint`. It reads the state of each part on access: the optimizer, the
+schedule, `trainer_state.json` and the random states. State split over several processes (FSDP, DeepSpeed) is
+refused, because only the program that wrote it can join it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Key = TypeVar("Key", str, int)
 
 
 class States(Mapping[Key, Any], Generic[Key]):
-    """States that are read when they are asked for, anew each time.
+    """States that are read on every access, without a cache.
 
     Args:
-        readers: what reads each.
+        readers: the function that reads each state.
     """
 
     def __init__(self, readers: Mapping[Key, Callable[[], Any]]) -> None:
@@ -52,17 +52,17 @@ class ForeignCheckpoint:
     """A checkpoint of another program.
 
     Attributes:
-        program: what wrote it, as messages name it.
-        path: where it is.
+        program: the program that wrote it, for messages.
+        path: its folder.
         step: completed optimizer steps.
-        world_size: number of processes that saved, as far as the files tell.
-        states: the state of each part that ranks share, by the names that tr-core gives them: `model`, `optimizer`,
-            `scheduler`, `run` and so on; read when asked for, which raises `CheckpointError` if its file is missing,
-            damaged, or holds anything but plain state.
+        world_size: number of processes that saved, as far as the files show.
+        states: the state of each part that ranks share, under tr-core's names: `model`, `optimizer`,
+            `scheduler`, `run` and so on. Read on access, which raises `CheckpointError` if its file does not exist,
+            is damaged, or holds anything but plain state.
         random_states: the state of the part `rng`, of each rank.
-        parts: what it holds, of these names.
-        plain_files: names of files in it that belong beside a model: configuration, tokenizer.
-        notes: what of it is not taken over, one sentence each.
+        parts: the parts that it holds, under these names.
+        plain_files: names of its files that belong to a model: configuration, tokenizer.
+        notes: what is not imported, one sentence each.
     """
 
     program: str
@@ -76,14 +76,14 @@ class ForeignCheckpoint:
     notes: tuple[str, ...] = ()
 
     def has(self, part: str, rank: int) -> bool:
-        """Whether it holds a part's state for a rank."""
+        """Whether it holds the state of a part for a rank."""
         return rank in self.random_states if part in parts.PER_RANK else part in self.states
 
     def state(self, part: str, rank: int) -> Any:
         """Return a part's state for a rank.
 
         Raises:
-            CheckpointError: its file is missing, damaged, or holds anything but plain state.
+            CheckpointError: its file does not exist, is damaged, or holds anything but plain state.
         """
         return self.random_states[rank] if part in parts.PER_RANK else self.states[part]
 
@@ -98,7 +98,7 @@ _JOIN_DEEPSPEED = (
 )
 _JOIN_OTHER = "have the program that wrote it save model and optimizer whole, in one file each"
 
-# Names of files and folders, by the way of training that leaves them, and what joins the pieces.
+# Patterns of files and folders, by the kind of training that leaves them, and how to join the pieces.
 _SHARDED_FILES = (
     ("FSDP", ("pytorch_model_fsdp*", "optimizer_[0-9]*", "optimizer.bin"), _JOIN_FSDP),
     ("DeepSpeed", ("global_step[0-9]*", "zero_to_fp32.py", "zero_pp_rank_*"), _JOIN_DEEPSPEED),
@@ -110,7 +110,7 @@ def refuse_sharded(folder: Path) -> None:
     """Refuse a folder whose state is in pieces.
 
     Raises:
-        CheckpointError: it is; the message names the files, and says what joins them.
+        CheckpointError: it is; the message names the files, and says how to join them.
     """
     for kind, patterns, remedy in _SHARDED_FILES:
         seen = [name for name in reads.names_in(folder) if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
@@ -123,18 +123,18 @@ def refuse_sharded(folder: Path) -> None:
 
 TRAINER_STATE = "trainer_state.json"
 
-# What is looked into here, where it is there.
+# The folders that are searched, if they exist.
 _ENTRY_KINDS = {"log_history": list, "stateful_callbacks": dict}
 
-# What callbacks find in transformers' file that is no callback: flags that every event sets anew.
+# Entries of transformers' file that look like a callback and are not: flags that every event resets.
 _CONTROL_CLASS = "TrainerControl"
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return what the file holds, with NaN and infinite numbers, which it may hold although JSON has none.
+    """Return the content of the file; NaN and infinite numbers are accepted, although JSON has none.
 
     Raises:
-        DamagedCheckpointError: it is missing, no JSON, or says of no step.
+        DamagedCheckpointError: it does not exist, is no JSON, or names no step.
         UnreadableError: it cannot be read.
     """
     untrusted.require_regular_file(folder / TRAINER_STATE)
@@ -154,12 +154,12 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def trainer_state_part(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the part `trainer_state`: what was logged, the best metric, what was counted."""
+    """Return the state of the part `trainer_state`: the log history, the best metric, the counters."""
     own = {name: value for name, value in state.items() if name != "stateful_callbacks"}
     metric, folder = own.get("best_metric"), own.get("best_model_checkpoint")
     if isinstance(metric, float) and not math.isfinite(metric) and own.get("best_global_step") is None:
-        own["best_metric"] = None  # what it begins with, where no evaluation gave a number
-    if own.get("best_global_step") is None and isinstance(folder, str):  # of versions that saved the folder alone
+        own["best_metric"] = None  # its initial value, if no evaluation gave a number
+    if own.get("best_global_step") is None and isinstance(folder, str):  # older versions saved only the folder
         own["best_global_step"] = step_of(Path(folder).name, "checkpoint")
     if own.get("log_history") is None:
         own["log_history"] = []
@@ -178,24 +178,24 @@ def callbacks_part(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_part(state: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the state of the part `run`: what the place in the data can be derived from; it is not in the file."""
+    """Return the state of the part `run`: what the data position is derived from, as the file does not hold it."""
     known = {name: state.get(name) for name in ("global_step", "epoch", "max_steps", "train_batch_size")}
     return {"foreign": {**known, "world_size": world_size}}
 
 
-# What only the state of transformers' GreedyLR has.
+# Attributes that only the state of transformers' GreedyLR has.
 _GREEDY = "reset_start_original"
 
 
 def scheduler_part(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the part `scheduler`. Of torch's own schedules it is what was saved."""
+    """Return the state of the part `scheduler`. For torch's own schedules it is unchanged."""
     state = {name: value for name, value in saved.items() if name != "verbose"}  # whether to print, before torch 2.7
     if _GREEDY not in state:
         return state
     try:
         return _greedy(state)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"the schedule's state lacks what it must hold: {error!r}") from error
+        raise DamagedCheckpointError(f"the schedule's state lacks required content: {error!r}") from error
 
 
 def _greedy(state: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _greedy(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Kinds of devices whose generators are restored here; of others that transformers knows nothing is taken over.
+# Kinds of devices whose generators are restored here; those of other kinds are not imported.
 _DEVICES = ("cuda", "xpu", "mps")
 
 
@@ -224,7 +224,7 @@ def find_random_states(folder: Path) -> dict[int, str]:
 def read_random_states(path: Path) -> dict[str, Any]:
     """Return the random states of one rank: of Python, NumPy, torch on the host and, as a list, on its devices.
 
-    The numbers of NumPy's generator are there under the names of `RNGState` and those of tr-core.
+    The state of NumPy's generator is included under the key names of `RNGState` and of tr-core.
 
     Raises:
         CheckpointError: the file holds anything but plain state.
@@ -249,7 +249,7 @@ def read_random_states(path: Path) -> dict[str, Any]:
                 held = saved[kind]
                 state[kind] = list(held) if isinstance(held, list | tuple) else [held]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise DamagedCheckpointError(f"{path.name} lacks what it must hold: {error!r}") from error
+        raise DamagedCheckpointError(f"{path.name} lacks required content: {error!r}") from error
     return state
 
 
@@ -257,10 +257,10 @@ PROGRAM = "transformers' Trainer"
 
 _STATE_FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 
-# Left where that program was stopped while saving on a signal.
+# This file remains if transformers was stopped by a signal while it saved.
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 
-# What is no plain file: pickles, and weights, which become the part `model`.
+# Not plain files: pickles, and weights, which become the part `model`.
 _NOT_PLAIN = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".safetensors")
 
 
@@ -270,7 +270,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> ForeignCheckpoint:
-    """Return what a folder holds; the state of each part is read when it is asked for.
+    """Return the checkpoint in a folder; the state of each part is read on access.
 
     Raises:
         CheckpointError: optimizer and model are in pieces of several processes.

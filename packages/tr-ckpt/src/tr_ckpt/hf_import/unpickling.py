@@ -1,13 +1,13 @@
 """Unpickle plain state without executing anything that the pickle names.
 
-A pickle is a program: it names functions and calls them. Here each allowed name stands for something of this file,
-which keeps what it is given and does nothing. Any other name is refused before anything is called. Tensors come out as
-descriptions, which `state_files.py` turns into tensors. NumPy's arrays and scalars become tensors and numbers. Neither
-Python's unpickler nor torch's nor NumPy takes part, so the result does not depend on their versions.
+A pickle is a program: it names functions and calls them. Here each allowed name stands for an object of this file,
+which stores its arguments and does nothing. Any other name is refused before anything is called. Tensors become
+descriptions, which `state_files.py` turns into tensors. NumPy's arrays and scalars become tensors and numbers. The
+unpicklers of Python, torch and NumPy are not used, so the result does not depend on their versions.
 
 A pickle writes a value once and may refer to it from many places, also from values that are themselves shared. A few
-hundred bytes may stand for more values than a memory holds, as soon as somebody walks through them. `Finishing` visits
-each value once, keeps shared values shared, and counts without a walk how many there are in all.
+hundred bytes may therefore expand to more values than memory can hold, if the state is walked naively. `Finishing`
+visits each value once, keeps shared values shared, and computes the expanded size without expanding.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tr_ckpt import untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.hf_import.pickle_machine import Machine
 
-# No state of an optimizer, schedule or generator is nested as deeply.
+# Deeper than any state of an optimizer, schedule or generator.
 MOST_DEPTH = 100
 
-# What a state may come to where all that is shared is written out: so much in any case, else so many times the bytes
+# The limit for a state with all shared values expanded: this much in any case, or this many times the bytes
 # that hold it.
 MOST_VALUES = 1_000_000
 MOST_BYTES = 64_000_000
@@ -34,30 +34,30 @@ TIMES_THE_FILE = 16
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, torch.Tensor)
 
-# Values and bytes of text that something stands for, its members included.
+# Number of values, and of bytes of text, that a value expands to, members included.
 _Weight = tuple[int, int]
 
 
 class Finishing:
-    """One pass over a state; it is changed in place where it can be.
+    """One traversal of a state; it is changed in place if possible.
 
     Args:
-        size_bytes: of what holds it.
-        replace: returns what a value that is no container becomes: a tensor for its description.
+        size_bytes: size of the file or pickle that holds it.
+        replace: converts values that are not containers: a description to a tensor.
     """
 
     def __init__(self, size_bytes: int, replace: Callable[[Any], Any]) -> None:
         self._limits = max(MOST_VALUES, TIMES_THE_FILE * size_bytes), max(MOST_BYTES, TIMES_THE_FILE * size_bytes)
         self._size_bytes = size_bytes
         self._replace = replace
-        self._done: dict[int, tuple[Any, Any, _Weight]] = {}  # with the value itself, so that its number stays its own
+        self._done: dict[int, tuple[Any, Any, _Weight]] = {}  # keeps the value itself, so that its id is not reused
         self._open: set[int] = set()
 
     def finish(self, value: Any) -> Any:
         """Return the state.
 
         Raises:
-            CheckpointError: it contains itself, is nested too deeply, stands for too much, or holds something that is
+            CheckpointError: it contains itself, is nested too deeply, expands to too much, or holds a value that is
                 no state.
         """
         done, (values, size) = self._visit(value, 0)
@@ -122,7 +122,7 @@ def _some(number: int) -> str:
     return f"{number:,}" if number < 10**15 else "more than 10^15"
 
 
-# Of a tensor, as in NumPy; torch writes fewer.
+# The limit for dimensions of a tensor, as in NumPy; torch writes fewer.
 _MOST_DIMENSIONS = 64
 
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -148,7 +148,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where the numbers of a tensor are: a record of the archive, and how its bytes are to be understood."""
+    """The location of a tensor's numbers: a record of the archive, and the dtype of its bytes."""
 
     key: str
     dtype: torch.dtype
@@ -205,7 +205,7 @@ class _Array:
     values = torch.empty(0)
 
     def take(self, state: Any) -> None:
-        """Take what NumPy writes of an array: version, shape, dtype, whether in Fortran's order, bytes."""
+        """Load the state that NumPy writes of an array: version, shape, dtype, whether in Fortran's order, bytes."""
         _, shape, dtype, in_fortran_order, data = state
         if in_fortran_order and len(shape) > 1:
             raise CheckpointError("it holds a NumPy array in Fortran's order, which is not read")
@@ -257,7 +257,7 @@ def _parameter(data: Any, *rest: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Callee:
-    """What a name stands for that a pickle may call."""
+    """A callable that a pickle may name."""
 
     function: Callable[..., Any]
 
@@ -281,7 +281,7 @@ _CALLED: dict[str, Any] = {
     **{f"numpy.{core}.{name}": stand_in for core in ("core", "_core") for name, stand_in in _NUMPY.items()},
 }
 
-# Everything that a pickle may name, and what it gets.
+# Every name that a pickle may use, with the object that it gets.
 _ALLOWED: dict[str, Any] = {
     **{name: _Callee(function) for name, function in _CALLED.items()},
     **_DTYPES,
@@ -290,14 +290,14 @@ _ALLOWED: dict[str, Any] = {
 
 
 class RefusedNameError(CheckpointError):
-    """A pickle names something that is not read; the message is the name."""
+    """A pickle uses a name that is not allowed; the message is the name."""
 
 
 class _Names:
-    """What the names in one pickle stand for, and how much they have made of what they were given.
+    """The objects for the names in one pickle, and how much they have made of their arguments.
 
     Args:
-        size_bytes: of the pickle.
+        size_bytes: size of the pickle.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -329,19 +329,19 @@ class _Names:
             raise CheckpointError(f"it gives a {type(made).__name__} attributes, which are not read")
 
     def _charge(self, given: Any) -> None:
-        # What is given may be shared, and each call makes something of all of it.
+        # Arguments may be shared, and each call processes all of them.
         self._left -= sum(len(each) for each in given if isinstance(each, str | bytes | list | tuple | dict))
         if self._left < 0:
             raise CheckpointError("it makes much more of its values than it holds: the same ones again and again")
 
 
 def load(data: bytes, tensor: Callable[[Strided], torch.Tensor]) -> Any:
-    """Return the state that `data` is the pickle of; `tensor` makes a tensor of its description.
+    """Return the state in the pickle `data`; `tensor` converts a description to a tensor.
 
     Raises:
         RefusedNameError: it names anything but tensors, numbers and containers; nothing was executed.
-        CheckpointError: it holds something else that is not read, or stands for much more than it is.
-        DamagedCheckpointError: it is no pickle, or is cut off.
+        CheckpointError: it holds other unsupported content, or expands to much more than its size.
+        DamagedCheckpointError: it is not a pickle, or is cut off.
     """
 
     def replaced(value: Any) -> Any:
@@ -355,5 +355,5 @@ def load(data: bytes, tensor: Callable[[Strided], torch.Tensor]) -> Any:
         return Finishing(len(data), replaced).finish(machine.run())
     except CheckpointError:
         raise
-    except Exception as error:  # whatever an instruction objects to, the bytes are what is wrong
+    except Exception as error:  # any error of an instruction means that the bytes are wrong
         raise DamagedCheckpointError(f"{type(error).__name__}: {error}") from error

@@ -1,1 +1,1 @@
-"""Push to the Hub and go on from it; the only part that knows huggingface_hub, imported when it is used."""
+"""Push to the Hub and resume from it; the only part that uses huggingface_hub, imported on first use."""

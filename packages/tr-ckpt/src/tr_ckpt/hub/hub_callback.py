@@ -1,6 +1,6 @@
 """Push a run's model and checkpoints to the Hub while it trains.
 
-At the end of the run a summary says what is on the Hub, what is not, and how to push the rest.
+At the end of the run a summary says what is on the Hub, what is not, and how to push the missing files.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ def log_summary(
     repository: HubRepository,
     output_dir: Path,
     prefix: str,
-    owed: Mapping[str, Path],
+    missing: Mapping[str, Path],
     is_complete: bool,
 ) -> None:
     """Log how the pushes of a run ended.
 
     Args:
-        failures: of each push that failed, what it was and why.
-        repository: where they went.
+        failures: label and reason of each push that failed.
+        repository: the target of the pushes.
         output_dir: the run's folder.
-        prefix: what the names of checkpoints begin with.
-        owed: checkpoints that are not at the Hub and should be, by their place there.
-        is_complete: whether a later push brought everything.
+        prefix: the first part of the names of checkpoints.
+        missing: checkpoints that should be on the Hub and are not, by their path there.
+        is_complete: whether a later push uploaded everything.
     """
     url = repository.url
     if not failures and is_complete:
         logger.info("the run is pushed to %s", url)
         return
-    names = ", ".join(repr(label) for label, _ in failures) or ", ".join(owed)
+    names = ", ".join(repr(label) for label, _ in failures) or ", ".join(missing)
     why = failures[-1][1] if failures else "it failed before"
     if is_complete:
-        logger.warning("the run is pushed to %s, but not when it was due: %s; last: %s", url, names, why)
+        logger.warning("the run is pushed to %s, but later than planned: %s; last: %s", url, names, why)
         return
     logger.error(
         "not all of the run is at %s; not pushed: %s; last: %s. Everything is in %s: push it later with "
@@ -57,15 +57,17 @@ def log_summary(
         names,
         why,
         output_dir,
-        " && ".join(_upload_commands(repository, output_dir, prefix, owed)),
+        " && ".join(_upload_commands(repository, output_dir, prefix, missing)),
     )
 
 
-def _upload_commands(repository: HubRepository, output_dir: Path, prefix: str, owed: Mapping[str, Path]) -> list[str]:
+def _upload_commands(
+    repository: HubRepository, output_dir: Path, prefix: str, missing: Mapping[str, Path]
+) -> list[str]:
     options = [] if repository.revision is None else ["--revision", repository.revision]
     exclude = ["--exclude", ".*", "_*", f"{prefix}-*"]
     commands = [["hf", "upload", repository.repo_id, str(output_dir), ".", *options, *exclude]]
-    commands += [["hf", "upload", repository.repo_id, str(folder), place, *options] for place, folder in owed.items()]
+    commands += [["hf", "upload", repository.repo_id, str(folder), path, *options] for place, folder in missing.items()]
     return [shlex.join(command) for command in commands]
 
 
@@ -74,38 +76,38 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 LAST = "last-checkpoint"
 END = "End of training"
 
-# How many pushes may wait, each with a copy that keeps a checkpoint's space from being freed.
+# How many pushes may wait: each holds a copy, whose files keep their space on the disk.
 MOST_WAITING = 3
 
-# How long the start of training waits to hear whether the Hub refuses the repository.
+# How long the start of training waits to learn whether the Hub refuses the repository.
 REFUSAL_WITHIN_S = 3.0
 
-# What stays at home: checkpoints (pushed as the strategy says), private and temporary files.
+# What is not pushed with `output_dir`: checkpoints (the strategy decides), private and temporary files.
 _AT_HOME = (".", "_")
 
 
 class HubCallback:
     """Push to a repository of the Hub, in the background, from copies that training cannot change.
 
-    A push that fails is logged as an error at once and again at the end of the run; the run goes on, and the next push
-    brings what is missing.
+    A push that fails is logged as an error at once and again at the end of the run. The run continues, and the next
+    push uploads what is missing.
 
     Args:
         repository: where to push.
         output_dir: the run's folder.
         strategy: what a save pushes: `end` nothing; `every_save` the model; `checkpoint` also the checkpoint, as
             `last-checkpoint`; `all_checkpoints` also the checkpoint, under its own name. The end of the run pushes the
-            files of `output_dir` in any case, and what of the last save is not there yet.
-        always_push: whether a save is pushed also while an earlier push is under way; it then waits its turn. At most
-            three wait; then the one that waits longest is left out.
-        prefix: what the names of checkpoints begin with.
-        by_epoch: whether the commits of saves are named by epochs, of the checkpoint's `trainer_state.json`, and not
-            by steps.
-        wait_limit_s: how long the end of the run waits for pushes; None is ten minutes and the time that what is left
-            takes at 2 MB a second.
+            files of `output_dir` in any case, and the last save unless it is on the Hub.
+        always_push: whether a save is pushed also while an earlier push runs; it then waits. At most three wait; one
+            more drops the oldest of them.
+        prefix: the first part of the names of checkpoints.
+        by_epoch: whether the commits of saves are named by epochs, from the checkpoint's `trainer_state.json`, instead
+            of by steps.
+        wait_limit_s: how long the end of the run waits for pushes; None is ten minutes plus the upload time of the
+            remaining bytes at 2 MB a second.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: the strategy does not exist.
     """
 
     def __init__(
@@ -132,8 +134,8 @@ class HubCallback:
         self._made: Future[Any] | None = None
         self._last_push: Future[Any] | None = None
         self._lock = threading.Lock()
-        self._newest: Path | None = None  # the last checkpoint, while it is not at the Hub
-        self._owed: dict[str, Path] = {}  # checkpoints whose push failed, by their place at the Hub
+        self._newest: Path | None = None  # the last checkpoint, while it is not on the Hub
+        self._missing: dict[str, Path] = {}  # checkpoints whose push failed, by their path on the Hub
 
     @classmethod
     def from_arguments(cls, args: Any) -> HubCallback:
@@ -147,16 +149,16 @@ class HubCallback:
         )
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the repository, in the background: a Hub that cannot be reached keeps nobody from training."""
+        """Make the repository in the background, so that training starts also while the Hub is unreachable."""
         if state.is_world_process_zero:
             label = f"making {self.repository.repo_id}"
             self._made = self._queue.submit(Push(label, self.repository.make, is_awaited=False))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to train where the Hub refuses the repository: a wrong token shows before hours of training.
+        """Refuse to train if the Hub refuses the repository: a wrong token shows before hours of training.
 
         Raises:
-            PushError: the Hub answered that it will not have it.
+            PushError: the Hub refused.
         """
         if self._made is None:
             return
@@ -172,7 +174,7 @@ class HubCallback:
             )
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
-        """Push what the strategy says of a checkpoint that was just completed; in whichever thread completed it."""
+        """Push what the strategy selects of a complete checkpoint; runs in the thread that completed it."""
         if self.strategy == "end":
             return
         with self._lock:
@@ -183,7 +185,7 @@ class HubCallback:
         self._push_checkpoint(folder, step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Push the run's final files, or what was saved last if an `error` ended it; wait for all, and sum up."""
+        """Push the final files, or the last save if an `error` ended the run; wait for all, and log a summary."""
         if not state.is_world_process_zero:
             return
         failures, error = self._queue.failures, kwargs.get("error")
@@ -194,12 +196,12 @@ class HubCallback:
             elif is_ready and self._newest is not None:
                 self._push_checkpoint(self._newest, state.global_step)
             elif not is_ready and error is None:
-                failures.append((END, f"{END!r} was not pushed: what came before it was not done"))
+                failures.append((END, f"{END!r} was not pushed: the pushes before it were not done"))
             self._wait(caught)
             if failures or self._last_push is not None:
-                is_complete = is_ready and self._newest is None and not self._owed and _succeeded(self._last_push)
-                owed = {**self._owed, **self._places(self._newest)}
-                log_summary(failures, self.repository, self.output_dir, self.prefix, owed, is_complete)
+                is_complete = is_ready and self._newest is None and not self._missing and _succeeded(self._last_push)
+                missing = {**self._missing, **self._places(self._newest)}
+                log_summary(failures, self.repository, self.output_dir, self.prefix, missing, is_complete)
             failures.clear()
 
     def push_to_hub(
@@ -210,21 +212,22 @@ class HubCallback:
         *,
         repository: HubRepository | None = None,
     ) -> str | Future[str]:
-        """Push the files of `folder`, checkpoints and names that begin with `_` or `.` excepted.
+        """Push the files of `folder`, except checkpoints and names that begin with `_` or `.`.
 
         Checkpoints whose push failed before go with it.
 
         Args:
-            folder: copied at once; it may change as soon as this returns.
+            folder: the folder to push; it may change once this returns.
             commit_message: first line of the commit.
             blocking: wait for this push, and those before it.
-            repository: where to push this time; None is this object's own.
+            repository: the target of this push; None is this object's own.
 
         Returns:
-            The commit's address, or without `blocking` the future of it.
+            The commit's address, or without `blocking` a future of it.
 
         Raises:
-            PushError: it failed, or took longer than a run waits at its end; without `blocking`, the future raises it.
+            PushError: it failed, or took longer than the limit at the end of a run; without `blocking`, the future
+                raises it.
         """
         repository = self.repository if repository is None else repository
         source = Path(folder).expanduser().absolute()
@@ -242,7 +245,7 @@ class HubCallback:
         return not caught and push_queue.wait_for(self._queue, self.repository.url, caught, self.wait_limit_s)
 
     def _places(self, checkpoint: Path | None) -> dict[str, Path]:
-        """Return where the strategy puts a checkpoint at the Hub, if anywhere."""
+        """Return the path of a checkpoint on the Hub by the strategy, if it is pushed."""
         if checkpoint is None or self.strategy not in ("checkpoint", "all_checkpoints"):
             return {}
         return {LAST if self.strategy == "checkpoint" else checkpoint.name: checkpoint}
@@ -262,7 +265,7 @@ class HubCallback:
 
         def fill(copy: Path) -> None:
             snapshot.copy_files(self.output_dir, copy, self._pushed_files(self.output_dir))
-            # A run that saves no model of its own at the end has one in a checkpoint.
+            # If the run saves no final model, a checkpoint provides it.
             if (checkpoint / names.MANIFEST).exists():
                 snapshot.link_files(checkpoint, copy, snapshot.model_files(checkpoint))
 
@@ -278,18 +281,18 @@ class HubCallback:
         *,
         saved: Path | None = None,
     ) -> Future[Any]:
-        """Copy what is to be pushed, and push the copy in the background.
+        """Copy the files to push, and push the copy in the background.
 
         Args:
             message: first line of the commit.
             fill: puts files into the copy.
-            checkpoints: checkpoints to push, by their place; those that are owed are added.
-            repository: where to push.
-            saved: the checkpoint that is at the Hub once this push is.
+            checkpoints: checkpoints to push, by their path; those whose push failed before are added.
+            repository: the target.
+            saved: the checkpoint that is on the Hub once this push is done.
         """
         with self._lock:
-            carried = {**self._owed, **checkpoints}
-            self._owed.clear()
+            carried = {**self._missing, **checkpoints}
+            self._missing.clear()
         copy = names.temporary(self.output_dir, "pushing", self.prefix)
         reason = None
         try:
@@ -297,7 +300,7 @@ class HubCallback:
             fill(copy)
             snapshot.link_checkpoints(copy, carried, required=checkpoints)
         except (OSError, CheckpointError) as error:
-            # A full disk, say, must not end the run: the checkpoint itself is safe.
+            # A full disk, for example, must not end the run: the checkpoint itself is safe.
             reason = f"{message!r} was not pushed: its files could not be copied: {error}"
 
         def work() -> str:
@@ -309,9 +312,9 @@ class HubCallback:
             with self._lock:
                 for place, folder in carried.items():
                     if not _succeeded(future):
-                        self._owed[place] = folder
+                        self._missing[place] = folder
                     else:
-                        self._owed.pop(place, None)
+                        self._missing.pop(place, None)
                 if _succeeded(future) and self._newest == saved:
                     self._newest = None
 
@@ -325,7 +328,7 @@ class HubCallback:
             try:
                 state = json.loads((checkpoint / "trainer_state.json").read_bytes())
                 return f"epoch {int(state['epoch'])}"
-            except (OSError, ValueError, KeyError, TypeError, OverflowError):  # of a loop that keeps no such file
+            except (OSError, ValueError, KeyError, TypeError, OverflowError):  # another loop may keep no such file
                 pass
         return f"step {step}"
 

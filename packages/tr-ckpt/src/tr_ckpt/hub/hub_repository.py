@@ -1,4 +1,4 @@
-"""A repository of the Hub: made when it is needed, filled by commits, read at one of them."""
+"""A repository of the Hub: made on first use, filled by commits, read at one commit."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 class HubRepository:
     """A model repository on the Hub.
 
-    Building one asks the Hub nothing.
+    The constructor sends no request.
 
     Args:
         repo_id: `name` or `owner/name`; without an owner it is the token's.
-        token: access token; None takes the one of the environment or the Hub's own login. It is in no message, log,
-            `repr` or file of this class.
-        private: whether a repository that is made here is private; None leaves it to the owner's setting.
-        revision: branch to push to, made if it is missing; to read from, also a tag or a commit. None is `main`.
+        token: access token; None takes the one of the environment or the Hub's own login. No message, log,
+            `repr` or file of this class contains it.
+        private: whether a new repository is private; None leaves it to the owner's setting.
+        revision: branch to push to, made if it does not exist; for reading also a tag or a commit. None is `main`.
         endpoint: address of the Hub; None takes `HF_ENDPOINT` or the public one.
-        retry_delays_s: how long to wait before each further try of what failed for a passing reason, where the Hub
-            does not ask for more.
+        retry_delays_s: how long to wait before each retry after a temporary failure, unless the Hub asks for a longer
+            wait.
 
     Raises:
         ImportError: huggingface_hub is not installed.
-        ValueError: `repo_id` can name no repository, or the Hub's address holds a password.
+        ValueError: `repo_id` is not a valid name, or the Hub's address holds a password.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class HubRepository:
         endpoint: str | None = None,
         retry_delays_s: Sequence[float] = (1, 4, 16),
     ) -> None:
-        given = Secret((token or "").strip())  # a file that the token was read from ends with a line break
-        del token  # from here on no display of local variables shows it
+        given = Secret((token or "").strip())  # a token file ends with a line break
+        del token  # so that no display of local variables shows it
         try:
             from huggingface_hub import HfApi, get_token
         except ImportError:
@@ -71,7 +71,7 @@ class HubRepository:
         """Return the repository that the `hub_*` fields and `output_dir` of `args` describe.
 
         Raises:
-            ValueError: `hub_model_id`, or the name of `output_dir` where that is unset, can name no repository.
+            ValueError: `hub_model_id`, or the name of `output_dir` if that is unset, is not a valid name.
         """
         name = Path(args.output_dir).expanduser().absolute().name
         try:
@@ -96,7 +96,7 @@ class HubRepository:
 
     @property
     def url(self) -> str:
-        """Where people find the repository."""
+        """The repository's web page."""
         return f"{self.endpoint}/{self.repo_id}"
 
     def but(
@@ -107,10 +107,10 @@ class HubRepository:
         private: bool | None = None,
         revision: str | None = None,
     ) -> HubRepository:
-        """Return one that differs in what is given, itself if nothing is; the address and the delays are the same.
+        """Return a copy with the given changes, itself if there are none; the address and the delays stay.
 
         Raises:
-            ValueError: `repo_id` can name no repository.
+            ValueError: `repo_id` is not a valid name.
         """
         given = Secret((token or "").strip())
         del token
@@ -131,7 +131,7 @@ class HubRepository:
         return other
 
     def ask(self, what: str, question: Callable[[Any], T]) -> T:
-        """Return what `question` returns; it is given the client, and asked again where the fault may pass.
+        """Return what `question` returns; it gets the client, and is called again after a temporary failure.
 
         Raises:
             PushError: it failed; the message begins with `what`.
@@ -144,31 +144,31 @@ class HubRepository:
         return self._retrying.run(what, quietly)
 
     def make(self) -> None:
-        """Make the repository and its branch, unless they exist; `repo_id` then names the owner.
+        """Make the repository and its branch, unless they exist; `repo_id` then includes the owner.
 
         Raises:
-            PushError: it did not work, also when tried again.
+            PushError: it failed, also when tried again.
         """
         if not self._made:
             self._retrying.run(f"{self.repo_id} could not be made on {self.endpoint}", self._make)
             self._made = True
 
     def upload(self, folder: Path, message: str, *, mirror: Sequence[str] = ()) -> str:
-        """Upload all files of `folder` as one commit, trying again where the fault may pass.
+        """Upload all files of `folder` as one commit, with retries after temporary failures.
 
-        A commit whose answer was lost on the way is not made a second time: a further try finds every file there as
-        it should be. Somebody else's commit in between is kept.
+        If the answer to a commit was lost, the retry finds every file up to date and makes no second commit. Commits
+        of others in between are kept.
 
         Args:
-            folder: must stay as it is until this returns.
+            folder: must not change until this returns.
             message: first line of the commit.
-            mirror: subfolders of the repository that are to hold nothing but what is uploaded.
+            mirror: subfolders of the repository that will hold nothing but what is uploaded.
 
         Returns:
             The commit's address.
 
         Raises:
-            PushError: it did not work, also when tried again.
+            PushError: it failed, also when tried again.
         """
         what = f"{message!r} was not pushed to {self.repo_id}"
         try:
@@ -183,7 +183,7 @@ class HubRepository:
 
     def _make(self) -> None:
         made = self._api.create_repo(self.repo_id, private=self.private, exist_ok=True)
-        _check_name(made.repo_id)  # the Hub's word
+        _check_name(made.repo_id)  # this name comes from the Hub
         self.repo_id = made.repo_id
         if self.revision not in (None, "main") and not self.revision.startswith("refs/"):
             self._api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
@@ -201,7 +201,7 @@ class HubRepository:
             inside = tuple(f"{name}/" for name in mirror)
             surplus = sorted(name for name in set(there) - set(names) if name.startswith(inside))
             operations += [CommitOperationDelete(path_in_repo=name) for name in surplus]
-        # Refused if the branch moved since: another's commit, or a try of ours that the Hub took after all.
+        # Refused if the branch moved: by another's commit, or by an earlier try that the Hub accepted after all.
         commit = api.create_commit(
             self.repo_id, operations, commit_message=message, revision=self.revision, parent_commit=head
         )

@@ -1,6 +1,6 @@
-"""Push in the background, one after the other, record what failed, and wait for the rest at the end of a run.
+"""Push in the background, one after the other, record failures, and wait for the rest at the end of a run.
 
-The wait logs what it waits for. It lasts no longer than the pushes can be expected to take, and ends at a signal.
+The wait logs what it waits for. Its limit follows from the bytes to upload, and a signal ends it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def _do_nothing() -> None:
 
 @dataclass(eq=False)
 class Push:
-    """Something to do in the background.
+    """A job for the queue.
 
     Attributes:
-        label: what messages call it.
-        work: does it; its result is the future's.
-        bytes: how much there is to upload, at most.
+        label: its name in messages.
+        work: the job; its result is the future's.
+        bytes: the most that it uploads.
         clean_up: called once it is done, failed or given up.
         is_awaited: whether the end of the process waits for it.
         future: of the result.
-        is_settled: whether somebody saw to the future.
+        is_claimed: whether a thread has taken over setting the future.
     """
 
     label: str
@@ -51,24 +51,24 @@ class Push:
     clean_up: Callable[[], None] = _do_nothing
     is_awaited: bool = True
     future: Future[Any] = field(default_factory=Future)
-    is_settled: bool = False
+    is_claimed: bool = False
 
 
 _queues: weakref.WeakSet[PushQueue] = weakref.WeakSet()
 
 
 class PushQueue:
-    """One background thread that does pushes in the order they come, while there are any.
+    """One background thread that runs pushes in the order they come, while there are any.
 
-    The thread ends with the process, whatever it is doing: a request to a Hub that hangs cannot be ended otherwise.
-    The end of the process waits for it for as long as `exit_limit_s` says.
+    The thread ends with the process, even in the middle of a push: a request to a Hub that hangs cannot be ended
+    otherwise. The end of the process waits for the queue for at most `exit_limit_s`.
 
     Args:
-        most_waiting: how many may wait. One more has the one that waits longest fail: each holds a copy on the disk.
-        exit_limit_s: gives the longest time to wait at the process' end, of the bytes that are left.
+        most_waiting: how many may wait. One more makes the oldest of them fail: each holds a copy on the disk.
+        exit_limit_s: returns the longest wait at the process' end, given the bytes that are left.
 
     Attributes:
-        failures: for each push that failed and was awaited, its label and what its exception said.
+        failures: label and exception text of each awaited push that failed.
     """
 
     def __init__(self, most_waiting: int, exit_limit_s: Callable[[int], float]) -> None:
@@ -83,7 +83,7 @@ class PushQueue:
         _wait_at_exit()
 
     def submit(self, push: Push) -> Future[Any]:
-        """Do `push` after those given before. If it fails, that is logged at once and noted in `failures`."""
+        """Run `push` after those submitted before. Its failure is logged at once and added to `failures`."""
         surplus = None
         with self._changed:
             if len(self._waiting) >= self._most_waiting:
@@ -97,21 +97,21 @@ class PushQueue:
         return push.future
 
     def pending(self) -> list[Push]:
-        """Return what runs and what waits, in order."""
+        """Return the running and the waiting pushes, in order."""
         with self._changed:
             return ([] if self._running is None else [self._running]) + list(self._waiting)
 
     def is_busy(self) -> bool:
-        """Whether a push waits or runs."""
+        """Whether a push is waiting or running."""
         return bool(self.pending())
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return whether all is done, at the latest after `seconds`; None waits for as long as it takes."""
+        """Wait at most `seconds`, or without limit if None; return whether all pushes are done."""
         with self._changed:
             return self._changed.wait_for(lambda: self._running is None, seconds)
 
     def give_up(self, why: str) -> None:
-        """Have everything that is not done fail; what runs is left to itself, and its result to nobody."""
+        """Make all unfinished pushes fail; the running one continues, and its result is dropped."""
         with self._changed:
             left = ([] if self._running is None else [self._running]) + list(self._waiting)
             self._running = None
@@ -121,8 +121,8 @@ class PushQueue:
             self._fail(push, PushError(f"{push.label!r} was not pushed: {why}", may_pass=True), is_logged=False)
 
     def wait_at_exit(self) -> None:
-        """Wait at the process' end for what its user was told would be pushed."""
-        if os.getpid() != self._process:  # a process forked from the one that pushes has no thread to wait for
+        """Wait at the process' end for pushes that the log announced."""
+        if os.getpid() != self._process:  # a fork has no thread to wait for
             return
         awaited = [push for push in self.pending() if push.is_awaited]
         if not awaited:
@@ -150,7 +150,7 @@ class PushQueue:
                 if self._claim(push):
                     push.future.set_result(result)
             with self._changed:
-                if self._running is not push:  # given up, and perhaps followed by others, in a thread of their own
+                if self._running is not push:  # given up; a newer thread may run others by now
                     return
                 self._running = self._waiting.popleft() if self._waiting else None
                 if self._running is None:
@@ -166,32 +166,32 @@ class PushQueue:
             push.future.set_exception(error)
 
     def _claim(self, push: Push) -> bool:
-        """Settle how a push ended, whoever comes first: the thread that does it, or one that gives it up."""
+        """Claim the right to set a push's result; False if another thread has it: the worker, or one that gives up."""
         with self._changed:
-            if push.is_settled:
+            if push.is_claimed:
                 return False
-            push.is_settled = True
+            push.is_claimed = True
         push.clean_up()
         return True
 
 
 @cache
 def _wait_at_exit() -> None:
-    # Before thread pools stop taking work, which the client uploads with; `atexit` comes after that.
+    # Runs before thread pools, which the client uploads with, stop accepting work; `atexit` runs after that.
     getattr(threading, "_register_atexit", atexit.register)(_wait_for_all)
 
 
 def _wait_for_all() -> None:
-    background.join_all()  # a checkpoint that is being written has a push to come
+    background.join_all()  # a checkpoint that is still being written will submit a push
     for queue in list(_queues):
         queue.wait_at_exit()
 
 
-# The longest wait: for what a Hub does however little is pushed, and for the bytes at the rate of a slow line.
+# The limit of the wait: a fixed time for the Hub's own work, and the time for the bytes on a slow line.
 BASE_S = 600.0
 SLOWEST_BYTES_PER_S = 2e6
 
-# How often to say what is waited for.
+# How often the wait is logged.
 TELL_EVERY_S = 60.0
 
 _LOOK_EVERY_S = 0.2
@@ -199,18 +199,18 @@ _REPEATED_WITHIN_S = 1.0
 
 
 def limit_s(left_bytes: int) -> float:
-    """Return how long to wait at most for pushes of so many bytes."""
+    """Return the longest wait for pushes of so many bytes."""
     return BASE_S + left_bytes / SLOWEST_BYTES_PER_S
 
 
 def wait_for(queue: PushQueue, url: str, caught: list[int], most_s: float | None = None) -> bool:
-    """Return True once all pushes are done; give up those that are not when it gets too long, and return False.
+    """Wait for all pushes and return True; after the limit or a signal give up the rest, and return False.
 
     Args:
-        queue: of the pushes.
-        url: where they go, for messages.
-        caught: what `interrupts` collects; the first one ends the wait at once.
-        most_s: the longest wait; None is that of `limit_s`.
+        queue: the pushes.
+        url: their target, for messages.
+        caught: the list of `interrupts`; the first signal in it ends the wait at once.
+        most_s: the longest wait; None uses `limit_s`.
     """
     pending = queue.pending()
     if not pending:
@@ -218,31 +218,31 @@ def wait_for(queue: PushQueue, url: str, caught: list[int], most_s: float | None
     most_s = limit_s(sum(push.bytes for push in pending)) if most_s is None else most_s
     end = time.monotonic() + most_s
     logger.info("waiting for %s; for %s at most, or until Ctrl-C", _pending_text(queue, url), minutes(most_s))
-    told = time.monotonic()
+    logged_at = time.monotonic()
     while not queue.wait(min(_LOOK_EVERY_S, max(0.0, end - time.monotonic()))):
         now = time.monotonic()
         if caught or now >= end:
             queue.give_up("the wait was interrupted" if caught else f"it was not done after {minutes(most_s)}")
             return False
-        if now - told >= TELL_EVERY_S:
-            told = now
+        if now - logged_at >= TELL_EVERY_S:
+            logged_at = now
             logger.info("still waiting for %s; for %s more at most", _pending_text(queue, url), minutes(end - now))
     return True
 
 
 @contextmanager
 def interrupts(*, after_signal: bool = False) -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM meanwhile, where they are not ignored; then act on the first.
+    """Collect Ctrl-C and SIGTERM inside the block, unless they are ignored; then act on the first.
 
-    It is sent again, to whoever handled it before. If that does not end the process, `KeyboardInterrupt` is raised, or
-    `SystemExit` with code 128 + the signal's number.
+    The signal is sent again, to its previous handler. If that does not end the process, `KeyboardInterrupt` is raised,
+    or `SystemExit` with code 128 + the signal's number.
 
     Args:
-        after_signal: whether a signal has just ended the run: the same one may come once more at once, from a launcher
-            that passes on what the system sent to all processes, and is no further request. Ctrl-C always is.
+        after_signal: whether a signal has just ended the run. The same signal may then arrive once more, from a
+            launcher that passes on what the system sent to all processes; it is ignored. Ctrl-C never is.
     """
     caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only that one can
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield caught
         return
     begun = time.monotonic()
@@ -252,7 +252,7 @@ def interrupts(*, after_signal: bool = False) -> Iterator[list[int]]:
             caught.append(number)
 
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # None was set by something other than Python, and cannot be put back from here.
+    # A handler that reads as None was set outside Python, and cannot be restored from here.
     taken = {number: handler for number, handler in former.items() if handler not in (None, signal.SIG_IGN)}
     for number in taken:
         signal.signal(number, note)
@@ -267,7 +267,7 @@ def interrupts(*, after_signal: bool = False) -> Iterator[list[int]]:
 
 
 def minutes(seconds: float) -> str:
-    """Return a time as messages give it."""
+    """Format a time for messages."""
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 

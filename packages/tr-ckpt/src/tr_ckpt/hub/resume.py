@@ -1,7 +1,7 @@
-"""Resume from a checkpoint on the Hub: all of it from one commit, checked before anything is loaded.
+"""Resume from a checkpoint on the Hub: all of it from one commit, checked before any part is loaded.
 
-The listing of a commit comes from the Hub, or from whoever answers in its place. Each name in it is checked before it
-is asked for. Each file is asked for by its name alone. What came is checked before it is read.
+The listing of a commit comes from the Hub, or from a server in its place. Each name in it is checked before the file
+is requested. Each file is requested by its exact name. The downloaded files are checked before they are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.ranks import Ranks
 
-# Of a listing: more names than this are not kept in memory.
+# The limit for a listing, which is kept in memory.
 MOST_ENTRIES = 1_000_000
 
 _AT_ONCE = 200  # the client compares each of these patterns with each file of the repository
@@ -41,9 +41,9 @@ class Commit:
     """One commit of a repository.
 
     Attributes:
-        repository: which.
-        sha: of the commit.
-        sizes: of every file, in bytes, by path.
+        repository: its repository.
+        sha: its hash.
+        sizes: the size of every file in bytes, by path.
     """
 
     repository: HubRepository
@@ -54,7 +54,7 @@ class Commit:
         return f"{self.repository.url}, commit {self.sha[:8]}"
 
     def folders(self, marks: Iterable[str]) -> list[str]:
-        """Return the folders that hold one of the files `marks`."""
+        """Return the folders that contain one of the files `marks`."""
         wanted = set(marks)
         placed = ((path.partition("/")[0], path.partition("/")[2]) for path in self.sizes)
         return sorted({folder for folder, name in placed if name in wanted})
@@ -63,7 +63,7 @@ class Commit:
         """Return the paths of a folder's files.
 
         Raises:
-            CheckpointError: one leads elsewhere, or is that of another file on some systems.
+            CheckpointError: a path leads outside the folder, or two paths are one file on some systems.
         """
         names = [path for path in self.sizes if path.startswith(f"{folder}/")]
         if problem := untrusted.paths_problem(names):
@@ -71,20 +71,20 @@ class Commit:
         return names
 
     def download(self, what: str, names: Iterable[str], into: Path) -> None:
-        """Download files, keeping those that are there already.
+        """Download files; files that exist already are kept.
 
         Args:
-            what: they are, for messages.
-            names: their paths, each of which has been checked.
-            into: where they go.
+            what: their description for messages.
+            names: their paths, which must have been checked.
+            into: the target folder.
 
         Raises:
-            CheckpointError: something else came.
-            PushError: the Hub did not give them.
+            CheckpointError: other files arrived.
+            PushError: the download failed.
         """
         names = list(names)
         for start in range(0, len(names), _AT_ONCE):
-            # By name: a pattern such as "folder/*" would take whatever the listing holds when the client reads it.
+            # Exact names: a pattern such as "folder/*" would match whatever the listing holds at download time.
             exactly = [glob.escape(name) for name in names[start : start + _AT_ONCE]]
 
             def ask(api: Any, exactly: list[str] = exactly) -> None:
@@ -101,11 +101,11 @@ class Commit:
 
 
 def commit_of(repository: HubRepository) -> Commit:
-    """Look up the commit that a repository's revision names now, and what it lists.
+    """Look up the present commit of a repository's revision, and its listing.
 
     Raises:
-        PushError: the Hub did not say.
-        CheckpointError: what it said is no commit, or no listing.
+        PushError: the request failed.
+        CheckpointError: the answer is no valid commit or listing.
     """
     if "/" not in repository.repo_id:
         owner = repository.ask(
@@ -118,7 +118,7 @@ def commit_of(repository: HubRepository) -> Commit:
             raise CheckpointError(f"the Hub names an owner who cannot be one: {error}") from None
     what = f"{repository.url} at {repository.revision or 'main'} could not be read"
     sha = repository.ask(what, lambda api: api.repo_info(repository.repo_id, revision=repository.revision).sha)
-    if not isinstance(sha, str) or not COMMIT.fullmatch(sha):  # a folder is named by it
+    if not isinstance(sha, str) or not COMMIT.fullmatch(sha):  # it becomes the name of a folder
         raise CheckpointError(f"{what}: the Hub calls its commit {sha!r:.80}, which is none")
     sizes = repository.ask(what, lambda api: dict(_listed(api, repository.repo_id, sha)))
     if len(sizes) > MOST_ENTRIES:
@@ -128,9 +128,9 @@ def commit_of(repository: HubRepository) -> Commit:
 
 def _listed(api: Any, repo_id: str, sha: str) -> Iterator[tuple[str, int]]:
     listed = api.list_repo_tree(repo_id, revision=sha, recursive=True)
-    for entry in itertools.islice(listed, MOST_ENTRIES + 1):  # it comes in pages, of which there may be no end
+    for entry in itertools.islice(listed, MOST_ENTRIES + 1):  # the listing comes in pages, perhaps without end
         size = getattr(entry, "size", None)
-        if isinstance(entry.path, str) and type(size) is int:  # else a folder
+        if isinstance(entry.path, str) and type(size) is int:  # otherwise a folder
             yield entry.path, size
 
 
@@ -153,15 +153,15 @@ logger = logging.getLogger(__name__)
 
 SCHEME = "hub"
 
-# How often ranks that wait for a download hear of each other: no collective may last as long as a download.
+# How often ranks that wait for a download exchange its status: no collective may last as long as a download.
 _HEAR_EVERY_S = 30.0
 
-_FOREIGN = "trainer_state.json"  # what a checkpoint of another program has in the place of a manifest
+_FOREIGN = "trainer_state.json"  # another program's checkpoints have this file instead of a manifest
 _COMMITS_NAMED = 5
 
 
 def is_address(source: object) -> bool:
-    """Whether `source` is `hub` or `hub:...`; a folder of such a name is given as `./hub`."""
+    """Whether `source` is `hub` or `hub:...`; write `./hub` for a folder of that name."""
     return isinstance(source, str) and (source == SCHEME or source.startswith(f"{SCHEME}:"))
 
 
@@ -169,21 +169,21 @@ def is_address(source: object) -> bool:
 def fetched(
     source: str, directory: Path, prefix: str, ranks: Ranks, own: Callable[[], HubRepository] | None
 ) -> Iterator[Path]:
-    """Give a folder with the checkpoint at `source`, on all ranks; it is removed afterwards.
+    """Yield a folder with the checkpoint at `source`, on all ranks, and remove it afterwards. Collective.
 
-    Rank 0 downloads to a temporary folder in `directory`, which all ranks must see. What an attempt that failed has
-    left there is used by the next one, and cleared away at the next save.
+    Rank 0 downloads to a temporary folder in `directory`, which all ranks must see. The next attempt reuses what a
+    failed one has downloaded, and the next save removes it.
 
     Args:
         source: `hub` for the repository of this run, or `hub:OWNER/NAME`, or `hub:OWNER/NAME@REVISION`.
         directory: the run's folder.
-        prefix: what the names of checkpoints begin with.
+        prefix: the first part of the names of checkpoints.
         ranks: this process among the others.
-        own: returns the repository of this run, whose token reads others too; None where there is none.
+        own: returns the repository of this run, whose token is used for others too; None if there is none.
 
     Raises:
-        CheckpointError: there is no checkpoint, or the Hub did not give it; the message says why.
-        DamagedCheckpointError: all that are there are damaged.
+        CheckpointError: there is no checkpoint, or the download failed; the message says why.
+        DamagedCheckpointError: all checkpoints there are damaged.
     """
     download = _in_thread(lambda: fetch(_repository(source, own), directory, prefix)) if ranks.rank == 0 else None
     while not ranks.gather(download is None or _is_done(download, _HEAR_EVERY_S))[0]:
@@ -193,7 +193,7 @@ def fetched(
         return None if download is None else download.result()
 
     folder = ranks.together(f"{source} was not restored", result, failure=CheckpointError)[0]
-    assert folder is not None  # rank 0's
+    assert folder is not None  # rank 0's result
     try:
         yield folder
     except BaseException:
@@ -206,16 +206,16 @@ def fetched(
 def fetch(repository: HubRepository, directory: Path, prefix: str) -> Path:
     """Download the newest valid checkpoint of one commit and return its folder, below a temporary one.
 
-    The commit is looked up first; what is pushed meanwhile changes nothing. Of several checkpoints the newest by
-    sequence and step is taken, and damaged ones are skipped, each with a warning that names the damage.
+    The commit is looked up first, so that later pushes have no effect. Of several checkpoints the newest by
+    sequence and step is taken. Damaged ones are skipped, each with a warning that names the damage.
 
     Args:
-        repository: where it is; its revision may be a branch, a tag or a commit, and None is `main`.
-        directory: where to make the temporary folder.
-        prefix: what the names of checkpoints begin with.
+        repository: the source; its revision may be a branch, a tag or a commit, and None is `main`.
+        directory: the parent of the temporary folder.
+        prefix: the first part of the names of checkpoints.
 
     Raises:
-        CheckpointError: there is none, or the Hub did not give it.
+        CheckpointError: there is none, or the download failed.
         DamagedCheckpointError: all of them are damaged.
     """
     try:
@@ -251,7 +251,7 @@ def _repository(source: str, own: Callable[[], HubRepository] | None) -> HubRepo
 
 
 def _folder_for(commit: Commit, directory: Path) -> Path:
-    """Make the temporary folder of a download, or take over what a process that is gone has left of it."""
+    """Make the temporary folder of a download, or reuse that of a dead process."""
     files.make_folders(directory)
     into = names.temporary(directory, "fetched", commit.sha)
     for left in names.temporaries(directory):
@@ -261,7 +261,7 @@ def _folder_for(commit: Commit, directory: Path) -> Path:
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                break  # of a lower layer of overlayfs, which the next save removes
+                break  # in a lower layer of overlayfs; the next save removes it
             return into
     files.make_folder(into)
     return into
@@ -275,7 +275,7 @@ def _newest_valid(commit: Commit, candidates: list[str], into: Path, prefix: str
     def key(name: str) -> tuple[bool, bool, tuple[int, int], float]:
         age, step = ages[name], names.step_of(name, prefix)
         is_ours = f"{name}/{names.MANIFEST}" in commit.sizes
-        # One that cannot be read may be the newest: it is tried first, so that it is noticed. Another program's last.
+        # One that cannot be read may be the newest: it is tried first, and reported. Another program's is last.
         return is_ours, is_ours and age is None, age or (0, 0), math.inf if step is None else step
 
     damages = []
@@ -299,7 +299,7 @@ def _download(commit: Commit, name: str, into: Path) -> Path:
         commit.download(f"{name}/*", listed, into)
         return folder
     described = manifest.read(folder)
-    _check_sizes(commit, name, described)  # before much is downloaded
+    _check_sizes(commit, name, described)  # before the large files are downloaded
     commit.download(f"{name}/*", listed, into)
     part_files.verify(folder, discovery.check_quickly(Found(None, name, folder)))
     return folder
@@ -317,7 +317,7 @@ def _check_sizes(commit: Commit, name: str, described: Manifest) -> None:
 
 
 def _earlier_commits(commit: Commit) -> str:
-    """Return how to go on from an earlier commit, as the end of a message; nothing where they cannot be listed."""
+    """Return the end of a message that names earlier commits to resume from; empty if they cannot be listed."""
     repository = commit.repository
 
     def list_them(api: Any) -> list[str]:
@@ -332,11 +332,11 @@ def _earlier_commits(commit: Commit) -> str:
         named = repository.ask("earlier commits are unknown", list_them)
     except PushError:
         return ""
-    return f" — go on from an earlier commit: {', '.join(named)}" if named else ""
+    return f" — resume from an earlier commit: {', '.join(named)}" if named else ""
 
 
 def _in_thread(work: Callable[[], Path]) -> Future[Path]:
-    """Do `work` in a thread: what Ctrl-C shows of this one then is no request, with a token in it."""
+    """Run `work` in a thread, so that a traceback of Ctrl-C in this thread shows no request with a token."""
     future: Future[Path] = Future()
 
     def run() -> None:

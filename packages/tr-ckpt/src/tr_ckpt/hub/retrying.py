@@ -1,6 +1,6 @@
-"""Retry requests that failed for a reason that may pass, and keep the access token out of every message.
+"""Retry requests after temporary failures, and keep the access token out of every message.
 
-`Secret` holds the token so that nothing shows it by accident.
+`Secret` holds the token so that it is never shown by accident.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tr_ckpt.errors import PushError, printable
 
 
 class Secret:
-    """A text that no `repr`, message, pickle or display of local variables gives away.
+    """A text that no `repr`, message, pickle or display of local variables reveals.
 
     Args:
-        text: the token; empty where there is none.
+        text: the token; empty if there is none.
     """
 
     __slots__ = ("_text",)
@@ -40,11 +40,11 @@ class Secret:
         raise TypeError("an access token is not pickled, so that it ends up in no file; hand it over by itself")
 
     def reveal(self) -> str:
-        """Return the text; keep it in no variable."""
+        """Return the text; do not store it in a variable."""
         return self._text
 
     def hide_in(self, text: str) -> str:
-        """Return `text` with the token, however it is quoted there, replaced by `<token>`."""
+        """Return `text` with the token, in any quoting, replaced by `<token>`."""
         if not self._text:
             return text
         for form in (self._text, repr(self._text)[1:-1], quote(self._text, safe="")):
@@ -56,10 +56,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Answers that may be another one a moment later; all others below 500 mean that the request is at fault.
+# Statuses that may differ a moment later; all others below 500 mean that the request is at fault.
 _TRANSIENT = (408, 412, 425, 429)
 
-# A Hub that asks for a longer wait than this will not take the request in time.
+# A Hub that asks for a longer wait will not accept the request in time.
 MOST_ASKED_S = 900.0
 
 _LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # the header `ratelimit: "api";r=0;t=55`
@@ -67,10 +67,10 @@ _LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # the header `ratelim
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a request that failed.
+    """A request that failed.
 
     Attributes:
-        reason: what it said, without the token.
+        reason: the error text, without the token.
         may_pass: whether the same request may succeed later.
         asked_s: how long the Hub asks to wait; 0 if it does not.
         status: status of the answer; None if there was none.
@@ -83,11 +83,11 @@ class Failure:
 
 
 class Retrying:
-    """Do requests, again where the fault may pass.
+    """Run requests, and repeat them after temporary failures.
 
     Args:
-        delays_s: how long to wait before each further try, if the Hub does not ask for more.
-        secret: what no message may show.
+        delays_s: how long to wait before each retry, unless the Hub asks for a longer wait.
+        secret: the token that no message may show.
     """
 
     def __init__(self, delays_s: Sequence[float], secret: Secret) -> None:
@@ -95,7 +95,7 @@ class Retrying:
         self._secret = secret
 
     def with_secret(self, secret: Secret) -> Retrying:
-        """Return one that hides another token."""
+        """Return a copy that hides another token."""
         return Retrying(self._delays_s, secret)
 
     def run(self, what: str, work: Callable[[], T]) -> T:
@@ -103,16 +103,16 @@ class Retrying:
 
         Args:
             what: what is not done if it fails; messages begin with it.
-            work: called once or more often.
+            work: the request; called once or more often.
 
         Raises:
-            PushError: it failed for good. It has neither cause nor context: a request's headers, which a traceback of
-                those may show, hold the token.
+            PushError: it failed for good. The error has neither cause nor context: their tracebacks may show a
+                request's headers, which hold the token.
         """
         for delay_s in (*self._delays_s, None):
             try:
                 return work()
-            except Exception as error:  # any library below may raise its own kind
+            except Exception as error:  # libraries below may raise any kind
                 failure = self._judge(error)
             wait_s = 0.0 if delay_s is None else max(delay_s, failure.asked_s)
             if delay_s is None or not failure.may_pass or wait_s > MOST_ASKED_S:
@@ -130,11 +130,11 @@ class Retrying:
 
 def _reason(error: BaseException) -> str:
     texts: dict[str, None] = {}
-    told: list[Any] = []
+    seen: list[Any] = []
     for each in _chain(error):
         response = getattr(each, "response", None)
-        if response is None or not any(response is other for other in told):  # else it only wraps what was said
-            told.append(response)
+        if response is None or not any(response is other for other in seen):  # otherwise it wraps an earlier one
+            seen.append(response)
             said = " ".join(line for line in str(each).split("\n") if not line.startswith("For more information"))
             texts[f"{type(each).__name__}: {' '.join(said.split())}"] = None
     return ", because of ".join(texts)
@@ -142,7 +142,7 @@ def _reason(error: BaseException) -> str:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
-    while seen is not None:  # the client wraps what happened to one file's upload
+    while seen is not None:  # the client wraps the error of a single file's upload
         yield seen
         seen = seen.__cause__
 
@@ -161,7 +161,7 @@ def _may_pass(error: BaseException) -> bool:
     if status is not None:
         return status >= 500 or status in _TRANSIENT
     kinds = {type(each).__name__ for each in _chain(error)}
-    if kinds & {"OfflineModeIsEnabled", "LocalTokenNotFoundError"}:  # nothing was asked, nor would be
+    if kinds & {"OfflineModeIsEnabled", "LocalTokenNotFoundError"}:  # no request was sent, nor would a retry send one
         return False
     if "LocalEntryNotFoundError" in kinds:  # a download did not reach the Hub
         return True
@@ -178,7 +178,7 @@ def _asked_s(error: BaseException) -> float:
     if after:
         try:
             return max(0.0, (parsedate_to_datetime(after) - datetime.now(UTC)).total_seconds())
-        except (TypeError, ValueError):  # no date, or one without a zone
+        except (TypeError, ValueError):  # not a date, or one without a zone
             return 0.0
     spent = _LIMIT.search(str(headers.get("ratelimit") or ""))
     return float(spent[1]) if spent else 0.0

@@ -1,4 +1,4 @@
-"""Copy files so that what happens to the originals later does not show: to push while training goes on."""
+"""Copy files so that later changes of the originals have no effect: to push while training continues."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 
 
 def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Give files that are never written again, as those of a checkpoint are, a second name under `target`.
+    """Hard-link files that are never written again, such as those of a checkpoint, under `target`.
 
-    Costs no space where the file system has hard links; elsewhere they are copied. A name that `target` has
-    already stays as it is.
+    Costs no space if the file system has hard links; otherwise the files are copied. Names that exist in `target`
+    are left unchanged.
 
     Args:
         source: folder to take from.
@@ -28,13 +28,13 @@ def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
         try:
             files.link(original, place)
         except FileExistsError:
-            continue  # somebody else was faster; never written over
-        except OSError:  # another file system, one without links, or one that has too many to the file
+            continue  # another process made it first; never overwritten
+        except OSError:  # another file system, one without links, or the file has too many links
             shutil.copyfile(original, place)
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy files that may be written again, or go meanwhile. A name that `target` has already stays as it is.
+    """Copy files that may be changed or removed later. Names that exist in `target` are left unchanged.
 
     Args:
         source: folder to take from.
@@ -47,7 +47,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
-    """Return the paths of all plain files below `folder`, but for names in it that begin with `skip`."""
+    """Return the paths of all regular files below `folder`, without names in it that begin with `skip`."""
     prefixes = tuple(skip)
     found: list[str] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -66,10 +66,10 @@ def size(folder: Path) -> int:
 
 
 def model_files(checkpoint: Path) -> list[str]:
-    """Return what makes a loadable model: its tensors and what the caller added, as config.json and a tokenizer.
+    """Return the files of a loadable model: its tensors and what the caller added, such as config.json.
 
     Raises:
-        CheckpointError: it has no manifest, or a damaged one.
+        CheckpointError: its manifest does not exist or is damaged.
     """
     described = manifest.read(checkpoint)
     return [name for name in _WEIGHTS if name in described.files] + described.extra_files()
@@ -80,13 +80,13 @@ def link_checkpoints(copy: Path, carried: dict[str, Path], required: dict[str, P
 
     Args:
         copy: folder to fill.
-        carried: checkpoints by their place in it; one that is not `required` and is gone, or is being removed, is taken
-            out.
-        required: those whose absence is an error.
+        carried: checkpoints by their path in it. If one that is not `required` is gone, or is being removed, its entry
+            is deleted.
+        required: checkpoints that must exist.
 
     Raises:
-        OSError: one of those cannot be linked or copied.
-        CheckpointError: one of those is no checkpoint.
+        OSError: a required one cannot be linked or copied.
+        CheckpointError: a required one is not a checkpoint.
     """
     for place, folder in list(carried.items()):
         try:
@@ -101,7 +101,7 @@ def link_checkpoints(copy: Path, carried: dict[str, Path], required: dict[str, P
 
 
 def discard(copy: Path) -> None:
-    """Remove a copy, if it is there; a failure leaves it to the next save."""
+    """Remove a copy, if it exists; after a failure the next save removes it."""
     if copy.exists():
         staging.discard(copy)
     names.release(copy)
@@ -110,7 +110,7 @@ def discard(copy: Path) -> None:
 def _absent(source: Path, target: Path, names: Iterable[str]) -> Iterator[tuple[Path, Path]]:
     for name in names:
         place = target / name
-        # Never written over: the place may be another name of a checkpoint's own file.
+        # Never overwritten: it may be a hard link to a checkpoint's own file.
         if not place.exists():
             files.make_folders(place.parent)
             yield place, source / name

@@ -1,8 +1,8 @@
-"""Checkpoints of models and optimizers that are sharded over ranks, which any other number of ranks can load.
+"""Checkpoints of models and optimizers that are sharded over ranks, loadable on any other number of ranks.
 
-Any part whose state holds DTensors is saved in shards, each rank its own; nothing has to be asked for. `stateful`
-makes the parts of a model and its optimizer so that the order of parameters does not matter, `export` makes one
-model of the shards.
+Any part whose state holds DTensors is saved in shards automatically, each rank its own. `stateful`
+makes the parts of a model and its optimizer independent of the order of parameters. `export` writes one
+model from the shards.
 """
 
 from tr_ckpt.sharded.exporting import export

@@ -1,9 +1,9 @@
 """Save parts whose state holds DTensors: every rank writes its own shards, and nothing is gathered.
 
-`TakenStates` takes the states of all parts at once and lets the ranks agree on who writes what. Each rank says what it
+`TakenStates` collects the states of all parts and assigns what each rank writes. Each rank lists what it
 holds (`Share`). The ranks exchange their shares, and from the same shares every rank computes the same plan, with the
-planner of torch.distributed.checkpoint. Where several ranks hold a chunk, the one with least to write so far writes
-it. Rank 0 writes tensors that are no DTensors, as it does for a part without DTensors.
+planner of torch.distributed.checkpoint. If several ranks hold a chunk, the one with the least to write so far writes
+it. Rank 0 writes tensors that are no DTensors, as for a part without DTensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TensorEntry = tuple[torch.dtype, tuple[int, ...], bool]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a part. Made to be sent to the others.
+    """What one rank holds of a part, in a form that can be sent to the other ranks.
 
     Attributes:
         tensors: the entry of every tensor in the state, by name.
@@ -43,21 +43,21 @@ class Share:
 
     @property
     def held(self) -> set[str]:
-        """Names of the tensors of which this rank holds anything."""
+        """Names of the tensors of which this rank holds at least one number."""
         return {item.index.fqn for item in self.plan.items}
 
     def distributed(self) -> dict[str, TensorEntry]:
-        """Return the entries of the DTensors; what is none is rank 0's, whatever the others hold."""
+        """Return the entries of the DTensors; other tensors are rank 0's, whatever the other ranks hold."""
         return {name: entry for name, entry in self.tensors.items() if entry[2]}
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one rank has to write.
+    """What one rank writes.
 
     Attributes:
-        local: this rank's chunks by the names of their tensors: the state's own memory.
-        index: where each chunk of each tensor will be, over all ranks.
+        local: this rank's chunks by the names of their tensors; not copied.
+        index: the file of each chunk of each tensor, over all ranks.
     """
 
     local: dict[str, torch.Tensor]
@@ -65,7 +65,7 @@ class Assignment:
 
 
 def share(part: str, tensors: Mapping[str, torch.Tensor], rank: int) -> Share | None:
-    """Return what this rank holds of a part's tensors; None if none is a DTensor. Communicates nothing.
+    """Return what this rank holds of a part's tensors; None if none is a DTensor. Not collective.
 
     Raises:
         CheckpointError: a DTensor's layout cannot be saved.
@@ -85,7 +85,7 @@ def share(part: str, tensors: Mapping[str, torch.Tensor], rank: int) -> Share | 
                 f"{part}: the shard of {item.index.fqn!r} has the shape {list(local.shape)} where its placements say "
                 f"{list(size)}; give shape= and stride= to DTensor.from_local when shards are uneven"
             )
-        if math.prod(size):  # ranks beyond the last row hold nothing
+        if math.prod(size):  # with few rows, the last ranks hold none
             items.append(item)
     described = {
         name: (tensor.dtype, tuple(tensor.shape), is_distributed(tensor)) for name, tensor in sorted(tensors.items())
@@ -97,7 +97,7 @@ def assign(part: str, tensors: Mapping[str, torch.Tensor], rank: int, shares: Se
     """Return what this rank writes, given the shares of all ranks in rank order.
 
     Raises:
-        CheckpointError: the ranks do not hold the same tensors, or their chunks do not make up whole ones.
+        CheckpointError: the ranks do not hold the same tensors, or their chunks do not fill whole ones.
     """
     entries = agreed(part, shares)
     planner = _planner(tensors, rank)
@@ -132,10 +132,10 @@ def _planner(tensors: Mapping[str, torch.Tensor], rank: int) -> Any:
 
 
 def agreed(part: str, shares: Sequence[Share | None]) -> dict[str, TensorEntry]:
-    """Return the entries of a part's tensors, on which all ranks agree.
+    """Return the entries of a part's tensors, which must be the same on all ranks.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: they differ.
     """
     first = shares[0]
     for rank, other in enumerate(shares):
@@ -145,7 +145,7 @@ def agreed(part: str, shares: Sequence[Share | None]) -> dict[str, TensorEntry]:
                 f"{part} holds DTensors, but none on rank {', '.join(without)}; all ranks must hold the same state"
             )
         ours, theirs = first.distributed(), other.distributed()
-        # Where a rank's shard is empty nothing says that two names are of one tensor, as for tied weights.
+        # A rank with an empty shard cannot know that two names share one tensor, as tied weights do.
         theirs = {name: entry for name, entry in theirs.items() if name in ours or name in other.held}
         if ours != theirs:
             name = next(name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name))
@@ -169,8 +169,8 @@ class CapturedShards:
         part: its name.
         rank: number of this process.
         tensors: this rank's chunks, by the names of their tensors.
-        text: the JSON of the state; on rank 0.
-        index: where all ranks' chunks are; on rank 0.
+        text: the JSON of the state; on rank 0 only.
+        index: the files of all ranks' chunks; on rank 0 only.
     """
 
     part: str
@@ -198,20 +198,20 @@ class CapturedShards:
 
 
 class TakenState:
-    """The state of a part that holds DTensors, before it is known which rank writes what.
+    """The state of a part that holds DTensors, before the ranks know which of them writes what.
 
-    Its tensors are those of training: capture them before they change.
+    Its tensors are not copied: capture them before they change.
 
     Args:
         part: its name.
         rank: number of this process.
-        state: what the part's `state_dict` returned.
+        state: the result of the part's `state_dict`.
 
     Attributes:
         share: what this rank holds, for the other ranks.
 
     Raises:
-        CheckpointError: the state holds something that cannot be saved.
+        CheckpointError: the state holds a value that cannot be saved.
     """
 
     def __init__(self, part: str, rank: int, state: Any) -> None:
@@ -221,14 +221,14 @@ class TakenState:
         self.share = share(part, self._tensors, rank)
 
     def capture(self, shares: Sequence[Any], buffers: HostBuffers | None) -> CapturedPart:
-        """Take what this rank writes; communicates nothing.
+        """Capture what this rank writes. Not collective.
 
         Args:
             shares: those of all ranks, in rank order.
-            buffers: as of `parts.capture`.
+            buffers: as for `parts.capture`.
 
         Raises:
-            CheckpointError: the ranks do not hold the same tensors, or their shards do not make up whole ones.
+            CheckpointError: the ranks do not hold the same tensors, or their shards do not fill whole ones.
         """
         assigned = assign(self._part, self._tensors, self._rank, shares)
         tensors = assigned.local if buffers is None else buffers.copy(assigned.local)
@@ -238,10 +238,10 @@ class TakenState:
 
 
 def take(part: str, rank: int, state: Any) -> TakenState | None:
-    """Return the taken state of a part if it holds a DTensor, None if not.
+    """Return a `TakenState` if a part's state holds a DTensor, None otherwise.
 
     Raises:
-        CheckpointError: the state holds something that cannot be saved.
+        CheckpointError: the state holds a value that cannot be saved.
     """
     if not distributed_tensor.may_exist() or next(distributed_tensor.find(state), None) is None:
         return None
@@ -262,13 +262,13 @@ class TakenStates:
         self._shares: list[dict[str, Any]] = []
 
     def take(self, given: Mapping[str, Any], what: str) -> None:
-        """Take the state of every part and exchange what each rank holds of those in shards, once for all of them.
+        """Call `state_dict` of every part, and exchange once which shards each rank holds. Collective.
 
-        All ranks call it or none. No tensor is copied.
+        Copies no tensor.
 
         Raises:
-            Exception: what taking a state raised on this rank.
-            SaveError: it failed on another one; the message begins with `what`.
+            Exception: what a `state_dict` raised on this rank.
+            SaveError: it failed on another rank; the message begins with `what`.
         """
 
         def shares() -> dict[str, Any]:
@@ -276,7 +276,7 @@ class TakenStates:
             for name, part in given.items():
                 try:
                     self._take(name, part)
-                except Exception as error:  # other ranks go on to take the states that follow, and may wait for this
+                except Exception as error:  # other ranks call the remaining `state_dict`s, and may wait for this one
                     failure = failure or error
             if failure is not None:
                 raise failure
@@ -298,16 +298,16 @@ class TakenStates:
             self._taken[name] = taken
 
     def capture(self, name: str, part: Any, buffers: HostBuffers | None) -> CapturedPart | None:
-        """Take what this rank writes of a part, as `parts.capture` does; communicates nothing.
+        """Capture what this rank writes of a part, as `parts.capture` does. Not collective.
 
         Raises:
-            CheckpointError: the state holds something that cannot be saved, or the ranks do not hold the same.
+            CheckpointError: the state holds a value that cannot be saved, or the ranks do not hold the same.
         """
         if any(name in held for held in self._shares):
             held = [shares.get(name) for shares in self._shares]
             agreed(name, held)  # also where this rank holds none
             return self._taken.pop(name).capture(held, buffers)
-        # On every rank: taking a state may need all of them.
+        # On every rank: `state_dict` may be collective.
         state = self._states.pop(name) if name in self._states else part.state_dict()
         ranks = self._ranks
         return parts.capture(name, ranks.number if name in parts.PER_RANK else ranks.rank, state, buffers)

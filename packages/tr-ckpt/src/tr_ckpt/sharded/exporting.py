@@ -21,12 +21,12 @@ from tr_ckpt.manifest import Manifest
 from tr_ckpt.sharded import reading
 from tr_ckpt.sharded.shard_index import Index, SavedTensor
 
-# What a configuration calls it; the second is the older name.
+# The names of the dtype in a configuration; the second is the older one.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def convert_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in another dtype; one that has it is returned as it is.
+    """Return a tensor in another dtype; itself if it has that dtype.
 
     Raises:
         CheckpointError: a number is too large for `dtype`, and would become infinite.
@@ -44,9 +44,9 @@ def convert_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def config_with_dtype(raw: bytes, dtype: torch.dtype) -> bytes:
-    """Return a `config.json` that names `dtype` wherever it names the dtype of the weights; otherwise it as it is.
+    """Return a `config.json` that names `dtype` wherever it names the dtype of the weights; otherwise unchanged.
 
-    A reader that goes by the configuration would turn the weights back.
+    A reader that follows the configuration would otherwise convert the weights back.
     """
     try:
         content = json.loads(raw)
@@ -65,7 +65,7 @@ def _with_dtype(value: Any, name: str) -> Any:
 
 
 def _is_float(value: Any) -> bool:
-    dtype = vars(torch).get(value) if isinstance(value, str) else None  # not getattr, which imports what it lacks
+    dtype = vars(torch).get(value) if isinstance(value, str) else None  # not getattr: it imports missing names
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
@@ -84,25 +84,25 @@ def export(
     max_shard_bytes: int | None = None,
     part: str = "model",
 ) -> list[Path]:
-    """Write the model of a checkpoint, sharded or not, and the files beside it as a folder of their own.
+    """Write the model of a checkpoint, sharded or not, with the files beside it, to a new folder.
 
-    One process does it and holds about two tensors at a time. What is exported is verified first. The folder
+    Needs one process, which holds about two tensors at a time. The exported files are verified first. The folder
     appears whole or not at all.
 
     Args:
         checkpoint: the folder of one checkpoint.
         target: the folder to make; it may exist if it is empty.
-        dtype: what floating-point tensors are converted to; None keeps theirs.
-        max_shard_bytes: how large one file of tensors may be; a single larger tensor has one of its own. None
+        dtype: the dtype for floating-point tensors; None keeps theirs.
+        max_shard_bytes: the largest size of one file of tensors; a single larger tensor gets its own file. None
             writes one file.
-        part: name of the part that is the model.
+        part: name of the model's part.
 
     Returns:
         The files made, sorted.
 
     Raises:
-        DamagedCheckpointError: what would be exported is damaged.
-        CheckpointError: there is no such part, or an argument does not fit.
+        DamagedCheckpointError: a file of the export is damaged.
+        CheckpointError: the part does not exist, or an argument does not fit.
         OSError: a file cannot be written.
     """
     source, target = Path(checkpoint).expanduser().absolute(), Path(target).expanduser().absolute()
@@ -193,7 +193,7 @@ def _write_tensors(
 
 
 def _shards(index: Index, max_bytes: int | None) -> Iterator[Index]:
-    """Yield the tensors in lots of at most `max_bytes`, in the order of the index."""
+    """Yield the tensors in groups of at most `max_bytes`, in the order of the index."""
     lot: Index = {}
     filled = 0
     for name, saved in index.items():

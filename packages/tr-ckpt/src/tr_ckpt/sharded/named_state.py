@@ -1,4 +1,4 @@
-"""Save a model and its optimizer under names that survive another world size, wrapper and order of parameters."""
+"""Save a model and its optimizer under names that do not depend on world size, wrappers or parameter order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.sharded.reading import Layout, layout_of, optimizer_layout
 
-# Steps in a parameter's name that a wrapper adds: torch.compile, activation checkpointing, FSDP.
+# Components of a parameter's name that a wrapper adds: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -20,7 +20,7 @@ def stateful(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = N
 
     Args:
         model: sharded by `fully_shard` or by tensor parallelism, or not at all.
-        optimizer: of parameters of `model`.
+        optimizer: an optimizer of parameters of `model`.
     """
     parts: dict[str, Any] = {"model": ModelState(model)}
     if optimizer is not None:
@@ -29,13 +29,13 @@ def stateful(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 
 class ModelState:
-    """The state of a model, under the names its tensors have without wrappers."""
+    """The state of a model, under the names that its tensors have without wrappers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state; tensors are the model's own."""
+        """Return the model's state, not copied."""
         state = self.model.state_dict()
         named = OrderedDict((self._plain(name), value) for name, value in state.items())
         versions = getattr(state, "_metadata", None)
@@ -45,7 +45,7 @@ class ModelState:
         return named
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` of this or a plain model returned.
+        """Load a state from `state_dict` of this class or of a plain model.
 
         Raises:
             RuntimeError: it lacks tensors, or holds others.
@@ -62,7 +62,7 @@ class ModelState:
         self.model.load_state_dict(state)
 
     def tensor_layout(self) -> Layout:
-        """Return how the model's tensors are laid out."""
+        """Return the layout of the model's tensors over the ranks."""
         layout = layout_of(self.model, in_shards=True)
         return Layout({self._plain(name): tensor for name, tensor in layout.like.items()})
 
@@ -73,15 +73,15 @@ class ModelState:
 class OptimizerState:
     """The state of an optimizer, keyed by the names of the model's parameters instead of their numbers.
 
-    The names are those of torch's `get_optimizer_state_dict`. That function is not used, because it makes a step
-    with an optimizer that has no state yet, which counts as its first one from then on.
+    The names are those of torch's `get_optimizer_state_dict`. That function is not used: if the optimizer has no state
+    yet, it makes a step, which then counts as the optimizer's first.
 
     Args:
-        model: what the parameters belong to.
-        optimizer: of some or all of its parameters.
+        model: the model of the parameters.
+        optimizer: an optimizer of some or all of its parameters.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that is not the model's.
+        CheckpointError: a parameter of the optimizer is not the model's.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -107,12 +107,12 @@ class OptimizerState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` returned, whatever the order of the parameters was.
+        """Load a state that `state_dict` returned, for any order of the parameters.
 
-        One keyed by numbers, as of a plain optimizer, is taken over in the order of the parameters.
+        The state of a plain optimizer, keyed by numbers, is loaded in the order of the parameters.
 
         Raises:
-            CheckpointError: it is not that of these parameters, or their groups had other options.
+            CheckpointError: it belongs to other parameters, or their groups had other options.
         """
         saved = state_dict["param_groups"]
         if not any(isinstance(key, str) for group in saved for key in group["params"]):
@@ -134,9 +134,9 @@ class OptimizerState:
         self.optimizer.load_state_dict(renumbered)
 
     def tensor_layout(self) -> Layout:
-        """Return how the state's tensors are laid out, also of a state that is yet to come.
+        """Return the layout of the state's tensors over the ranks, also before the first step makes them.
 
-        Both keys of a parameter are known: its name, and its number for what a plain optimizer saved.
+        Both keys of a parameter are included: its name, and its number for the state of a plain optimizer.
         """
         names = [name for group in self._groups() for name in group]
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -161,7 +161,7 @@ class OptimizerState:
 
 
 def plain_name(model: torch.nn.Module, name: str) -> str:
-    """Return a parameter's name without the steps that wrappers of modules add."""
+    """Return a parameter's name without the components that wrappers of modules add."""
     steps = name.split(".")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and steps[0] == "module":
         steps = steps[1:]
@@ -186,7 +186,7 @@ def _options(number: int, names: list[str], saved: list[dict[str, Any]]) -> Mapp
     sources = [group for group in saved if not names or any(name in group["params"] for name in names)]
     if not names:
         sources = saved[number : number + 1]
-    # Names that the optimizer itself was given follow its own order.
+    # Names given to the optimizer itself follow its own order.
     options = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")} for group in sources
     ]

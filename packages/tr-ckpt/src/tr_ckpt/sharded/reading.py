@@ -1,7 +1,7 @@
 """Read a part into another number of ranks, or another layout, than it was saved with.
 
-`Layout` says how the run that loads a part lays out its tensors over the ranks. torch.distributed.checkpoint plans
-which slice of which chunk goes where. Only those slices are read.
+`Layout` describes how the loading run distributes its tensors over the ranks. torch.distributed.checkpoint plans
+which slice of which chunk is needed. Only those slices are read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Which DTensor each tensor of a state is to be like.
+    """The DTensors whose layout the tensors of a state will have.
 
     Attributes:
         like: DTensors by the names of the tensors.
-        parameters: all parameters of an optimizer that has DTensors among them, by their keys in its state. The
-            state of a DTensor is laid out like it where it has its shape, and is whole on every rank where it has
-            another. What an optimizer will hold is thus known before its first step has made it.
+        parameters: all parameters of an optimizer that has DTensors among them, by their keys in its state. State
+            with the shape of its DTensor has the same layout; state of another shape is replicated. This gives the
+            layout before the optimizer's first step has made the state.
     """
 
     like: Mapping[str, Any] = field(default_factory=dict)
@@ -40,12 +40,12 @@ class Layout:
         return bool(self.like or self.parameters)
 
     def empty(self, name: str, saved: SavedTensor) -> torch.Tensor:
-        """Return a tensor of the saved shape and dtype in host memory, to be filled; of a DTensor its own shard.
+        """Return an uninitialised tensor of the saved shape and dtype in host memory; for a DTensor only its shard.
 
-        Where nothing is known of `name`, or it has another shape, the tensor is a plain one.
+        If `name` is unknown, or has another shape, the tensor is a plain one.
 
         Raises:
-            CheckpointError: an optimizer on a mesh has no parameter to which the tensor belongs.
+            CheckpointError: an optimizer on a mesh has no parameter for the tensor.
         """
         like = self.like.get(name)
         if like is not None and tuple(like.shape) == saved.shape:
@@ -68,20 +68,19 @@ class Layout:
         steps = name.split(".")
         if steps[0] != "state":
             return None
-        for end in range(len(steps) - 1, 1, -1):  # names of parameters hold dots; the longest that fits is it
+        for end in range(len(steps) - 1, 1, -1):  # names of parameters contain dots; use the longest that fits
             if (parameter := self.parameters.get(".".join(steps[1:end]))) is not None:
                 return parameter
         return None
 
 
 def layout_of(target: Any, in_shards: bool) -> Layout:
-    """Return how the tensors of `target` are laid out; an empty one if it holds no DTensor.
+    """Return the layout of the tensors of `target`; an empty one if it holds no DTensor.
 
     Args:
-        target: a part that is about to be loaded; None for one that is only read. A module and an optimizer are
-            looked at; of anything else the `state_dict` is taken, and only if what was saved is in shards, as it may
-            cost what is not worth it.
-        in_shards: whether what was saved is.
+        target: a part to load; None for one that is only read. Modules and optimizers are inspected. For other parts
+            `state_dict` is called, and only if the saved part is in shards, because the call may be expensive.
+        in_shards: whether the saved part is in shards.
     """
     if target is None:
         return Layout()
@@ -99,7 +98,7 @@ def layout_of(target: Any, in_shards: bool) -> Layout:
 
 
 def optimizer_layout(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> Layout:
-    """Return the layout of an optimizer's state, whose parameters have the given keys."""
+    """Return the layout of the state of an optimizer, given its parameters by their keys."""
     if not any(map(is_distributed, parameters.values())):
         return Layout()
     state = {key: optimizer.state[parameter] for key, parameter in parameters.items() if parameter in optimizer.state}
@@ -107,7 +106,7 @@ def optimizer_layout(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
 
 
 def _belongs_on_mesh(saved: SavedTensor, parameter: Any) -> bool:
-    if saved.distributed is None:  # from a run without a mesh: all but single numbers, such as a count of steps
+    if saved.distributed is None:  # from a run without a mesh: all but single numbers, such as a step count
         return bool(saved.shape)
     like_parameter = parameter is not None and tuple(parameter.shape) == saved.shape
     return saved.distributed or (bool(saved.shape) and like_parameter)
@@ -122,16 +121,16 @@ def _replicated(saved: SavedTensor, parameter: Any) -> torch.Tensor:
 
 
 def read(folder: Path, part: str, files: Collection[str], encoded: Any, layout: Layout) -> Any:
-    """Return the state of a part, its tensors in host memory; of those that become DTensors this rank's shard.
+    """Return the state of a part, its tensors in host memory; for a DTensor this rank's shard.
 
-    Every rank reads for itself; nothing is communicated.
+    Every rank reads for itself. Not collective.
 
     Args:
         folder: the checkpoint, verified.
         part: its name.
-        files: those of the part.
-        encoded: what the part's JSON file holds.
-        layout: of the state that will be loaded.
+        files: the files of the part.
+        encoded: the content of the part's JSON file.
+        layout: the layout of the state to load.
 
     Raises:
         CheckpointError: the files do not fit together.
@@ -154,10 +153,10 @@ def read(folder: Path, part: str, files: Collection[str], encoded: Any, layout: 
 
 
 def read_index(folder: Path, part: str, files: Collection[str]) -> Index:
-    """Return where the tensors of a part are, whether it was saved in shards or whole.
+    """Return the location of each tensor of a part, saved in shards or whole.
 
     Raises:
-        CheckpointError: its index or its file is not what a save writes.
+        CheckpointError: its index or its file is not in the format of a save.
     """
     if (name := shard_index.file_name(part)) in files:
         return shard_index.read(folder / name, files)
@@ -165,10 +164,10 @@ def read_index(folder: Path, part: str, files: Collection[str]) -> Index:
 
 
 def fill(tensors: Mapping[str, torch.Tensor], index: Index, opened: SlicedFiles) -> None:
-    """Copy from the files what belongs in `tensors`: all of a plain one, this rank's shard of a DTensor.
+    """Copy into `tensors` from the files: all of a plain tensor, this rank's shard of a DTensor.
 
     Raises:
-        CheckpointError: a file does not hold what the index says, or leaves part of a tensor empty.
+        CheckpointError: a file does not match the index, or leaves part of a tensor empty.
     """
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
@@ -191,10 +190,10 @@ def fill(tensors: Mapping[str, torch.Tensor], index: Index, opened: SlicedFiles)
 
 
 class SlicedFiles:
-    """Safetensors files of a checkpoint, each opened when something of it is first wanted. A context manager.
+    """Safetensors files of a checkpoint, each opened at its first use. A context manager.
 
     Attributes:
-        bytes_read: how much was taken out of them.
+        bytes_read: how many bytes were read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -211,12 +210,12 @@ class SlicedFiles:
         self._stack.close()
 
     def slice(self, name: str, chunk: Chunk, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-        """Return a box of a chunk: `size` numbers from `offset` on, counted in the chunk.
+        """Return a box of a chunk: `size` numbers from `offset` on, relative to the chunk.
 
         It is a view of the mapped file: copy it before the file is closed.
 
         Raises:
-            CheckpointError: the file is no safetensors file or does not hold the chunk.
+            CheckpointError: the file is not a safetensors file or does not hold the chunk.
             UnreadableError: it cannot be read.
         """
         try:
@@ -236,7 +235,7 @@ class SlicedFiles:
 
 
 def whole(name: str, saved: SavedTensor, opened: SlicedFiles) -> torch.Tensor:
-    """Return all of one tensor, in host memory of its own.
+    """Return all of one tensor, copied to host memory.
 
     Raises:
         CheckpointError: the files do not hold it.

@@ -1,4 +1,4 @@
-"""Read and write `NAME.shards.json`, which says in which file each chunk of each tensor of a part is.
+"""Read and write `NAME.shards.json`: the file of each chunk of each tensor of a part.
 
 ```
 {"format": 1, "tensors": {
@@ -29,19 +29,19 @@ from tr_ckpt import reads, untrusted
 from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.tensor_file import DTYPES
 
-# Where a box begins, and how long it is, one number a dimension.
+# Offset and length of a box, one number a dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-# In which tensors are sharded; the corners of a box are two to the power of these.
+# The most sharded dimensions; a box has two to the power of these corners.
 _MOST_SHARDED_DIMENSIONS = 8
 
 
 def is_filled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, which lie inside `shape` and are not empty, hold each of its numbers once.
+    """Whether boxes, which lie inside `shape` and are not empty, contain each of its numbers exactly once.
 
-    In time that is in proportion to the boxes, whatever they are: each corner of a box counts 1 or -1, by how many of
-    its sides end there. These counts determine how many boxes hold each number, so they must be those of the whole.
-    Dimensions in which every box is as long as the whole are left out; those that are sharded may be 8.
+    The time is proportional to the number of boxes. Each corner of a box counts 1 or -1, by how many of
+    its sides end there. These counts determine how many boxes contain each number, so they must equal those of `shape`.
+    Dimensions in which every box has the full length are left out; at most 8 may be sharded.
     """
     if not math.prod(shape):
         return not boxes
@@ -68,12 +68,12 @@ _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box out of a tensor, none of whose sides is empty.
+    """A box of a tensor, not empty.
 
     Attributes:
         file: the safetensors file that holds it.
-        offset: where it begins in the tensor, one number a dimension.
-        size: how long it is, one number a dimension.
+        offset: its start in the tensor, one number a dimension.
+        size: its length, one number a dimension.
     """
 
     file: str
@@ -83,12 +83,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor whose numbers lie in one or more files.
+    """A tensor whose numbers are in one or more files.
 
     Attributes:
         dtype: of its numbers.
         shape: of the whole tensor.
-        distributed: whether it was a DTensor when it was saved; None if nothing says so.
+        distributed: whether it was a DTensor when it was saved; None if unknown.
         chunks: boxes that fill it without overlap.
     """
 
@@ -107,12 +107,12 @@ def file_name(part: str) -> str:
 
 
 def shard_name(part: str, rank: int) -> str:
-    """Return the name of the file that holds the chunks a rank wrote."""
+    """Return the name of the file with the chunks that a rank wrote."""
     return f"{part}-shard-{rank}.safetensors"
 
 
 def dump(index: Mapping[str, SavedTensor]) -> bytes:
-    """Return the content of the file."""
+    """Return the content of the index file."""
     tensors = {
         name: {
             "dtype": DTYPES[saved.dtype],
@@ -126,14 +126,14 @@ def dump(index: Mapping[str, SavedTensor]) -> bytes:
 
 
 def read(path: Path, files: Collection[str]) -> Index:
-    """Read an index and check that it fits together.
+    """Read an index and check that it is consistent.
 
     Args:
-        path: of the index.
-        files: those of the part; a chunk elsewhere is refused.
+        path: the index file.
+        files: the files of the part; a chunk in another file is refused.
 
     Raises:
-        CheckpointError: it is none that `dump` writes.
+        CheckpointError: it is not in the format of `dump`.
         UnreadableError: it cannot be read.
     """
     untrusted.require_regular_file(path)
@@ -151,7 +151,7 @@ def read(path: Path, files: Collection[str]) -> Index:
 
 
 def _check_sizes(folder: Path, index: Index) -> None:
-    """Refuse an index of more than its files hold, before memory is taken for it."""
+    """Refuse an index of more bytes than its files hold, before memory is allocated for it."""
     needed: Counter[str] = Counter()
     for saved in index.values():
         for chunk in saved.chunks:
@@ -167,7 +167,7 @@ def of_plain_file(path: Path) -> Index:
     """Return the index of a part that was saved whole, from its safetensors file; empty if it has none.
 
     Raises:
-        CheckpointError: it is no valid safetensors file.
+        CheckpointError: it is not a valid safetensors file.
         UnreadableError: it cannot be read.
     """
     if not reads.is_there(path):
