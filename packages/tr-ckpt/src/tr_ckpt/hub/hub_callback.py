@@ -67,7 +67,7 @@ def _upload_commands(
     options = [] if repository.revision is None else ["--revision", repository.revision]
     exclude = ["--exclude", ".*", "_*", f"{prefix}-*"]
     commands = [["hf", "upload", repository.repo_id, str(output_dir), ".", *options, *exclude]]
-    commands += [["hf", "upload", repository.repo_id, str(folder), path, *options] for place, folder in missing.items()]
+    commands += [["hf", "upload", repository.repo_id, str(folder), path, *options] for path, folder in missing.items()]
     return [shlex.join(command) for command in commands]
 
 
