@@ -66,8 +66,8 @@ def test_words_and_keys_say_how_a_model_is_divided(options, config, expected):
     [
         (["full_shard"], {"version": 1}, "version=1 is torch's former FSDP, .* leave it out or set version=2"),
         (["no_shard"], {"version": 1, "limit_all_gathers": False}, "version=1 is torch's former FSDP"),
-        (["full_shard"], {"use_orig_params": False}, "use_orig_params=False cannot be had: parameters always keep"),
-        (["full_shard"], {"limit_all_gathers": False}, "limit_all_gathers=False cannot be had"),
+        (["full_shard"], {"use_orig_params": False}, "use_orig_params=False is not supported: parameters always keep"),
+        (["full_shard"], {"limit_all_gathers": False}, "limit_all_gathers=False is not supported"),
         (["full_shard"], {"xla": True}, "fsdp_config has xla, which is for TPUs; set strategy='xla'"),
         (["full_shard"], {"sharding_strategy": "no_shard"}, "'full_shard' and fsdp_config's .*'no_shard' differ"),
         (["shard_grad_op"], {"reshard_after_forward": True}, "'shard_grad_op' keeps parameters after the forward"),

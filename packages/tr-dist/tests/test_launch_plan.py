@@ -204,7 +204,7 @@ def test_deepspeed_and_compilation_are_handed_on_as_accelerate_does(tmp_path):
         ({"distributed_type": "MEGATRON_LM"}, "distributed_type: MEGATRON_LM cannot be started here"),
         ({"megatron_lm_config": {"tp": 2}}, "Megatron-LM has a training loop of its own"),
         ({"fp8_config": {"backend": "TE"}}, "there is no training in 8 bits"),
-        ({"mixed_precision": "fp8"}, "mixed_precision: fp8 cannot be had; it is one of no, fp16, bf16"),
+        ({"mixed_precision": "fp8"}, "mixed_precision: fp8 is not supported; it is one of no, fp16, bf16"),
         ({"distributed_type": "NO", "num_processes": 2}, "which is one process; use MULTI_GPU or MULTI_CPU"),
         ({"distributed_type": "TPU", "num_processes": 8}, "torch_xla.launch in the script"),
         ({"distributed_type": "MULTI_GPU", "num_processes": 3, "num_machines": 2}, "give a multiple of 2"),

@@ -38,9 +38,9 @@ def test_without_keys_nothing_is_divided():
     [
         ([], {"xla_fsdp_v2": True}, "xla_fsdp_v2 has no effect without xla=True"),
         (["full_shard"], {}, "fsdp='full_shard' with strategy='xla' needs fsdp_config="),
-        (["shard_grad_op"], V2, "fsdp='shard_grad_op' cannot be had on XLA; use 'full_shard'"),
-        (["full_shard", "offload"], V2, "fsdp='offload' cannot be had on XLA"),
-        (["full_shard"], {**V2, "cpu_offload": True}, "cpu_offload=True cannot be had on XLA"),
+        (["shard_grad_op"], V2, "fsdp='shard_grad_op' is not supported on XLA; use 'full_shard'"),
+        (["full_shard", "offload"], V2, "fsdp='offload' is not supported on XLA"),
+        (["full_shard"], {**V2, "cpu_offload": True}, "cpu_offload=True is not supported on XLA"),
         (
             ["full_shard"],
             {**V2, "state_dict_type": "SHARDED_STATE_DICT"},
@@ -96,7 +96,7 @@ def test_a_missing_torch_xla_is_named(monkeypatch):
 
 
 def test_there_is_no_float16():
-    with pytest.raises(ValueError, match=r"precision='fp16' cannot be had on XLA.*use bf16=True"):
+    with pytest.raises(ValueError, match=r"precision='fp16' is not supported on XLA.*use bf16=True"):
         XLA(precision="fp16")
 
 

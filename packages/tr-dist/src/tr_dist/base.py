@@ -1,11 +1,11 @@
 """Provide the base classes of strategies: mixed precision on one device, and one process among the ranks of a job.
 
-`OnDevice` computes, measures, applies, saves and leaves, with other processes or alone. `Ranks` also joins the process
+`OnDevice` is the base for one device: precision, backward, step, clipping and state. `Ranks` also joins the process
 group and exchanges values. `MixedPrecision` scales the loss for float16.
 
-`step_unless` skips an update by a flag on the device. The same code is in `tr_core.optim.nonfinite` on purpose: neither
+`step_unless` skips an update by a flag on the device. `tr_core.optim.nonfinite` has the same code on purpose: neither
 package imports the other. The flag must go through `Strategy.step`: under float16 a strategy updates its scaler even
-where it skips the update.
+if it skips the update.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tr_dist.process_group import ProcessGroup
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out an update by a flag on the device: torch's fused ones, by `found_inf`.
+    """Whether an optimizer can skip an update by a flag on the device: torch's fused ones can, by `found_inf`.
 
-    Not with momentum in SGD: of the first update, even one it leaves out, it keeps uninitialised memory for the buffer.
-    Not on the mps device, where versions of torch apply what is to be left out.
+    SGD with momentum cannot: if its first update is skipped, its momentum buffer keeps uninitialised memory.
+    On the mps device none can: some versions of torch apply the update all the same.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_scaler(type(optimizer)):
         return False
@@ -41,11 +41,11 @@ def consumes_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Apply an update unless a flag is set; parameters and state then stay as they are, bit for bit.
+    """Apply an update unless a flag is set; then parameters and state stay unchanged, bit for bit.
 
     Args:
-        skip: scalar on the device. It is read only where the optimizer cannot do that (see `skips_on_device`).
-        optimizer: whose `step` is called.
+        skip: scalar on the device. It is read only if the optimizer cannot skip by itself (see `skips_on_device`).
+        optimizer: the optimizer to step.
     """
     if skips_on_device(optimizer):
         vars(optimizer).update(grad_scale=None, found_inf=skip.to(torch.float32))
@@ -53,13 +53,13 @@ def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
             optimizer.step()
         finally:
             del vars(optimizer)["grad_scale"], vars(optimizer)["found_inf"]
-    elif not skip.item():  # sync: every step, with an optimizer that cannot leave out an update by itself
+    elif not skip.item():  # sync: every step, with an optimizer that cannot skip by itself
         optimizer.step()
 
 
 @cache
 def _takes_scaler(kind: type[Any]) -> bool:
-    # An older protocol, in which an optimizer asks the scaler itself.
+    # An older protocol, in which an optimizer takes the scaler as an argument.
     return "grad_scaler" in inspect.signature(kind.step).parameters
 
 
@@ -68,14 +68,14 @@ class MixedPrecision:
 
     Args:
         precision: `no`, `bf16`, or `fp16`, which scales the loss so that small gradients do not vanish.
-        device: where the model is.
+        device: the device of the model.
 
     Attributes:
-        dtype: what operations that are safe in it are computed in; None for the parameters' own.
-        scaler: the loss scaler of `fp16`, whose state belongs in a checkpoint; else None.
+        dtype: the autocast dtype; None computes in the parameters' own.
+        scaler: the loss scaler of `fp16`, whose state belongs in a checkpoint; otherwise None.
 
     Raises:
-        ValueError: the precision is not known, or the device does not have it.
+        ValueError: the precision is unknown, or the device does not support it.
     """
 
     def __init__(self, precision: str, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class MixedPrecision:
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Surround a forward pass and its loss."""
+        """Return the autocast context for a forward pass and its loss."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self.dtype)
@@ -106,14 +106,14 @@ class MixedPrecision:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, at most once a step; `step` then does not do it again."""
+        """Divide the gradients by the scale, at most once a step; `step` then does not repeat it."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
         """Apply the gradients, unless the scalar `skip` is set on the device.
 
-        Returns False where float16 overflowed and the step was left out, else True.
+        Returns False if float16 overflowed and the step was skipped, otherwise True.
         """
         if self.scaler is None:
             if skip is None:
@@ -125,25 +125,25 @@ class MixedPrecision:
         if skip is None or not skip.item():  # sync
             self.scaler.step(optimizer)  # sync: float16 must know on the host whether a gradient overflowed
         self.scaler.update()
-        return self.scaler.get_scale() >= before  # sync; the scale falls exactly when a step was left out
+        return self.scaler.get_scale() >= before  # sync; the scale falls exactly when a step was skipped
 
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class OnDevice:
-    """A device and the precision that is computed in there: the base of strategies, with others in the job or alone.
+    """A device and its precision: the base of strategies, for one process or several.
 
     Args:
-        device: where this process computes.
+        device: the device of this process.
         precision: `no`, `bf16`, or `fp16` with loss scaling.
 
     Attributes:
-        device: where this process computes.
-        binds_optimizer: whether `bind_optimizer` checks, or exchanges, what an optimizer holds.
+        device: the device of this process.
+        binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters.
 
     Raises:
-        ValueError: the precision is not known, or the device does not have it.
+        ValueError: the precision is unknown, or the device does not support it.
     """
 
     binds_optimizer = False
@@ -160,53 +160,53 @@ class OnDevice:
         """Do nothing: a step may have any number of micro-batches."""
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the optimizer holds the parameters of what `prepare` returned."""
+        """Do nothing: `prepare` keeps the parameters that an optimizer holds."""
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
-        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up."""
+        """Return the context for forward and backward of one micro-batch; without `sync` gradients add up locally."""
         return nullcontext()
 
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Surround one micro-batch whose gradients an optimizer consumes in the backward pass, and averages itself."""
+        """Return the context for a micro-batch whose gradients an optimizer consumes in backward, and averages itself."""
         return self.accumulate(model, sync=False)
 
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Give one parameter whole to read inside a block: here every rank has it whole."""
+        """Return a context that yields a full parameter, to be read; here every rank holds it."""
         return nullcontext(parameter)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
+        """Return the context for a forward pass and its loss: autocast, if mixed precision is on."""
         return self._precision.autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of a scalar loss, scaling it first under float16."""
+        """Compute gradients of a scalar loss; float16 scales it first."""
         self._precision.backward(loss)
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
+        """Apply the gradients. Returns False if a float16 overflow skipped the step, otherwise True.
 
-        All ranks decide alike, for they hold the same averaged gradients. Only float16 reads from the device.
+        All ranks decide the same, because their averaged gradients are equal. Only float16 reads from the device.
 
         Args:
-            optimizer: what applies them.
-            skip: scalar on the device, the same on all ranks; where it is not 0, parameters and optimizer state stay as
-                they are. Optimizers other than torch's fused ones have it read from the device.
+            optimizer: the optimizer to step.
+            skip: scalar on the device, the same on all ranks; if it is not 0, parameters and optimizer state stay
+                unchanged. It is read from the device unless the optimizer is one of torch's fused ones.
         """
         return self._precision.step(optimizer, skip=skip)
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
+        """Return the parts of a checkpoint, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
 
-        Every rank holds the same, so one rank may save for all.
+        Every rank holds the same state, so one rank may save for all.
         """
         return self._parts(self.unwrap(model), optimizer)
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict of the unwrapped model, which every rank holds whole."""
+        """Return the full state dict of the unwrapped model; every rank holds it."""
         return self.unwrap(model).state_dict()
 
     def close(self, *, failed: bool = False) -> None:
-        """Do nothing: no process group was joined."""
+        """Do nothing: this strategy joined no process group."""
 
     def __enter__(self) -> Self:
         return self
@@ -215,14 +215,14 @@ class OnDevice:
         self.close(failed=kind is not None)
 
     def _parts(self, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Return the parts of a checkpoint, of which an optimizer may be None."""
+        """Return the parts of a checkpoint; the optimizer may be None."""
         given = {"model": model, "optimizer": optimizer, "scaler": self._precision.scaler}
         return {name: part for name, part in given.items() if part is not None}
 
     def _clip(
         self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
-        """Scale whole gradients down to a total norm, unless it is None, and return the norm before."""
+        """Scale full gradients down to a total norm, unless it is None, and return the norm before."""
         self._precision.unscale(optimizer)
         norm = total_norm([p.grad for p in parameters if p.grad is not None], self.device)
         if max_norm is not None:
@@ -245,7 +245,7 @@ def clip_to_norm(gradients: list[torch.Tensor], max_norm: float, norm: torch.Ten
 
 
 def precision_of(args: Any) -> str:
-    """Return the precision that training arguments ask for by `bf16` and `fp16`."""
+    """Return the precision that `bf16` and `fp16` of the training arguments select."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
 
@@ -253,17 +253,17 @@ Kind = TypeVar("Kind")
 
 
 class Ranks(OnDevice):
-    """This process among the ranks of a job, and the precision it computes in: the base of strategies.
+    """This process among the ranks of a job, with its device and precision: the base of strategies.
 
     Args:
-        environment: which process this is.
-        device: where it computes.
+        environment: identifies this process.
+        device: the device of this process.
         precision: `no`, `bf16`, or `fp16` with loss scaling.
-        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
-        timeout_s: seconds to wait for other ranks, in joining and in each collective.
+        backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, when joining and in each collective.
 
     Attributes:
-        device: where this process computes.
+        device: the device of this process.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
@@ -284,11 +284,11 @@ class Ranks(OnDevice):
         self.world_size = self._group.world_size
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""
+        """Return the sum of `tensor` over all ranks, on every rank; the argument is unchanged. No sync."""
         return self._group.sum(tensor)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order. Not for the step.
+        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order. Not for each step.
 
         Raises:
             ValueError: the ranks' shapes or dtypes differ, or the tensor has no dimension.
@@ -296,33 +296,34 @@ class Ranks(OnDevice):
         return self._group.gather(tensor)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        """Return every rank's picklable `value`, in rank order. Exchanged through the host: not for each step."""
         return self._group.gather_objects(value)
 
     def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin to find the largest of each of `values` over all ranks and return what waits; the device has no part.
+        """Start an all-reduce of the largest of each of `values`; return a function that waits for the result.
 
-        All ranks begin in the same order. Begun in one step and read in the next, it costs no waiting.
+        The device takes no part. All ranks start such calls in the same order. A call that is started in one step and
+        read in the next does not wait.
         """
         return self._group.agree(values)
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
         self._group.barrier()
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it; a second call does nothing.
 
         Args:
-            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
+            failed: the run ends by an exception, so other ranks may be gone: do not wait for them.
         """
         self._group.leave(failed=failed)
 
     def _prepared(self, model: nn.Module, kind: type[Kind]) -> Kind:
-        """Return what `prepare` made of a model, also from under `torch.compile`.
+        """Return the result of `prepare` for a model, also from under `torch.compile`.
 
         Raises:
-            TypeError: `model` is something else.
+            TypeError: `model` was not prepared.
         """
         inner = getattr(model, "_orig_mod", model)
         if not isinstance(inner, kind):
@@ -334,9 +335,9 @@ class Ranks(OnDevice):
 
 
 def common_options(args: Any) -> dict[str, Any]:
-    """Return what training arguments say to every strategy over a process group, by the names of its constructor.
+    """Return the options that all strategies with a process group share, by the names of their constructors.
 
-    These are `bf16` and `fp16`, `ddp_backend`, `ddp_timeout` and `use_cpu`.
+    They come from `bf16` and `fp16`, `ddp_backend`, `ddp_timeout` and `use_cpu` of the training arguments.
     """
     return {
         "precision": precision_of(args),

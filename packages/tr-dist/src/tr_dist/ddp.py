@@ -19,28 +19,28 @@ from tr_dist.replica import Replica, check_replicas_equal, check_trainable, move
 class DDP(Ranks):
     """Data parallel training: every rank holds the whole model and works on its own part of each batch.
 
-    Building one joins the process group that the launcher's environment describes (see
-    `tr_dist.read_environment`) and checks that rank, world size and device are what it says. Without a
-    launcher this process is alone. Each rank computes on the CUDA device whose index is LOCAL_RANK, or on the
+    The constructor joins the process group that the launcher's environment describes (see
+    `tr_dist.read_environment`) and checks that rank, world size and device match it. Without a
+    launcher this process trains alone. Each rank computes on the CUDA device whose index is LOCAL_RANK, or on the
     CPU.
 
-    Call, in this order: `prepare` once, before the optimizer is built; for each micro-batch `accumulate`, in
-    it `autocast` around the forward, and `backward`; for each step `clip_grad_norm` (optional) and `step`; at
-    the end `close`, with `failed=True` after an exception. Used as a context manager it closes itself.
+    Call, in this order: `prepare` once, before the optimizer is built; for each micro-batch `accumulate`, and inside
+    it `autocast` around the forward, then `backward`; for each step `clip_grad_norm` (optional) and `step`; at
+    the end `close`, with `failed=True` after an exception. As a context manager it closes itself.
 
     Args:
         precision: `no`, `bf16`, or `fp16` with loss scaling.
-        find_unused_parameters: search the graph in every step for parameters that took no part in the loss.
+        find_unused_parameters: search the graph in every step for parameters that do not contribute to the loss.
             Without it such a parameter is an error.
-        bucket_cap_mb: MiB of gradients that travel together; None is torch's default.
-        broadcast_buffers: give all ranks the buffers of rank 0 before the first step and after each.
+        bucket_cap_mb: MiB of gradients in one all-reduce; None is torch's default.
+        broadcast_buffers: copy the buffers of rank 0 to all ranks before the first step and after each.
         static_graph: the graph and the set of used parameters never change.
-        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
-        timeout_s: seconds to wait for other ranks, in joining and in each collective.
-        use_cpu: compute on the CPU even where there is CUDA.
+        backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, when joining and in each collective.
+        use_cpu: compute on the CPU even if there is CUDA.
 
     Attributes:
-        device: where this process computes.
+        device: the device of this process.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
@@ -48,11 +48,11 @@ class DDP(Ranks):
     Raises:
         ValueError: an argument or the environment does not fit this machine.
         ConnectionError: the ranks did not find each other.
-        RuntimeError: a process group exists and is not what the environment says.
+        RuntimeError: a process group exists and differs from the environment.
     """
 
     forwards_together = False
-    _last: ref[Replica] | None = None  # what `prepare` returned last
+    _last: ref[Replica] | None = None  # the last result of `prepare`
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class DDP(Ranks):
 
     @classmethod
     def from_arguments(cls, args: Any) -> DDP:
-        """Build from the fields of training arguments that are about this: `bf16`, `fp16`, `use_cpu` and `ddp_*`.
+        """Build from the training arguments that concern it: `bf16`, `fp16`, `use_cpu` and `ddp_*`.
 
         `ddp_find_unused_parameters=None` is False, `ddp_broadcast_buffers=None` True, `ddp_static_graph=None`
         False.
@@ -92,14 +92,14 @@ class DDP(Ranks):
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device, give every rank the weights of rank 0, and return the module to train.
+        """Move the model to the device, copy the weights of rank 0 to all ranks, and return the module to train.
 
-        Collective. Frozen and trainable are taken as they are now. A model that was prepared before, and in which
-        something was replaced, can be prepared again until it was trained.
+        Collective. Which parameters are frozen is fixed by this call. A model that was prepared before, and in which
+        a module or parameter was replaced, can be prepared again until it was trained.
 
         Raises:
             ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta
-                device) or lies on another accelerator than this rank's; or it was trained already.
+                device) or is on another accelerator than this rank's; or it was trained already.
         """
         check_trainable(model, self.device)
         earlier = None if self._last is None else self._last()
@@ -108,7 +108,7 @@ class DDP(Ranks):
                 f"modules or parameters of {type(model).__name__} were replaced after it was trained: its gradients "
                 "would be averaged twice; build a new Trainer (or strategy) with the model as it is now"
             )
-        # device_ids stays None: it would have every forward search its arguments for tensors to move.
+        # device_ids stays None: with it every forward would search its arguments for tensors to move.
         replica = Replica(moved(model, self.device), **self._wrapping)
         self._last = ref(replica)
         return replica
@@ -119,13 +119,13 @@ class DDP(Ranks):
         return model if replica is None else replica.module
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
-        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up.
+        """Return the context for forward and backward of one micro-batch; without `sync` gradients add up locally.
 
-        The first call compares the ranks' weights, so it is collective, and reads from the device once.
+        The first call compares the ranks' weights: it is collective, and syncs once.
 
         Raises:
-            TypeError: `model` is not what `prepare` returned.
-            RuntimeError: the ranks' weights differ before the first step; or, on leaving with `sync`, the
+            TypeError: `model` is not the result of `prepare`.
+            RuntimeError: the ranks' weights differ before the first step; or, on exit with `sync`, the
                 backward has not averaged all gradients over the ranks.
         """
         replica = self._prepared(model, Replica)
@@ -153,7 +153,7 @@ class DDP(Ranks):
         Call it at most once a step, after the last micro-batch.
 
         Returns:
-            The norm before clipping, a scalar tensor on the device; nothing is read back.
+            The norm before clipping, a scalar tensor on the device; no sync.
         """
         replica = _replica_in(model)
         parameters = list(model.parameters()) if replica is None else replica.all_parameters
@@ -161,7 +161,7 @@ class DDP(Ranks):
 
 
 def _replica_in(model: nn.Module) -> Replica | None:
-    """Return the replica that `prepare` returned, also from under `torch.compile`."""
+    """Return the replica in a prepared model, also from under `torch.compile`."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, Replica) else None
 
@@ -170,5 +170,5 @@ def _replica_in(model: nn.Module) -> Replica | None:
 def _averaging(replica: Replica) -> Iterator[None]:
     replica.expect_averaging()
     yield
-    replica.check_averaged()  # not after an exception, which says more than the missing average
+    replica.check_averaged()  # not after an exception, which is the better message
     replica.share_buffers()

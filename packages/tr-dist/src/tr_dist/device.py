@@ -14,14 +14,14 @@ _logger = logging.getLogger(__name__)
 
 
 def rank_device(environment: LaunchEnvironment, *, use_cpu: bool = False) -> torch.device:
-    """Return the CUDA device whose index is LOCAL_RANK, or the CPU if it is asked for or no CUDA device is visible.
+    """Return the CUDA device whose index is LOCAL_RANK, or the CPU on request or if no CUDA device is visible.
 
-    Indices count the devices that CUDA_VISIBLE_DEVICES leaves visible, in its order. A process without a launcher takes
-    the first, and says once that others stay idle.
+    Indices count the devices that CUDA_VISIBLE_DEVICES leaves visible, in its order. A process without a launcher uses
+    the first, and logs once that the others stay idle.
 
     Raises:
         ValueError: there are CUDA devices, but fewer than processes on this machine; or there is an Apple device, over
-            which ranks cannot exchange anything.
+            which ranks cannot communicate.
     """
     if use_cpu:
         return torch.device("cpu")

@@ -22,13 +22,13 @@ from tr_dist.rendezvous import meeting_place
 
 
 def describe_gpus(environ: Mapping[str, str], problems: list[str], *, timeout_s: float = 20.0) -> Iterator[str]:
-    """Say what CUDA's variables make of the GPUs that nvidia-smi lists, hidden ones too.
+    """Describe which CUDA device each GPU of nvidia-smi is, hidden ones too.
 
-    Where torch sees the devices, what it sees is said, else what the variables mean.
+    If torch sees the devices, its numbers are used, otherwise the meaning of the variables.
 
     Args:
         environ: the variables.
-        problems: where problems are added.
+        problems: a list that problems are appended to.
         timeout_s: seconds that nvidia-smi gets.
     """
     with_mig = environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
@@ -58,11 +58,11 @@ def _device_of(gpu: PhysicalGPU, numbering: Numbering, seen: dict[str, int]) -> 
         return "hidden" if number is None else f"cuda:{number}"
     if gpu in numbering.devices:
         return f"cuda:{numbering.devices.index(gpu)}"
-    return "cannot be told" if None in numbering.devices else "hidden"
+    return "unknown" if None in numbering.devices else "hidden"
 
 
 def _seen_by_torch() -> dict[str, int]:
-    """Return the number of each CUDA device by its UUID without `GPU-`; empty if torch sees none, or a part of one."""
+    """Return the number of each CUDA device by its UUID without `GPU-`; empty if torch sees none, or a MIG device."""
     if not torch.cuda.is_available():
         return {}
     facts = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -74,13 +74,13 @@ _OPTIONAL = ("accelerate", "deepspeed", "torch_xla", "transformers")
 
 
 def main(argv: list[str]) -> int:
-    """Print what is found, one fact a line. Joins no process group and starts no process.
+    """Print the facts, one a line. Joins no process group and starts no process.
 
     Args:
         argv: the command line after the command's name.
 
     Returns:
-        0, or 1 if something was found that would stop a training run.
+        0, or 1 if a problem was found that would stop a training run.
     """
     argparse.ArgumentParser(
         prog="trainer doctor",
@@ -129,7 +129,7 @@ def _devices(problems: list[str]) -> Iterator[str]:
 
 
 def _computes(device: torch.device, problems: list[str]) -> str:
-    """Multiply two small matrices: a driver can list a device that does not work."""
+    """Multiply two small matrices: a driver may list a device that does not work."""
     try:
         product = torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
         if float(product.sum()) == 512.0:

@@ -1,6 +1,6 @@
-"""Read which process of a job this is from the environment variables, and check that they agree.
+"""Read from the environment variables which process of a job this is, and check that they agree.
 
-What srun sets is read as well, and given the names of torch's variables.
+The variables of srun are read too, and translated to the names of torch's variables.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Several steps of several jobs may share a machine: each has a port of its own in this range.
+# Several steps of several jobs may share a machine: each has its own port in this range.
 _FIRST_PORT, _NUM_PORTS = 15000, 17000
 
 
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and so on of one of several processes that srun started; empty if it is none.
+    """Return RANK, WORLD_SIZE and so on for a process that srun started; empty if srun started only one or none.
 
     Machines meet at the first of the step's list, on a port that follows from the job's number; MASTER_ADDR and
-    MASTER_PORT in the environment go before that. Nothing is returned where a variable is missing or the processes are
-    not spread in blocks (`--distribution=cyclic`), in which ranks do not count machine by machine.
+    MASTER_PORT in the environment take precedence. The result is empty if a variable is missing or the processes are
+    not spread in blocks (`--distribution=cyclic`), because ranks then do not count machine by machine.
     """
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")
     if not all(environ.get(name) for name in needed):
@@ -43,7 +43,7 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _counts(text: str) -> list[int]:
-    """Return the processes of each machine out of `2(x3),1`."""
+    """Parse the processes of each machine from `2(x3),1`."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -54,7 +54,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _first_machine(environ: Mapping[str, str], num_machines: int) -> str:
-    """Return the first of `gpu[003-005,7]-ib,login1`; a machine alone needs no name."""
+    """Return the first machine of `gpu[003-005,7]-ib,login1`; a single machine needs no name."""
     if num_machines == 1:
         return "127.0.0.1"
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", environ.get("SLURM_STEP_NODELIST", ""))
@@ -68,7 +68,7 @@ def _port(environ: Mapping[str, str]) -> str:
     return str(_FIRST_PORT + (int(job) * 31 + int(step)) % _NUM_PORTS)
 
 
-# A launcher's own idea of (number of processes, rank), for those that start processes without setting RANK.
+# The variables (number of processes, rank) of launchers that start processes without setting RANK.
 _OTHER_LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -78,21 +78,21 @@ _OTHER_LAUNCHERS = (
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Which process of how many this is, and where the processes of the job meet.
+    """The rank of this process, the number of processes, and where they meet.
 
     Attributes:
-        launcher: what seems to have started the process: `torchrun`, `accelerate launch`, `deepspeed`, `srun`,
-            `environment` (the variables are set, by whom is not known) or `none`.
+        launcher: the probable launcher: `torchrun`, `accelerate launch`, `deepspeed`, `srun`,
+            `environment` (the variables are set by an unknown program) or `none`.
         rank: number of this process among all, from 0.
         world_size: number of processes.
         local_rank: number of this process on its machine, from 0.
-        local_world_size: number of processes on this machine, or None if the launcher does not say.
-        node_rank: number of this machine, from 0, or None if the launcher does not say.
-        master_addr: host on which the processes meet; None in a job of one.
+        local_world_size: number of processes on this machine, or None if the launcher does not set it.
+        node_rank: number of this machine, from 0, or None if the launcher does not set it.
+        master_addr: host where the processes meet; None in a job of one.
         master_port: its TCP port.
         restart_count: how often an elastic launcher has restarted the processes so far.
         agent_store: whether the launcher itself serves `master_port`, so that rank 0 must not.
-        rendezvous_file: file on a shared disk by which the processes meet, instead of `master_addr`.
+        rendezvous_file: file on a shared disk through which the processes meet, instead of `master_addr`.
     """
 
     launcher: str = "none"
@@ -109,13 +109,13 @@ class LaunchEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Return what the launcher's variables say about this process.
+    """Return the launch environment from the launcher's variables.
 
-    Read are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (deepspeed: LOCAL_SIZE), GROUP_RANK (deepspeed:
+    It reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (deepspeed: LOCAL_SIZE), GROUP_RANK (deepspeed:
     CROSS_RANK; also NODE_RANK), MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT,
-    TORCHELASTIC_USE_AGENT_STORE, and TR_RENDEZVOUS_FILE, which takes the place of MASTER_ADDR and
-    MASTER_PORT. Without RANK and WORLD_SIZE this process is one of those that srun started, as SLURM_PROCID and
-    the like say, or alone.
+    TORCHELASTIC_USE_AGENT_STORE, and TR_RENDEZVOUS_FILE, which replaces MASTER_ADDR and
+    MASTER_PORT. Without RANK and WORLD_SIZE the variables of srun (SLURM_PROCID and others) apply; without those
+    this process is alone.
 
     Args:
         environ: the variables; None reads those of this process.
@@ -134,7 +134,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
 
 
 class _Reader:
-    """Reads once, collecting problems instead of stopping at the first."""
+    """Reads the variables once, and collects problems instead of stopping at the first."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -202,7 +202,7 @@ class _Reader:
         return next(iter(given.values()), None)
 
     def _node_rank(self) -> int | None:
-        # NODE_RANK is last: it is often the cluster's numbering, and an elastic launcher numbers by order of arrival.
+        # NODE_RANK is last: it is often the cluster's numbering, while an elastic launcher numbers by order of arrival.
         for name in ("GROUP_RANK", "CROSS_RANK", "NODE_RANK"):
             if name in self._environ:
                 return self._number(name)

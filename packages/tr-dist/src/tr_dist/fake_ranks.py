@@ -1,4 +1,4 @@
-"""Play one rank of a job of any size in one process, to see what it would hold and exchange."""
+"""Simulate one rank of a job of any size in one process, to see what it would hold and exchange."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _EXCHANGED_ELSEWHERE = ("TR_RENDEZVOUS_FILE", "SLURM_STEP_NUM_TASKS", "TORCHELAS
 
 @contextmanager
 def fake_rank(rank: int, world_size: int, *, local_world_size: int | None = None) -> Iterator[None]:
-    """Have strategies that are built here take this process for rank `rank` of `world_size`; nobody else is there.
+    """Make strategies that are built here act as rank `rank` of `world_size`, without the other ranks.
 
-    torch's fake process group carries nothing: layouts, sizes, and which collectives are begun are those of the rank,
-    values are not. Where a strategy itself asks the others, they hold what this rank holds: a sum is `world_size` times
-    its own value. Leave strategies and what they prepared before the end.
+    torch's fake process group transfers nothing: layouts, sizes, and the calls of collectives are those of the rank,
+    values are not. Where a strategy itself exchanges values, the other ranks count as equal to this one: a sum is
+    `world_size` times its own value. Drop strategies and prepared models before the end.
 
     Args:
-        rank: number of the rank that is played, from 0.
+        rank: number of the simulated rank, from 0.
         world_size: number of ranks.
         local_world_size: ranks on each machine; all are on one if None.
 
     Raises:
         RuntimeError: this process has a process group already.
-        ValueError: there is no such rank, or machines have not as many ranks each.
+        ValueError: the rank does not exist, or the machines would have unequal numbers of ranks.
     """
     local = local_world_size or world_size
     if not 0 <= rank < world_size or world_size % local:
@@ -52,7 +52,7 @@ def fake_rank(rank: int, world_size: int, *, local_world_size: int | None = None
         "MASTER_PORT": 1,
     }
     alike: dict[str, Any] = {"sum": _sum, "gather_objects": _gather_objects, "agree": _agree}
-    alike["_join_to_agree"] = lambda group: None  # it would be of gloo, and wait for them
+    alike["_join_to_agree"] = lambda group: None  # it would use gloo, and wait for the other ranks
     with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
         for name in _EXCHANGED_ELSEWHERE:
             os.environ.pop(name, None)

@@ -1,6 +1,6 @@
-"""List the GPUs of this machine, and find which of them is which CUDA device in a process, and why.
+"""List the GPUs of this machine, and determine which of them is which CUDA device in a process, and why.
 
-The list is nvidia-smi's, with its numbers, hidden GPUs too. The CUDA devices follow from CUDA's variables alone.
+The list comes from nvidia-smi, with its numbers, hidden GPUs too. The CUDA devices follow from CUDA's variables alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PhysicalGPU:
 
     Attributes:
         index: its number in nvidia-smi, which counts by PCI bus.
-        uuid: its name all over the world, beginning with `GPU-`.
+        uuid: its globally unique name, beginning with `GPU-`.
         name: its model.
-        bus_id: its place on the PCI bus, such as `00000000:07:00.0`.
-        mig_uuids: names of the parts it is divided into, beginning with `MIG-`.
+        bus_id: its address on the PCI bus, such as `00000000:07:00.0`.
+        mig_uuids: names of its MIG devices, beginning with `MIG-`.
     """
 
     index: int
@@ -33,18 +33,18 @@ class PhysicalGPU:
 
 
 class SmiError(RuntimeError):
-    """nvidia-smi is there and does not say what GPUs there are; the text says why."""
+    """nvidia-smi exists and failed to list the GPUs; the text says why."""
 
 
 def read_physical_gpus(*, timeout_s: float = 20.0, with_mig: bool = False) -> list[PhysicalGPU]:
-    """Return what nvidia-smi lists, none where there is no such program. CUDA's variables have no effect on it.
+    """Return the GPUs that nvidia-smi lists; none without that program. CUDA's variables have no effect on it.
 
     Args:
-        timeout_s: seconds that it gets: beside a GPU that hangs, it hangs too.
-        with_mig: ask for the parts of divided GPUs too.
+        timeout_s: seconds that it gets: a GPU that hangs makes it hang too.
+        with_mig: list the MIG devices too.
 
     Raises:
-        SmiError: it failed, gave no answer in time, or one that cannot be read.
+        SmiError: it failed, did not answer in time, or its answer cannot be parsed.
     """
     try:
         gpus = [_gpu(line) for line in _output(_QUERY, timeout_s).splitlines() if line.strip()]
@@ -75,7 +75,7 @@ def _gpu(line: str) -> tuple[int, str, str, str]:
 
 
 def _mig_uuids(listing: str) -> dict[str, list[str]]:
-    """Return the parts by their GPU's UUID, from lines that end with `(UUID: GPU-...)` and `(UUID: MIG-...)`."""
+    """Return the MIG devices by their GPU's UUID, from lines that end with `(UUID: GPU-...)` and `(UUID: MIG-...)`."""
     parts: dict[str, list[str]] = {}
     uuid = ""
     for line in listing.splitlines():
@@ -88,17 +88,17 @@ def _mig_uuids(listing: str) -> dict[str, list[str]]:
 
 
 ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
-_ADVICE = "set CUDA_DEVICE_ORDER=PCI_BUS_ID to have CUDA number GPUs as nvidia-smi does"
+_ADVICE = "set CUDA_DEVICE_ORDER=PCI_BUS_ID so that CUDA numbers GPUs as nvidia-smi does"
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """What CUDA makes of its variables.
+    """How CUDA interprets its variables.
 
     Attributes:
-        devices: the GPU, or part of one, of `cuda:0`, `cuda:1`, ...; None where the variables do not tell.
-        why: how it comes about, in sentences, one a line.
-        problems: what is hardly meant so.
+        devices: the GPU, or MIG device, of `cuda:0`, `cuda:1`, ...; None if the variables do not determine it.
+        why: the explanation, one sentence a line.
+        problems: settings that are probably mistakes.
     """
 
     devices: tuple[PhysicalGPU | None, ...]
@@ -107,11 +107,11 @@ class Numbering:
 
 
 def number_gpus(gpus: Sequence[PhysicalGPU], environ: Mapping[str, str]) -> Numbering:
-    """Return which of a machine's GPUs CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make which device.
+    """Determine which GPU is which CUDA device under CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
 
     CUDA numbers GPUs by CUDA_DEVICE_ORDER, FASTEST_FIRST if it is not set. CUDA_VISIBLE_DEVICES then lists those that a
-    process sees, by number or by the beginning of a UUID; the first entry that is no device ends the list, without a
-    word, and a device listed twice empties it.
+    process sees, by number or by the beginning of a UUID. The first invalid entry silently ends the list, and a device
+    listed twice empties it.
 
     Args:
         gpus: all GPUs, in nvidia-smi's order.
@@ -128,7 +128,7 @@ def number_gpus(gpus: Sequence[PhysicalGPU], environ: Mapping[str, str]) -> Numb
 
 
 def _order(gpus: Sequence[PhysicalGPU], asked: str | None) -> tuple[Sequence[PhysicalGPU | None], list[str], list[str]]:
-    """Return the GPUs as CUDA numbers them, None for those whose number cannot be told; why; and problems."""
+    """Return the GPUs in CUDA's order, None for those whose number is unknown; the explanation; and problems."""
     if asked == "PCI_BUS_ID":
         return gpus, ["CUDA_DEVICE_ORDER='PCI_BUS_ID': CUDA numbers GPUs as nvidia-smi does"], []
     problems = []
@@ -186,11 +186,11 @@ class _Chosen:
         lost = f", so {', '.join(repr(word.strip()) for word in later)} behind it is hidden too" if later else ""
         none = "" if self.devices else ", and no GPU is visible"
         what = f"{shown}: {entry.strip()!r} {reason}; the list ends there{lost}{none}"
-        is_meant = entry.strip() in ("-1", "NoDevFiles")  # how schedulers and people say: none
+        is_meant = entry.strip() in ("-1", "NoDevFiles")  # the usual ways to select none
         (self.why if is_meant else self.problems).append(what)
 
     def _number(self, entry: str) -> tuple[object, PhysicalGPU | None] | str:
-        """Return the device of a number, which also identifies it; or why it is none."""
+        """Return the device of a number, which also identifies it; or why it is invalid."""
         digits = _leading_number(entry.strip())
         if digits is None or digits < 0:
             return "is not the number of a GPU"
@@ -203,7 +203,7 @@ class _Chosen:
             return f"does not begin with {kind!r}, as the first entry does"
         if kind == "GPU-":
             fitting = [(gpu.uuid, gpu) for gpu in self._gpus if gpu.uuid.startswith(entry)]
-        else:  # formerly MIG-GPU-<UUID>/<instance>/<instance>, of which nvidia-smi does not list the ends
+        else:  # formerly MIG-GPU-<UUID>/<instance>/<instance>; nvidia-smi does not list the last parts
             fitting = [(part, gpu) for gpu in self._gpus for part in gpu.mig_uuids if part.startswith(entry)]
             fitting = fitting or [(entry, gpu) for gpu in self._gpus if entry.startswith(f"MIG-{gpu.uuid}/")]
         if len(fitting) > 1:

@@ -1,7 +1,7 @@
 """Train on the GPU of a Mac, through torch's `mps` device.
 
-That one process is all is said in a few lines here and in `tr_core/single_device.py`: neither package imports the
-other, and each is of use alone.
+The check that there is only one process is duplicated in `tr_core/single_device.py`: neither package imports the
+other.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ADVICE = (
 class MPS(OnDevice):
     """Train in one process on the one GPU of a Mac.
 
-    Neither gloo nor nccl carries tensors of this device, so there is one process, and no process group. The calls are
-    those of `tr_dist.DDP`, and a loop that is written for one runs with the other.
+    Neither gloo nor nccl supports tensors of this device, so there is one process, and no process group. The calls are
+    those of `tr_dist.DDP`: a loop that is written for one runs with the other.
 
-    - What is 64 bits wide in the model is refused: the device has no such numbers.
-    - Whether an update is left out is decided on the host: in some versions of torch the fused optimizers of this
-      device apply one that is to be left out.
-    - An operation that the device has not is an error that says how to compute it on the CPU.
+    - A model with 64-bit numbers is refused: the device does not support them.
+    - The host decides whether to skip an update: in some versions of torch the fused optimizers of this
+      device apply an update that should be skipped.
+    - An operation that the device does not support raises an error that says how to compute it on the CPU.
 
     Args:
         precision: `no`, `bf16` (from macOS 14), or `fp16` with loss scaling (from torch 2.8).
@@ -48,7 +48,7 @@ class MPS(OnDevice):
         world_size: 1.
 
     Raises:
-        ValueError: there is no such device, it cannot compute in the precision, or a launcher started several
+        ValueError: there is no such device, it does not support the precision, or a launcher started several
             processes.
     """
 
@@ -70,7 +70,7 @@ class MPS(OnDevice):
         """Build from training arguments: `bf16` and `fp16`.
 
         Raises:
-            ValueError: `use_cpu` contradicts it, or as the constructor does.
+            ValueError: `use_cpu` contradicts it, or the constructor raises.
         """
         if args.use_cpu:
             raise ValueError("strategy='mps' and use_cpu=True contradict each other; leave one of them out")
@@ -80,21 +80,21 @@ class MPS(OnDevice):
         """Move the model to the device.
 
         Raises:
-            ValueError: it has nothing to train, is wrapped, has no values yet, or has numbers of 64 bits.
+            ValueError: it has no trainable parameter, is wrapped, has no values yet, or has 64-bit numbers.
         """
-        check_trainable(model, torch.device(self.device.type, 0))  # as what is there already says
+        check_trainable(model, torch.device(self.device.type, 0))  # the form of the device that tensors report
         _check_narrow(model)
         model = model.to(self.device)
         self._parameters = list(model.parameters())  # once: walking the modules every step costs more than the norm
         return model
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
-        """Surround forward and backward of one micro-batch; an operation that the device has not is explained."""
+        """Return the context for forward and backward of one micro-batch; it explains unsupported operations."""
         return _advising()
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
+        """Return the context for a forward pass and its loss: autocast, if mixed precision is on."""
         with _advising(), super().autocast():
             yield
 
@@ -104,17 +104,17 @@ class MPS(OnDevice):
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping, a scalar tensor on the device; nothing is read back.
+            The norm before clipping, a scalar tensor on the device; no sync.
         """
         return self._clip(self._parameters, optimizer, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the gradients. Returns False where a float16 overflow left the step out, else True.
+        """Apply the gradients. Returns False if a float16 overflow skipped the step, otherwise True.
 
         Args:
-            optimizer: what applies them.
-            skip: scalar on the device, read from it; where it is not 0, parameters and optimizer state stay as they
-                are.
+            optimizer: the optimizer to step.
+            skip: scalar on the device; it is read. If it is not 0, parameters and optimizer state stay
+                unchanged.
         """
         if skip is None and self._precision.scaler is None:
             return super().step(optimizer)
@@ -122,7 +122,7 @@ class MPS(OnDevice):
             return super().step(optimizer, skip=skip)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: one process is all."""
+        """Return the tensor: there is one process."""
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,11 +130,11 @@ class MPS(OnDevice):
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value as the list of all."""
+        """Return the value in a list."""
         return [value]
 
     def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Return what gives the values: one process agrees with itself."""
+        """Return a function that returns the values: there is one process."""
         return lambda: list(values)
 
     def barrier(self) -> None:
@@ -181,7 +181,7 @@ def _check_narrow(model: nn.Module) -> None:
 
 @contextmanager
 def _advising() -> Iterator[None]:
-    """Add to the error of an operation that the device has not how to compute it elsewhere."""
+    """Add to the error of an unsupported operation how to compute it elsewhere."""
     try:
         yield
     except NotImplementedError as error:
@@ -192,7 +192,7 @@ def _advising() -> Iterator[None]:
 
 @contextmanager
 def _deciding_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have an optimizer treated as one that cannot leave out an update on the device."""
+    """Make `step_unless` decide on the host for this optimizer."""
     name = "_step_supports_amp_scaling"
     given = vars(optimizer).get(name)
     if not given:

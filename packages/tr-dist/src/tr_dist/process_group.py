@@ -17,13 +17,13 @@ from tr_dist.environment import LaunchEnvironment
 from tr_dist.rendezvous import meeting_place, open_store
 from tr_dist.streams import flush_streams
 
-# Seconds that gloo's worker threads get to let go of their last operation, for which they need the interpreter's
-# lock. If the interpreter finalizes in that moment, CPython ends the thread by unwinding it through a C++ destructor:
-# std::terminate, SIGABRT, after all work was done (torch 2.13: one job in six). If the group's last reference goes in
-# that moment with a DistributedDataParallel, whose destructor holds the lock while it joins the threads, the process
-# hangs for ever. So a group that was left is kept alive this long, and the interpreter does not end before.
-_SETTLE_S = 0.5
-# Seconds that a failing rank gives its backend to let go of operations that the others will never finish.
+# How long a group is kept alive after it was left, in seconds. gloo's worker threads need the interpreter's lock to
+# release their last operation. If the interpreter finalizes at that moment, CPython unwinds the thread through a C++
+# destructor: std::terminate, SIGABRT, after all work was done (torch 2.13: one job in six). If the group's last
+# reference goes at that moment with a DistributedDataParallel, whose destructor holds the lock while it joins the
+# threads, the process hangs. The interpreter does not end before this time is over.
+_KEEP_ALIVE_S = 0.5
+# Seconds that a failing rank gives its backend to release operations that the others will never finish.
 _FAILED_DESTROY_S = 10.0
 
 _MAX_DIMS = 14
@@ -32,36 +32,36 @@ _MAX_DIMS = 14
 class ProcessGroup:
     """This process among the ranks of its job.
 
-    Joins torch's default process group, or takes part in the one that exists. Several objects in one process
-    share the group; the last to leave destroys it, unless somebody else made it. Such a group keeps its backend and
+    Joins torch's default process group, or uses the existing one. Several objects in one process
+    share the group. The last to leave destroys it, unless other code made it; such a group keeps its backend and
     its timeout.
 
     Args:
-        environment: which process this is.
-        device: where it computes.
-        backend: what carries collectives: `gloo`, `nccl`, `mpi`, or pairs like `cpu:gloo,cuda:nccl`. None
-            takes gloo for the CPU, and NCCL with gloo beside it (for what is on the host) for CUDA.
+        environment: identifies this process.
+        device: the device of this process.
+        backend: the backend for collectives: `gloo`, `nccl`, `mpi`, or pairs like `cpu:gloo,cuda:nccl`. None
+            takes gloo for the CPU, and NCCL with gloo (for values on the host) for CUDA.
         timeout_s: seconds after which a rank stops waiting for the others, in joining and in each collective.
 
     Attributes:
-        device: where this process computes.
+        device: the device of this process.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
-        backend: what carries collectives.
+        backend: the backend for collectives.
 
     Raises:
         ValueError: the backend is not available or not for this device, or `timeout_s` is not positive.
         ConnectionError: the ranks did not find each other.
-        RuntimeError: the group is not the one that the environment describes.
+        RuntimeError: the existing group differs from the environment.
     """
 
     _users = 0  # objects that share the group this class made
     _made_here = False
     _exit_registered = False
     _stuck = False
-    _agreeing_groups: list[Any] = []  # the one that all of them agree in, if it was made; to be kept alive likewise
-    _left: list[tuple[float, Any]] = []  # groups kept alive after they were destroyed, and when that was
+    _agreeing_groups: list[Any] = []  # the shared gloo group of `agree`, once it was made; it is kept alive too
+    _left: list[tuple[float, Any]] = []  # destroyed groups that are kept alive, with the time of destruction
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ProcessGroup:
         if ProcessGroup._made_here:
             ProcessGroup._users += 1
             self._member = True
-        # What travels on the host goes through gloo where there is one, so that it never waits for the GPU.
+        # Values on the host go through gloo if possible, so that they never wait for the GPU.
         self._host = torch.device("cpu") if "gloo" in _names(self.backend) else device
         self._agreeing = self._join_to_agree()
 
@@ -112,7 +112,7 @@ class ProcessGroup:
             ProcessGroup._exit_registered = True
 
     def _check_is_as_launched(self, backend: str | None) -> None:
-        """Refuse a group that is not what was asked for, or that would train unsynchronised copies."""
+        """Refuse a group that differs from the environment, or that would train unsynchronised copies."""
         found = (dist.get_rank(), dist.get_world_size())
         if found != (self.rank, self.world_size):
             raise RuntimeError(
@@ -133,7 +133,7 @@ class ProcessGroup:
             )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is. Reads nothing back."""
+        """Return the sum of `tensor` over all ranks, on every rank; the argument is unchanged. No sync."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
@@ -142,7 +142,7 @@ class ProcessGroup:
         """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order.
 
         The ranks compare shapes and dtypes first, on the host: with unequal ones gloo ends the process or
-        returns uninitialised memory. Not for the step.
+        returns uninitialised memory. Not for each step.
 
         Raises:
             ValueError: the tensor has no dimension, or the ranks' shapes or dtypes differ.
@@ -156,16 +156,16 @@ class ProcessGroup:
         return self._all_gather(tensor.detach().contiguous()).flatten(0, 1)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        """Return every rank's picklable `value`, in rank order. Exchanged through the host: not for each step."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin to find the largest of each of `values` over all ranks; what is returned waits. No device has a part.
+        """Start to find the largest of each of `values` over all ranks; the returned function waits. On the host.
 
-        All ranks begin in the same order among these calls. They have a gloo group of their own, so that they wait for
-        no other exchange and none for them.
+        All ranks start such calls in the same order. They use a separate gloo group, so that they wait for
+        no other exchange and none waits for them.
         """
         if self._agreeing is None:
             return lambda: list(values)
@@ -180,10 +180,10 @@ class ProcessGroup:
         return read
 
     def _join_to_agree(self) -> Any:
-        """Return the group in which ranks agree, None for one rank alone.
+        """Return the gloo group for `agree`, None for one rank alone.
 
-        It is made while all ranks are at hand. Later, one that had failed meanwhile would not come, and the others
-        would wait for it until the time is over, where a group that exists ends with the rank.
+        It is made while all ranks are alive. Later a failed rank could not join, and the others would wait for the
+        timeout; an existing group ends with the rank.
         """
         if self.world_size == 1:
             return None
@@ -194,16 +194,16 @@ class ProcessGroup:
         return ProcessGroup._agreeing_groups[0]
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
         present = torch.ones((), device=self._host)
         dist.all_reduce(present)
-        present.item()  # sync: returning before the others have come is what must not happen
+        present.item()  # sync: a barrier must not return before the others have come
 
     def leave(self, *, failed: bool = False) -> None:
-        """Take no further part; the last object of a process to leave destroys the group, if this class made it.
+        """Leave the group; the last object of a process to leave destroys it, if this class made it.
 
         Args:
-            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
+            failed: the run ends by an exception, so other ranks may be gone: do not wait for them.
         """
         if not self._member:
             return
@@ -214,7 +214,7 @@ class ProcessGroup:
         if failed:
             _destroy_within(_FAILED_DESTROY_S)
         else:
-            self.barrier()  # a rank that goes early takes its store and its sockets from those still at work
+            self.barrier()  # a rank that ends early closes the store and sockets that others still use
             _destroy()
 
     def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -226,7 +226,7 @@ class ProcessGroup:
         form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
         mine = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
         mine[: len(form)] = torch.tensor(form)
-        forms = self._all_gather(mine.to(self._host)).tolist()  # sync where there is no gloo: evaluation only
+        forms = self._all_gather(mine.to(self._host)).tolist()  # sync without gloo: in evaluation only
         if any(other != forms[0] for other in forms):
             shown = ", ".join(
                 f"rank {rank} {_DTYPES[number]} {tuple(rest[:dims])}"
@@ -241,7 +241,7 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 def _check_backend(backend: str | None, device: torch.device) -> str:
-    """Return the backend to use on this device, or say why the one asked for will not do."""
+    """Return the backend to use on this device, or raise with the reason against the requested one."""
     if backend is None:
         if device.type != "cuda":
             return "gloo"
@@ -266,19 +266,19 @@ def _names(backend: str | None) -> set[str]:
 
 
 def _destroy() -> None:
-    _release_settled()
+    _release_expired()
     kept = (dist.group.WORLD, *ProcessGroup._agreeing_groups)
     dist.destroy_process_group()
     ProcessGroup._left.append((time.monotonic(), kept))
     ProcessGroup._made_here, ProcessGroup._agreeing_groups = False, []
 
 
-def _release_settled() -> None:
-    ProcessGroup._left = [(left_at, group) for left_at, group in ProcessGroup._left if _unsettled_s(left_at) > 0]
+def _release_expired() -> None:
+    ProcessGroup._left = [(left_at, group) for left_at, group in ProcessGroup._left if _keep_alive_s(left_at) > 0]
 
 
-def _unsettled_s(left_at: float) -> float:
-    return max(0.0, left_at + _SETTLE_S - time.monotonic())
+def _keep_alive_s(left_at: float) -> float:
+    return max(0.0, left_at + _KEEP_ALIVE_S - time.monotonic())
 
 
 def _destroy_within(seconds: float) -> None:
@@ -290,11 +290,11 @@ def _destroy_within(seconds: float) -> None:
 
 
 def _leave_at_exit() -> None:
-    """Let the interpreter end: leave what nobody has left, then wait until no backend thread needs the interpreter."""
+    """Prepare the exit of the interpreter: destroy open groups, then wait until no backend thread needs the lock."""
     if ProcessGroup._made_here and dist.is_initialized() and not ProcessGroup._stuck:
-        _destroy_within(_FAILED_DESTROY_S)  # how the run ended is not known here, so nobody is waited for
+        _destroy_within(_FAILED_DESTROY_S)  # it is unknown how the run ended, so other ranks are not waited for
     if ProcessGroup._stuck:
         flush_streams()
         os._exit(1)  # finalizing would join the stuck thread; the traceback has been printed by now
-    time.sleep(max((_unsettled_s(left_at) for left_at, _ in ProcessGroup._left), default=0.0))
-    _release_settled()
+    time.sleep(max((_keep_alive_s(left_at) for left_at, _ in ProcessGroup._left), default=0.0))
+    _release_expired()

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from tr_dist.environment import LaunchEnvironment
 
-# A store lives as long as its process: rank 0 serves it, and a later group of the same process meets on it
-# again.
+# A store lives as long as its process: rank 0 serves it, and a later group of the same process uses it again.
 _stores: dict[LaunchEnvironment, dist.Store] = {}
 _meetings = itertools.count()
-# Torch's own waits do not end by Ctrl-C, and last half an hour; so this one asks, at first often.
+# Torch's own waits ignore Ctrl-C and last half an hour, so this one polls, at first often.
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.5
 
 Value = TypeVar("Value")
@@ -27,12 +26,12 @@ def open_store(environment: LaunchEnvironment, *, timeout_s: float) -> dist.Stor
     """Return a store that all ranks of this start of the job share, and no earlier start.
 
     An elastic launcher restarts the processes on the store of the failed ones, where gloo would read the
-    addresses of the dead; so every restart, and every group that a process joins anew, has keys of its own. A store
+    addresses of dead processes. So every restart, and every further group of a process, has separate keys. A store
     that rank 0 serves is new with each start, and launchers of machines that came later count fewer restarts.
 
     Raises:
-        ConnectionError: the port is taken, other ranks did not come within `timeout_s`, two came under one number, or
-            they were not started in the same number.
+        ConnectionError: the port is taken, other ranks did not come within `timeout_s`, two ranks have the same
+            number, or the ranks were started with different world sizes.
     """
     if environment not in _stores:
         store = _connect(environment, timedelta(seconds=timeout_s))
@@ -44,7 +43,7 @@ def open_store(environment: LaunchEnvironment, *, timeout_s: float) -> dist.Stor
 
 
 def meeting_place(environment: LaunchEnvironment) -> str:
-    """Name where the ranks meet, for messages."""
+    """Return the place where the ranks meet, for messages."""
     if environment.rendezvous_file:
         return f"file {environment.rendezvous_file}"
     if environment.world_size == 1:
@@ -58,10 +57,10 @@ def _attempt(environment: LaunchEnvironment) -> str:
 
 
 def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: float) -> None:
-    """Come to the meeting, and wait until every rank has: torch's own wait does not say who is missing."""
+    """Register this rank, and wait for all others: torch's own wait does not name missing ranks."""
     rank, size, place = environment.rank, environment.world_size, meeting_place(environment)
     me = f"rank {rank} of {size}"
-    # A launcher that serves the store gives out the numbers itself, perhaps anew after machines came or went.
+    # A launcher that serves the store assigns the numbers itself, and may reassign them when machines come or go.
     if not environment.agent_store and store.add(f"times_{rank}", 1) > 1:
         raise ConnectionError(
             f"{me} came to {place}, where another process with RANK={rank} is already; start every process with a RANK "
@@ -72,7 +71,7 @@ def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: 
         store.set(str(rank), str(size))
         _poll(store, names, timeout_s)
         sizes = [int(value) for value in store.multi_get(names)]
-    except RuntimeError:  # each kind of store has its own
+    except RuntimeError:  # the class depends on the kind of store
         raise ConnectionError(f"{me} {_why_not_all(store, names, place, timeout_s)}") from None
     for number, other in enumerate(sizes):
         if other != size:
@@ -83,13 +82,13 @@ def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: 
 
 
 def _poll(store: dist.Store, names: list[str], timeout_s: float) -> None:
-    """Return when a store has all names.
+    """Wait until a store has all names.
 
     Raises:
-        RuntimeError: it had not in time, or the connection to it was lost.
+        RuntimeError: a name did not appear in time, or the connection was lost.
     """
     deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
-    for name in names:  # one at a time, for many ranks ask the one that serves
+    for name in names:  # one at a time: many ranks poll the one that serves
         while not store.check([name]):
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{name} is not there after {timeout_s:g} s")
@@ -98,7 +97,7 @@ def _poll(store: dist.Store, names: list[str], timeout_s: float) -> None:
 
 
 def _interruptible(wait: Callable[[], Value]) -> Value:
-    """Return what a function does that is deaf to Ctrl-C: it is called in a thread, which is left behind then."""
+    """Return the result of a function that ignores Ctrl-C; it runs in a thread, which an interrupt leaves behind."""
     results: list[Value] = []
     errors: list[BaseException] = []
 
@@ -129,7 +128,7 @@ def _why_not_all(store: dist.Store, names: list[str], place: str, timeout_s: flo
 
 def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     if environment.world_size == 1:
-        return dist.HashStore()  # nobody to meet, and no port to occupy
+        return dist.HashStore()  # a single process needs no port
     if environment.rendezvous_file:
         return dist.FileStore(environment.rendezvous_file, environment.world_size)
     if environment.master_addr is None or environment.master_port is None:

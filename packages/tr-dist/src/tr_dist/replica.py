@@ -1,4 +1,4 @@
-"""Keep a module's replicas in step with torch's DistributedDataParallel, and refuse what would let them drift.
+"""Keep a module's replicas in step with torch's DistributedDataParallel, and refuse what would make them diverge.
 
 One case is a gradient that comes in several parts: only the first part would be averaged.
 """
@@ -18,12 +18,12 @@ from tr_dist.process_group import ProcessGroup
 
 
 class GradientParts:
-    """Looks in one backward pass whether a parameter's gradient comes in several parts.
+    """Detects in one backward pass whether a parameter's gradient comes in several parts.
 
-    Under reentrant activation checkpointing every segment has a backward pass of its own, and a weight that several
-    segments use gets a part of its gradient from each. torch's DistributedDataParallel takes the first part for all of
-    it. It raises where it notices, which it does not where the last part comes after all other gradients, as that of an
-    embedding whose weight a segment reads out with. Then each rank keeps its own rest, and replicas go apart.
+    Under reentrant activation checkpointing every segment has a separate backward pass, and a weight that several
+    segments use gets a part of its gradient from each. torch's DistributedDataParallel averages only the first part.
+    It raises if it notices. It does not notice if the last part comes after all other gradients, for example for an
+    embedding that is tied to the output layer of a segment. Then each rank keeps its own rest, and replicas diverge.
 
     Args:
         parameters: those whose gradients are averaged.
@@ -36,14 +36,14 @@ class GradientParts:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, module: nn.Module) -> None:
-        """Count from now on, and raise RuntimeError where a gradient has a second part."""
+        """Count from here on, and raise RuntimeError if a gradient has a second part."""
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._seen.clear()
         if not self._handles:
             self._handles = [p.register_post_accumulate_grad_hook(self._see) for p in self._parameters]
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -70,8 +70,8 @@ _NO_BACKWARD = (
 # Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", figure 16.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-# Elements at a time, of 8 bytes each. On the CPU few: what larger ones take stays with the process, whose allocator
-# gives blocks of up to 32 MiB back late or never.
+# Elements at a time, of 8 bytes each. Few on the CPU, because the process's allocator returns blocks of up to 32 MiB
+# late or never.
 _DIGEST_BLOCKS = {"cpu": 2**17}
 _DIGEST_BLOCK = 2**22
 
@@ -83,7 +83,7 @@ _BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN_OPT
 
 
 class _OnFirstUse:
-    """An attribute of a replica that is made with its buckets; from then on it is an ordinary one."""
+    """An attribute of a replica that is made together with its buckets; after that it is an ordinary one."""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self._name = name
@@ -99,18 +99,19 @@ class Replica(DistributedDataParallel):
     Differs from its base in six points.
 
     - A forward without gradients calls the module alone: the base would exchange buffers, and ranks with unequal
-      numbers of evaluation batches would wait for each other for ever.
-    - It can tell whether a backward has averaged all gradients, where the base lets the optimizer apply a rank's own.
-    - Buffers are made equal at the end of a step, not in the first forward of the next: what is evaluated and averaged
-      between two steps is on every rank what a checkpoint holds.
-    - Gradients lie in the same buckets from the first step on, the last parameters first. From three ranks on, the
-      order in which ranks are added up depends on a gradient's place in its bucket: the base, which orders buckets
-      anew after its first step, gives that step other bits than later ones, and a run that is gone on with would not
-      end as the run left alone.
-    - In the first step it refuses gradients that come in several parts, of which the base may average the first alone
+      numbers of evaluation batches would wait for each other forever.
+    - It checks that a backward has averaged all gradients; with the base, the optimizer would silently apply a rank's
+      own.
+    - Buffers are made equal at the end of a step, not in the first forward of the next. An evaluation between two
+      steps then sees, on every rank, the values that a checkpoint holds.
+    - Gradients are in the same buckets from the first step on, the last parameters first. With three ranks or more,
+      the order in which ranks are summed depends on a gradient's position in its bucket. The base reorders buckets
+      after its first step, so that step has other bits than later ones, and a resumed run would not end
+      with the bits of an uninterrupted one.
+    - In the first step it refuses gradients that come in several parts, of which the base may average only the first
       (see `GradientParts`).
-    - The buckets, as many bytes as the gradients, are allocated before the first backward that averages, not at once:
-      an optimizer that averages gradients itself, and keeps none, never needs them.
+    - The buckets, as large as the gradients, are allocated before the first backward that averages, not in the
+      constructor. An optimizer that averages gradients itself, and keeps none, never needs them.
 
     Attributes:
         compared: whether the ranks' parameters have been found equal.
@@ -119,8 +120,8 @@ class Replica(DistributedDataParallel):
 
     Args:
         module: the module, on this rank's device.
-        broadcast_buffers: give all ranks the buffers of rank 0 before the first step and after each.
-        options: what else `DistributedDataParallel` takes.
+        broadcast_buffers: copy the buffers of rank 0 to all ranks before the first step and after each.
+        options: further arguments of `DistributedDataParallel`.
     """
 
     reducer: Any = _OnFirstUse()
@@ -130,37 +131,37 @@ class Replica(DistributedDataParallel):
         if not broadcast_buffers:  # True is the default in all versions of torch
             options[_BUFFERS_OPTION] = False
         if options.get("static_graph"):
-            options["find_unused_parameters"] = False  # found once, in the first step
+            options["find_unused_parameters"] = False  # GradientParts finds these in the first step
         super().__init__(module, **options)
-        del self.logger  # which is None until now
+        del self.logger  # it is None so far
         self.compared = False
         self.all_parameters = tuple(module.parameters())
-        # Whether a backward ran shows in the gradients: in any one of them, unless parameters may be unused.
+        # A backward shows in the gradients: in any one of them, unless parameters may be unused.
         trainable = [p for p in self.all_parameters if p.requires_grad]
         self._frozen = [p for p in self.all_parameters if not p.requires_grad]
         may_be_unused = options.get("find_unused_parameters") or options.get("static_graph")
         self._witnesses = trainable if may_be_unused else trainable[:1]
         self._witnessed: list[object] = []
         self._forwarded = False
-        # Until the first step is through; of a static graph torch itself counts the parts.
+        # Until the end of the first step; for a static graph torch itself counts the parts.
         counts = not options.get("static_graph") and dist.get_world_size(self.process_group) > 1
         self._parts = GradientParts(trainable) if counts else None
 
     def _ddp_init_helper(self, *arguments: Any, **options: Any) -> None:
-        """Keep what the base would make the reducer of, until it is needed."""
+        """Store the arguments of the base's reducer, until it is needed."""
         self._of_reducer = arguments, options
 
     def _set_static_graph(self) -> None:
-        """Have `allocate_buckets` tell the reducer, which is not there yet."""
+        """Defer to `allocate_buckets`: the reducer does not exist yet."""
         self.static_graph = True
 
     @property
     def has_buckets(self) -> bool:
-        """Whether there is memory for the gradients to be averaged in."""
+        """Whether the buckets for averaging are allocated."""
         return "reducer" in vars(self)
 
     def allocate_buckets(self) -> None:
-        """Get ready to average gradients, unless that is done. Collective the first time."""
+        """Allocate the buckets, unless they exist. Collective the first time."""
         if self.has_buckets:
             return
         arguments, options = self._of_reducer
@@ -168,24 +169,24 @@ class Replica(DistributedDataParallel):
         if self.static_graph:
             self.static_graph = False
             super()._set_static_graph()
-        # What the base does after the first step, in the order that its backward had; where unused parameters are
-        # searched for, it never does, and neither do these calls.
+        # The base does this after its first step, in the order of its backward. With a search for unused parameters
+        # it never does, and neither do these calls.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """List what is trained, and which of it has sparse gradients, the last first: about as backward comes to it."""
+        """List the trainable parameters, and which have sparse gradients, the last first: roughly backward's order."""
         parameters, are_sparse = super()._build_params_for_reducer()
-        if self.find_unused_parameters:  # buckets stay as they are made, and are made from the last to the first
+        if self.find_unused_parameters:  # buckets are never reordered, and are built from the last to the first
             return parameters, are_sparse
         return parameters[::-1], are_sparse[::-1]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module with its own arguments."""
+        """Call the module with its usual arguments."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         self._forwarded = True
-        if not self.has_buckets and not self.require_backward_grad_sync:  # as the base without its reducer
+        if not self.has_buckets and not self.require_backward_grad_sync:  # like the base without its reducer
             if self.will_sync_module_buffers():
                 self._sync_buffers()
             self.require_forward_param_sync = False
@@ -194,7 +195,7 @@ class Replica(DistributedDataParallel):
         return super().forward(*inputs, **kwargs)
 
     def expect_averaging(self) -> None:
-        """Begin a micro-batch at whose end `check_averaged` will be called."""
+        """Begin a micro-batch that `check_averaged` will end."""
         self.allocate_buckets()
         self._forwarded = False
         self._witnessed = self._witness()
@@ -206,10 +207,10 @@ class Replica(DistributedDataParallel):
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def check_averaged(self) -> None:
-        """Check that a backward since `expect_averaging` averaged every gradient over the ranks. Reads nothing back.
+        """Check that a backward since `expect_averaging` averaged every gradient over the ranks. No sync.
 
         Raises:
-            RuntimeError: it did not; the message says why.
+            RuntimeError: it did not; the message gives the reason.
         """
         if not self._forwarded:
             raise RuntimeError(
@@ -239,8 +240,8 @@ class Replica(DistributedDataParallel):
         )
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, if that is asked for, instead of in the next forward. Collective."""
-        self.require_forward_param_sync = True  # a micro-batch that averaged nothing has left it False
+        """Copy the buffers of rank 0 to all ranks, if enabled, instead of in the next forward. Collective."""
+        self.require_forward_param_sync = True  # a micro-batch without averaging has left it False
         if self.will_sync_module_buffers():
             self._sync_buffers()
         self.require_forward_param_sync = False
@@ -263,7 +264,7 @@ def check_trainable(model: nn.Module, device: torch.device) -> None:
     """Check that a module can become a replica on `device`.
 
     Raises:
-        ValueError: it has nothing to train, is wrapped already, or lies where it cannot be moved from.
+        ValueError: it has no trainable parameter, is wrapped already, or is where it cannot be moved from.
     """
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         raise ValueError(f"the model is wrapped in {type(model).__name__} already; give prepare() its .module")
@@ -291,10 +292,10 @@ def check_trainable(model: nn.Module, device: torch.device) -> None:
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module to `device`, unless all of it is there: modules with quantized weights or hooks refuse to be moved.
+    """Move a module to `device`, unless all of it is there: modules with quantized weights or hooks refuse to move.
 
     Raises:
-        ValueError: whoever loaded it has divided it over several devices.
+        ValueError: the model was loaded onto several devices.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if all(tensor.device == device for tensor in tensors):
@@ -308,11 +309,11 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
-    """Check that every rank holds bit for bit the same parameters. Reads once from the device.
+    """Check that every rank holds bit for bit the same parameters. One sync.
 
-    Compared are digests of the parameters' bit patterns and places in integers that wrap: exact on every device,
-    whatever the order of adding. They are mixed before they are added, so that differences do not cancel: bit patterns
-    alone do, where one weight grows by as many units in the last place as another shrinks.
+    It compares digests of the parameters' bit patterns and positions, in integers that wrap: exact on every device,
+    whatever the order of the sum. The numbers are mixed before the sum, so that differences do not cancel. Plain bit
+    patterns would cancel, if one weight grows by as many units in the last place as another shrinks.
 
     Raises:
         RuntimeError: ranks differ; the message names the first parameter that does.
@@ -334,7 +335,7 @@ def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def _digest(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a number of 64 bits, a scalar tensor, that tells one bit pattern of a tensor from another."""
+    """Return a 64-bit number, a scalar tensor, that depends on every bit of a tensor."""
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values)

@@ -1,7 +1,7 @@
-"""Bring the values of rank 0 to every rank, gather a sharded model's full state, and generate in step.
+"""Broadcast the values of rank 0, gather a sharded model's full state dict, and generate in step.
 
-Values are brought before or after the model is sharded. Ranks that share one model's weights must make equally many
-forward passes, also where a model generates in its own way.
+Values are broadcast before or after the model is sharded. Ranks that share one model's weights must make the same
+number of forward passes, also if a model has its own `generate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def broadcast_values(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the parameters and buffers of rank 0, one at a time. Collective; on whole tensors."""
+    """Copy the parameters and buffers of rank 0 to every rank, one at a time. Collective; for unsharded tensors."""
     for tensor in _tensors(model):
         carried = tensor.detach().to(device).contiguous()
         dist.broadcast(carried, 0)
@@ -29,17 +29,17 @@ def broadcast_values(model: nn.Module, device: torch.device) -> None:
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and buffers by name, those left out of a state dict too, as they are."""
+    """Return a model's parameters and buffers by name, not copied, including those left out of a state dict."""
     return dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
 
 
 def fill_shards(model: nn.Module, values: dict[str, torch.Tensor], device: torch.device, *, on_host: bool) -> None:
-    """Give a divided model its values, which rank 0 alone has. Collective; one tensor at a time.
+    """Copy the values, which only rank 0 has, into a sharded model. Collective; one tensor at a time.
 
     Args:
-        model: divided; on ranks that have no values it may be on the meta device.
-        values: what `values_of` returned before the model was divided; empty on the other ranks.
-        device: where this rank computes.
+        model: sharded; on ranks without values it may be on the meta device.
+        values: the result of `values_of` before the model was sharded; empty on the other ranks.
+        device: the device of this rank.
         on_host: whether shards are kept in host memory.
     """
     if any(tensor.is_meta for tensor in _tensors(model)):
@@ -58,15 +58,15 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def full_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """Return a model's state dict with whole tensors, in host memory. Collective; gathers one tensor at a time.
+    """Return a model's full state dict, in host memory. Collective; gathers one tensor at a time.
 
     Args:
-        model: divided.
-        keep: whether this rank keeps them; a rank that does not takes part, and gets an empty dict.
+        model: sharded.
+        keep: whether this rank keeps the tensors; a rank that does not still takes part, and gets an empty dict.
     """
     state: dict[str, Any] = {}
     owners = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    first_names: dict[int, str] = {}  # tied parameters stay one tensor, and every rank takes part once for all of them
+    first_names: dict[int, str] = {}  # tied parameters stay one tensor, and every rank gathers them once
     for name, value in model.state_dict().items():
         first = first_names.setdefault(owners.get(name, id(value)), name)
         if isinstance(value, DTensor) and first == name:
@@ -81,22 +81,22 @@ def full_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
 
 
 class FullStateModel:
-    """A divided model whose state, as a checkpoint has it, is whole.
+    """A sharded model whose checkpoints hold the full state dict.
 
     Args:
-        model: divided.
-        keep: whether this rank keeps what is gathered; one of them writes it.
+        model: sharded.
+        keep: whether this rank keeps the gathered tensors; one of these ranks writes them.
     """
 
     def __init__(self, model: nn.Module, *, keep: bool) -> None:
         self._model, self._keep = model, keep
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whole tensors in host memory; empty on ranks that keep none. Collective."""
+        """Return full tensors in host memory; empty on ranks that keep none. Collective."""
         return full_state_dict(self._model, keep=self._keep)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take each parameter's shard from whole tensors, which every rank has; what is in shards already stays so."""
+        """Load each parameter's shard from full tensors, which every rank has; sharded entries are loaded directly."""
         own = self._model.state_dict()
         for name, value in state_dict.items():
             mine = own.get(name)
@@ -107,18 +107,19 @@ class FullStateModel:
 
 
 def synced_generation(model: nn.Module, total: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-    """Have a model's `generate` repeat its last forward, once it is done, for as long as other ranks make forwards.
+    """Make a model's `generate` repeat its last forward after it is done, until all ranks are done.
 
-    It is put into its place on the model, and is a collective call then. Nothing is done to a model without one, and to
-    one that goes on by itself, as those of transformers do with `synced_gpus`, or has such a model inside.
+    It replaces `generate` on the model, which is a collective call then. Nothing happens for a model without
+    `generate`, or one that keeps in step by itself, as those of transformers do with `synced_gpus`, or contains such a
+    model.
 
     Args:
-        model: what generates, by calls of itself.
+        model: the model that generates, by calls of itself.
         total: sums a tensor over the ranks.
-        device: where such tensors are.
+        device: the device of such tensors.
     """
     generate = getattr(model, "generate", None)
-    if not callable(generate) or any(_goes_on(module) for module in model.modules()):
+    if not callable(generate) or any(_is_synced(module) for module in model.modules()):
         return
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
 
@@ -130,7 +131,7 @@ def synced_generation(model: nn.Module, total: Callable[[torch.Tensor], torch.Te
             last[:] = [(inputs, options)]
             total(one)
 
-        # First of all hooks: others gather weights, which ranks that are done do once they know that one goes on.
+        # Before all other hooks: those gather weights, and finished ranks join in only after this exchange.
         handle = model.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
         try:
             generated = generate(*inputs, **options)
@@ -149,7 +150,7 @@ def synced_generation(model: nn.Module, total: Callable[[torch.Tensor], torch.Te
     cast("Any", model).generate = together
 
 
-def _goes_on(module: nn.Module) -> bool:
+def _is_synced(module: nn.Module) -> bool:
     generate = getattr(module, "generate", None)
     if not callable(generate):
         return False

@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 
 import torch
 
-# Seconds that the others have to report once a rank has failed: the cause may come after its consequence.
+# Seconds that the others get to report once a rank has failed: the cause may arrive after its consequence.
 _GRACE_S = 1.0
-# Imported once in the fork server. torch._dynamo is what the first optimizer of a process imports, for seconds.
-# What is not installed is passed over.
+# Imported once in the fork server. The first optimizer of a process imports torch._dynamo, which takes seconds.
+# Missing packages are skipped.
 _PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist", "tr_dist.testing", "pytest"]
-if os.environ.get("DS_ACCELERATOR") == "cpu":  # else it would look for a device that the ranks do not see
+if os.environ.get("DS_ACCELERATOR") == "cpu":  # otherwise it would look for a device that the ranks do not see
     _PRELOAD.append("deepspeed")
-# What gloo and torch say on the ranks that lost a peer.
+# Messages of gloo and torch on ranks that lost a peer.
 _CONSEQUENCES = (
     *("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting"),
     *("connectFullMesh", "lost its connection"),
@@ -45,8 +45,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """Call `function(*args)` in `world_size` processes and return their results in rank order.
 
     Each process has one torch thread and the variables of a launcher (RANK, WORLD_SIZE, ...), so that
-    `tr_dist.DDP()` in it joins a gloo group; they meet through a temporary file, no port is used. The
-    processes come from a fork server that has imported torch, which makes a call cost about a second.
+    `tr_dist.DDP()` in it joins a gloo group. They meet through a temporary file; no port is used. The
+    processes come from a fork server that has imported torch, so a call costs about a second.
 
     Args:
         function: a module-level function. Its module need not be importable by name (a test module is not): it is
@@ -76,7 +76,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 stack = str(Path(folder, f"stack_{rank}"))
                 process = context.Process(target=_run_rank, args=(sender, variables, work, stack))
                 process.start()
-                sender.close()  # only the rank's own end is left, so its death ends the connection
+                sender.close()  # now only the rank holds that end, so its death ends the connection
                 processes.append(process)
                 connections.append(receiver)
             outcomes = _collect(connections, time.monotonic() + timeout_s)
@@ -90,7 +90,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def _variables(rank: int, world_size: int, meeting_file: str) -> dict[str, str]:
-    """Return the variables of a rank: those of this process now, and over them what a launcher sets."""
+    """Return the variables of a rank: those of this process, updated with those of a launcher."""
     others = {
         name: value
         for name, value in os.environ.items()
@@ -108,12 +108,12 @@ def _variables(rank: int, world_size: int, meeting_file: str) -> dict[str, str]:
     }
 
 
-# "returned", "raised" or "died"; the pickled value; the traceback. None: no word when the time was over.
+# "returned", "raised" or "died"; the pickled value; the traceback. None: no report within the time.
 _Outcome = tuple[str, bytes, str] | None
 
 
 def _collect(connections: list[Connection], deadline: float) -> list[_Outcome]:
-    """Receive what the ranks report until all have, the time is over, or a failure's grace is."""
+    """Receive the ranks' reports until all have come, the time is over, or the time after a failure is."""
     outcomes: list[_Outcome] = [None] * len(connections)
     open_ones = dict(zip(connections, range(len(connections)), strict=True))
     while open_ones and (ready := wait(list(open_ones), timeout=max(0.0, deadline - time.monotonic()))):
@@ -131,11 +131,11 @@ def _collect(connections: list[Connection], deadline: float) -> list[_Outcome]:
 
 
 def _stacks_of_the_silent(processes: list[BaseProcess], outcomes: list[_Outcome], folder: str) -> list[str]:
-    """Ask the ranks that have said nothing where they are."""
+    """Ask the ranks without a report for their stacks."""
     silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
     for rank in silent:
         pid = processes[rank].pid
-        if pid is not None and Path(folder, f"stack_{rank}").exists():  # else it has no handler yet, and would die
+        if pid is not None and Path(folder, f"stack_{rank}").exists():  # otherwise it has no handler yet, and would die
             os.kill(pid, signal.SIGUSR1)
     if silent:
         time.sleep(0.2)
@@ -157,7 +157,7 @@ def _end(processes: list[BaseProcess], connections: list[Connection]) -> None:
 
 
 def _check_ends(processes: list[BaseProcess]) -> None:
-    """Refuse a rank that crashed after it had returned; one that was still ending when it was killed is no crash."""
+    """Refuse a rank that crashed after it had returned; a rank that was killed while it ended is no crash."""
     crashed = [f"rank {rank} with {p.exitcode}" for rank, p in enumerate(processes) if p.exitcode not in (0, -9)]
     if crashed:
         raise RankError(f"returned, and then ended with an exit code: {', '.join(crashed)}")
@@ -166,7 +166,7 @@ def _check_ends(processes: list[BaseProcess]) -> None:
 def _raise_first_cause(outcomes: list[_Outcome], processes: list[BaseProcess], details: list[str]) -> NoReturn:
     reports = {rank: o for rank, o in enumerate(outcomes) if o is not None and o[0] == "raised"}
     notes = [f"rank {rank} of {len(outcomes)}:\n{report[2]}" for rank, report in reports.items()]
-    # A rank whose peer is gone fails too; its complaint about the connection is not the cause.
+    # A rank whose peer is gone fails too; its connection error is not the cause.
     causes = [rank for rank, o in reports.items() if not any(word in o[2] for word in _CONSEQUENCES)]
     ends = [
         f"rank {rank} " + ("did not end" if outcome is None else f"died with exit code {processes[rank].exitcode}")
@@ -214,7 +214,7 @@ def _end_with_parent() -> None:
 
 
 def _load(module_name: str, file: str | None) -> Any:
-    """Import a module as the calling process knew it: by name, else from its file under that name."""
+    """Import a module as the calling process did: by name, otherwise from its file under that name."""
     if module_name in sys.modules:
         return sys.modules[module_name]
     specification = None
@@ -227,7 +227,7 @@ def _load(module_name: str, file: str | None) -> Any:
     if specification is None or specification.loader is None:
         raise ImportError(f"run_ranks cannot load {file}; put the function in a Python file")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[module_name] = module  # before running it, so that what it defines can be pickled
+    sys.modules[module_name] = module  # before running it, so that its definitions can be pickled
     specification.loader.exec_module(module)
     return module
 
@@ -235,7 +235,7 @@ def _load(module_name: str, file: str | None) -> Any:
 def _pickled(error: BaseException) -> bytes:
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # an exception with its own constructor can pickle and still not come back
+        pickle.loads(data)  # an exception with its own constructor may pickle but not unpickle
         return data
     except Exception:
         return pickle.dumps(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed's engine: ZeRO 0 to 3, with optimizer state and parameters in host memory if wished."""
+"""Train with DeepSpeed's engine: ZeRO 0 to 3, optionally with optimizer state and parameters in host memory."""
 
 from tr_dist.deepspeed.strategy import DeepSpeed
 

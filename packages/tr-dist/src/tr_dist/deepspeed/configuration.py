@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration, fill in what it leaves to the arguments, and refuse where the two disagree."""
+"""Read a DeepSpeed configuration, fill in `auto` from the arguments, and refuse contradictions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import nn
 from tr_dist.bounded_text import ContentError, load_json, read_text
 
 AUTO = "auto"
-_TOLERANCE = 1e-12  # a number that went through JSON
+_TOLERANCE = 1e-12  # for numbers that went through JSON
 
-# The schedules of a configuration, as the Trainer calls them; each is computed by the Trainer.
+# Schedules of a configuration, with the Trainer's names; the Trainer computes them.
 _SCHEDULES = {
     "WarmupLR": ("constant_with_warmup", "constant"),
     "WarmupDecayLR": ("linear",),
     "WarmupCosineLR": ("cosine",),
 }
-# Optimizers of the arguments that a configuration's own may replace: they are not asked for by name.
+# Optimizers that a configuration's own may replace: nobody selects these by name.
 _REPLACEABLE = ("adamw_torch", "adamw_torch_fused")
 _NEEDS_MATRICES = ("galore", "lomo", "adalomo", "apollo", "fira", "q_galore")
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -36,13 +36,13 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What one setting of a configuration is to be.
+    """The expected value of one setting of a configuration.
 
     Attributes:
-        path: of the setting, its steps joined by dots.
-        value: what the arguments say.
-        meaning: which of them say it.
-        absent: what the setting counts as where it is left out; None fills it in.
+        path: of the setting, joined by dots.
+        value: the value of the arguments.
+        meaning: the names of these arguments.
+        absent: the value of the setting if it is left out; None fills it in.
     """
 
     path: str
@@ -52,10 +52,10 @@ class Setting:
 
 
 def read_configuration(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return a configuration as a dict of its own: a copy of a mapping, or what a JSON file holds.
+    """Return a configuration as a new dict: a copy of a mapping, or the content of a JSON file.
 
     Raises:
-        ValueError: there is none, or no such file, or it is not a JSON object.
+        ValueError: there is none, the file does not exist, or it is not a JSON object.
     """
     if not source:
         raise ValueError(
@@ -74,12 +74,12 @@ def read_configuration(source: Mapping[str, Any] | str | Path | None) -> dict[st
 
 
 def fill_from_arguments(configuration: dict[str, Any], args: Any, world_size: int) -> dict[str, Any]:
-    """Return a configuration with the values of training arguments where it says `auto`.
+    """Return a configuration with the values of training arguments in place of `auto`.
 
-    Left out is what the loop does itself by these arguments: `scheduler` and `gradient_clipping`.
+    The loop handles `scheduler` and `gradient_clipping` from the same arguments, so both are removed.
 
     Raises:
-        ValueError: it says otherwise than the arguments; the message lists every setting that does.
+        ValueError: it contradicts the arguments; the message lists every such setting.
     """
     filled = copy.deepcopy(configuration)
     problems = [*_of_optimizer(filled, args), *_of_schedule(filled, args)]
@@ -91,16 +91,16 @@ def fill_from_arguments(configuration: dict[str, Any], args: Any, world_size: in
             "the DeepSpeed configuration and the training arguments disagree; write 'auto' in the former, or change "
             f"one of the two:\n{listed}"
         )
-    for name in ("scheduler", "gradient_clipping"):  # by which the Trainer goes, for they are the arguments'
+    for name in ("scheduler", "gradient_clipping"):  # the Trainer handles both from the arguments
         filled.pop(name, None)
     return filled
 
 
 def fill_from_model(configuration: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a configuration with sizes that go by the model's hidden size where it says `auto`.
+    """Return a configuration with sizes from the model's hidden size in place of `auto`.
 
     Raises:
-        ValueError: the model does not say its hidden size; or something else is still `auto`.
+        ValueError: the model has no hidden size; or another setting is still `auto`.
     """
     filled = copy.deepcopy(configuration)
     zero = filled.get("zero_optimization", {})
@@ -127,7 +127,7 @@ def fill_from_model(configuration: dict[str, Any], model: nn.Module) -> dict[str
 
 
 def check_configuration(configuration: Mapping[str, Any]) -> None:
-    """Refuse settings that cannot be had.
+    """Refuse unsupported settings.
 
     Raises:
         ValueError: the message lists each with what to do instead.
@@ -148,10 +148,10 @@ def check_configuration(configuration: Mapping[str, Any]) -> None:
 
 
 def check_optimizer_name(name: str, stage: int) -> None:
-    """Refuse, by its name, an optimizer that would not train as it does elsewhere.
+    """Refuse, by its name, an optimizer that trains differently under DeepSpeed.
 
     Raises:
-        ValueError: it needs matrices where a stage has flat buffers, or consumes gradients that DeepSpeed averages.
+        ValueError: it needs matrices and a stage has flat buffers, or it consumes gradients before they are averaged.
     """
     elsewhere = "use strategy='fsdp' (fsdp='full_shard auto_wrap') or strategy='ddp', or another optimizer"
     if stage and name.startswith((*_NEEDS_MATRICES, "adafactor")):
@@ -166,7 +166,7 @@ def check_optimizer_name(name: str, stage: int) -> None:
 
 
 def stage_of(configuration: Mapping[str, Any]) -> Any:
-    """Return the stage of ZeRO; 0 where none is named."""
+    """Return the stage of ZeRO; 0 if none is given."""
     return look_up(configuration, "zero_optimization.stage") or 0
 
 
@@ -176,7 +176,7 @@ def low_precision(configuration: Mapping[str, Any]) -> str | None:
 
 
 def look_up(configuration: Mapping[str, Any], path: str) -> Any:
-    """Return the setting at a dotted path; None where there is none."""
+    """Return the setting at a dotted path; None if there is none."""
     found: Any = configuration
     for step in path.split("."):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -184,14 +184,14 @@ def look_up(configuration: Mapping[str, Any], path: str) -> Any:
 
 
 def swap_paths(configuration: Mapping[str, Any]) -> dict[str, str]:
-    """Return the folders of NVMe offload, by the section of `zero_optimization` that asks for it."""
+    """Return the folders of NVMe offload, by the section of `zero_optimization` that sets them."""
     zero = configuration.get("zero_optimization") or {}
     sections = {name: zero.get(name) or {} for name in _OFFLOADS}
     return {name: str(given["nvme_path"]) for name, given in sections.items() if given.get("device") == "nvme"}
 
 
 def _of_placement(name: str, section: Mapping[str, Any], stage: Any) -> Iterator[str]:
-    """Yield why what one section of `zero_optimization` asks for cannot be had."""
+    """Yield what is wrong with the offload of one section of `zero_optimization`."""
     place, where = section.get("device"), f"zero_optimization.{name}"
     if place not in (None, "none", "cpu", "nvme"):
         yield f"{where}.device={place!r}: it is 'none', 'cpu' or 'nvme'"
@@ -223,7 +223,7 @@ def _settings(filled: dict[str, Any], args: Any, world_size: int) -> Iterator[Se
             ("betas", [args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2"),
             ("eps", args.adam_epsilon, "adam_epsilon"),
         ):
-            if is_adam or name in params:  # Lamb and others have them too
+            if is_adam or name in params:  # some others, such as Lamb, have them too
                 yield Setting(f"optimizer.params.{name}", value, meaning)
     if "scheduler" in filled:
         yield Setting("scheduler.params.warmup_min_lr", 0.0, "a warm-up from 0", absent=0.0)
@@ -231,7 +231,7 @@ def _settings(filled: dict[str, Any], args: Any, world_size: int) -> Iterator[Se
 
 
 def _fill(filled: dict[str, Any], setting: Setting) -> Iterator[str]:
-    """Fill one setting in, or yield why it cannot be."""
+    """Fill in one setting, or yield why it cannot be."""
     *above, last = setting.path.split(".")
     section: Any = filled
     for step in above:
@@ -260,7 +260,7 @@ def _of_optimizer(filled: Mapping[str, Any], args: Any) -> Iterator[str]:
 
 
 def _of_schedule(filled: dict[str, Any], args: Any) -> Iterator[str]:
-    """Check that the configuration's schedule is the one that the Trainer computes."""
+    """Check that the configuration's schedule is the Trainer's."""
     if "scheduler" not in filled:
         return
     params = filled["scheduler"].get("params", {})

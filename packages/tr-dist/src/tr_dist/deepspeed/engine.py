@@ -1,7 +1,6 @@
-"""Load DeepSpeed for one device, make its engine, and hold the module that the engine trains.
+"""Load DeepSpeed for one device, build its engine, and hold the module that the engine trains.
 
-The engine can be made only once there is an optimizer. `reset_process_group` releases the process group that DeepSpeed
-has taken.
+The engine can be built only with an optimizer. `reset_process_group` makes DeepSpeed release the process group.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from tr_dist.deepspeed.configuration import look_up, low_precision
 from tr_dist.environment import LaunchEnvironment, read_environment
 
 _LOCAL_RANK = "LOCAL_RANK"
-_set_here: set[str] = set()  # what is in the environment because of `say_local_rank`
+_set_here: set[str] = set()  # environment variables that `set_local_rank` has set
 _GROUPS = ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """Return the module `deepspeed`, for the accelerator that `device` is.
+    """Return the module `deepspeed`, for the accelerator of `device`.
 
-    On the CPU it is kept from compiling its exchange through shared memory, which takes minutes and, interrupted once,
-    has every later run wait for a lock.
+    On the CPU it must not compile its shared-memory extension. That takes minutes, and if it is interrupted once,
+    every later run waits for its lock.
 
     Raises:
         ValueError: it is not installed, or was loaded for another accelerator.
@@ -49,7 +48,7 @@ def load_deepspeed(device: torch.device) -> Any:
             f"DeepSpeed computes on {found!r} and this rank on {device}; set DS_ACCELERATOR={device.type} in the "
             "environment before deepspeed is imported"
         )
-    # What newer versions of torch say of DeepSpeed's own calls, to nobody who could change them.
+    # Newer versions of torch warn about DeepSpeed's own calls, which users cannot change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     if device.type == "cpu":
         operations = importlib.import_module("deepspeed.ops")
@@ -58,10 +57,10 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 def check_async_io(sections: Collection[str]) -> None:
-    """Refuse offload to NVMe where DeepSpeed's operator for it cannot be built.
+    """Refuse offload to NVMe if DeepSpeed's operator for it cannot be built.
 
     Args:
-        sections: of `zero_optimization`, that ask for such offload.
+        sections: the sections of `zero_optimization` that use such offload.
 
     Raises:
         ValueError: it cannot be built.
@@ -76,7 +75,7 @@ def check_async_io(sections: Collection[str]) -> None:
 
 
 def read_launch_environment() -> LaunchEnvironment:
-    """Return what the launcher's variables say, without what `say_local_rank` has added.
+    """Return the launcher's variables, without those of `set_local_rank`.
 
     Raises:
         ValueError: they contradict each other, or are incomplete.
@@ -85,14 +84,14 @@ def read_launch_environment() -> LaunchEnvironment:
 
 
 def set_local_rank(local_rank: int) -> None:
-    """Put into the environment, where no launcher did, what DeepSpeed reads there alone; until the group is left."""
+    """Set the local rank in the environment if no launcher did: DeepSpeed reads it only there. Undone on leaving."""
     if _LOCAL_RANK not in os.environ:
         os.environ[_LOCAL_RANK] = str(local_rank)
         _set_here.add(_LOCAL_RANK)
 
 
 def reset_process_group() -> None:
-    """Have DeepSpeed take the process group anew next time: the one it knows was left."""
+    """Make DeepSpeed use the next process group: the one that it holds was left."""
     for name in _set_here:
         os.environ.pop(name, None)
     _set_here.clear()
@@ -104,18 +103,18 @@ def reset_process_group() -> None:
 
 
 class EngineModel(nn.Module):
-    """A module whose forward goes through DeepSpeed's engine, as soon as there is one.
+    """A module whose forward goes through DeepSpeed's engine, once there is one.
 
-    Until then the module computes alone, whole, on the device.
+    Until then the module computes alone, undivided, on the device.
 
     Args:
-        module: what is trained.
-        device: where this rank computes.
+        module: the module to train.
+        device: the device of this rank.
         dtype: of the module under the engine; floating-point inputs are converted to it. None leaves them.
 
     Attributes:
-        module: what is trained.
-        given_groups: the parameters of each of the optimizer's groups, before the engine put its own in their place.
+        module: the module to train.
+        given_groups: the parameters of each of the optimizer's groups, before the engine replaced them.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -123,28 +122,28 @@ class EngineModel(nn.Module):
         self.module = module
         self.given_groups: list[list[nn.Parameter]] = []
         self._device, self._dtype = device, dtype
-        # In a list, for as an attribute the engine, which is a module, would be part of this one.
+        # In a list: as an attribute the engine, which is a module, would become a submodule.
         self._engines: list[Any] = []
         self._collected: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine, None before there is an optimizer."""
+        """DeepSpeed's engine, None without an optimizer."""
         return self._engines[0] if self._engines else None
 
     def take_engine(self, engine: Any, given_groups: list[list[nn.Parameter]]) -> None:
-        """Compute through `engine` from now on."""
+        """Compute through `engine` from here on."""
         self._engines, self.given_groups = [engine], given_groups
         flats = getattr(engine.optimizer, "single_partition_of_fp32_groups", ())
         self._collected = [(flat, flat.grad) for flat in flats if flat.grad is not None]
 
     def restore_buffers(self) -> None:
-        """Put the gradients that ZeRO collects in host memory where it looks for them, if `zero_grad` took them off."""
+        """Restore the gradients that ZeRO collects in host memory, if `zero_grad` removed them."""
         for flat, buffer in self._collected:
             flat.grad = buffer
 
     def drop_engine(self) -> None:
-        """Take the engine's hooks off the module, which under ZeRO-3 stays divided until there is another engine."""
+        """Remove the engine's hooks from the module; under ZeRO-3 it stays divided until there is another engine."""
         if (engine := self.engine) is None:
             return
         self._engines, self._collected = [], []
@@ -153,7 +152,7 @@ class EngineModel(nn.Module):
         engine.destroy()
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Call the module with its own arguments."""
+        """Call the module with its usual arguments."""
         engine = self.engine
         if engine is None:
             return self.module.to(self._device)(*inputs, **options)
@@ -172,16 +171,16 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-# What a group of the configuration's own optimizer takes over from the one that was built.
+# Options that a group of the configuration's own optimizer copies from the one that was built.
 _KEPT = ("params", "lr", "initial_lr", "weight_decay")
 _NEVER = 2**62
-_BUFFER_SIZE = 100_000_000  # numbers, where the configuration leaves it out
-# Of torch, tr-optim or other libraries: of a flat buffer these make something else, and do not say so.
+_BUFFER_SIZE = 100_000_000  # numbers; the default of the configuration
+# Optimizers of torch, tr-optim or other libraries that silently train differently on a flat buffer.
 _NEED_MATRICES = ("Adafactor", "Muon", "SOAP", "Shampoo")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: int) -> None:
-    """Refuse an optimizer that would not train the module as it does elsewhere.
+    """Refuse an optimizer that trains the module differently under DeepSpeed.
 
     Raises:
         ValueError: the message says why, and what to do.
@@ -217,7 +216,7 @@ def check_swap_buffers(configuration: dict[str, Any], module: nn.Module, world_s
     """Refuse buffers that are too small for a rank's part of a parameter that is swapped to NVMe.
 
     Raises:
-        ValueError: the message says how large they have to be.
+        ValueError: the message gives the needed size.
     """
     section = look_up(configuration, "zero_optimization.offload_param") or {}
     if section.get("device") != "nvme":
@@ -248,7 +247,7 @@ def make_engine(
     Collective. The optimizer's groups hold flat tensors afterwards.
 
     Raises:
-        ValueError: a group is empty, and not the last.
+        ValueError: a group other than the last is empty.
     """
     config = engine_configuration(configuration, device)
     empty = _take_off_empty_groups(optimizer)
@@ -267,7 +266,7 @@ def make_engine(
 
 
 def engine_configuration(configuration: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the configuration as the engine gets it."""
+    """Return the configuration in the form that the engine gets."""
     config = copy.deepcopy(configuration)
     if "train_batch_size" not in config:
         config.setdefault("train_micro_batch_size_per_gpu", 1)
@@ -275,7 +274,7 @@ def engine_configuration(configuration: dict[str, Any], device: torch.device) ->
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", _NEVER)
     if (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme":
-        # Fetched ahead of a step or of an evaluation, parameters are taken for swapped out when they are not.
+        # DeepSpeed takes parameters that were fetched before a step or an evaluation for swapped out when they are not.
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     for name in ("offload_optimizer", "offload_param"):
         section = config.get("zero_optimization", {}).get(name)
@@ -285,9 +284,9 @@ def engine_configuration(configuration: dict[str, Any], device: torch.device) ->
 
 
 def _shard_to_files(deepspeed: Any, module: nn.Module, config: dict[str, Any]) -> None:
-    """Have parameters that are to be in files there in float32, where nothing else is asked for.
+    """Keep swapped parameters in float32 in their files, unless another type is set.
 
-    Where there is no float16, on the CPU, `initialize` takes buffers of bfloat16 for them, and rounds.
+    Without float16, on the CPU, `initialize` uses bfloat16 buffers for them, and rounds.
     """
     on_disk = (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme"
     is_divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
@@ -299,7 +298,7 @@ def _shard_to_files(deepspeed: Any, module: nn.Module, config: dict[str, Any]) -
 
 
 def _take_off_empty_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the groups at the end that have no parameters, taken off: DeepSpeed would drop them, schedules not."""
+    """Remove and return empty groups at the end: DeepSpeed would drop them, schedules would not."""
     groups = optimizer.param_groups
     last = max((number for number, group in enumerate(groups) if group["params"]), default=-1)
     if any(not group["params"] for group in groups[: last + 1]):

@@ -1,6 +1,6 @@
-"""Save and restore what ZeRO divides over the ranks, and measure, clip or skip its gradients before a step.
+"""Save and restore state that ZeRO divides over the ranks, and measure, clip or skip its gradients before a step.
 
-States are saved by parameter, so the stage and the number of ranks may change. Full tensors are saved as rows that are
+States are saved by parameter, so the stage and the number of ranks may change. Full tensors are saved as rows
 divided over the ranks, and every rank writes a part of the checkpoint.
 """
 
@@ -26,15 +26,15 @@ from tr_dist.deepspeed.swapping import Piece, drop_swapped_state, in_memory, pie
 class RowSharding:
     """Divide tensors over the ranks by their first dimension, in host memory.
 
-    What a checkpoint so holds is laid out as parameters of `fully_shard` are: no number of ranks, and no stage, is
-    written into it.
+    In a checkpoint they have the layout of `fully_shard` parameters, independent of the number of ranks and the
+    stage.
     """
 
     def __init__(self) -> None:
         self._mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
 
     def keep(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of which this rank keeps its rows alone; one number is kept as it is, by all."""
+        """Return a tensor reduced to this rank's rows; a single number is kept by all ranks."""
         if whole.dim() == 0:
             return whole.detach().cpu()
         mine = self._rows(len(whole))
@@ -42,17 +42,17 @@ class RowSharding:
         return self._divided(local, whole.shape)
 
     def whole(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return all rows of what `keep` returned, or a plain tensor, on `device`. Collective."""
+        """Return all rows of a result of `keep`, or a plain tensor, on `device`. Collective."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
         return value.to(device)
 
     def __bool__(self) -> bool:
-        """True: a checkpoint that holds whole tensors is to be read in rows too."""
+        """True, so that a checkpoint of full tensors is also read in rows."""
         return True
 
     def empty(self, name: str, saved: Any) -> torch.Tensor:
-        """Return memory for a tensor of a checkpoint that is being read: of `saved.shape` and `saved.dtype`."""
+        """Return an uninitialised tensor of `saved.shape` and `saved.dtype`, for reading a checkpoint."""
         shape = torch.Size(saved.shape)
         if not shape:
             return torch.empty(shape, dtype=saved.dtype)
@@ -70,9 +70,9 @@ class RowSharding:
 
 
 def clip_gradients(engine: Any, stage: int, max_norm: float | None) -> torch.Tensor:
-    """Return the norm of the gradients that the engine holds, and have its step clip them to `max_norm`. Collective.
+    """Return the norm of the engine's gradients, and make its step clip them to `max_norm`. Collective.
 
-    DeepSpeed clips as it steps, by the norm that it measures again then.
+    DeepSpeed clips in its step, where it measures the norm again.
     """
     if stage == 0:
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
@@ -92,7 +92,7 @@ def clip_gradients(engine: Any, stage: int, max_norm: float | None) -> torch.Ten
 
 
 def skip_step(engine: Any, stage: int) -> None:
-    """Forget the gradients that the engine holds, as it does itself where their norm is not finite."""
+    """Drop the engine's gradients, as DeepSpeed does if their norm is not finite."""
     if stage == 0:
         engine.zero_grad()
         return
@@ -101,9 +101,9 @@ def skip_step(engine: Any, stage: int) -> None:
 
 
 def pass_early_gradients(zero: Any) -> None:
-    """Give an offloaded optimizer the gradients that came before a step's last micro-batch alone.
+    """Give an offloaded optimizer the gradients that only earlier micro-batches of a step produced.
 
-    DeepSpeed copies the sums of those that the last one added to, and leaves out the others.
+    DeepSpeed copies only the sums to which the last micro-batch added.
     """
     if getattr(zero, "offload_optimizer", False):  # at stage 3
         numbers = {each.ds_id: zero.get_param_id(each) for group in zero.fp16_groups for each in group}
@@ -116,10 +116,10 @@ def pass_early_gradients(zero: Any) -> None:
 
 
 def clear_gradients(zero: Any) -> None:
-    """Put zeros for the gradients of a step that was made, where DeepSpeed keeps them for the next.
+    """Zero the gradients after a step, where DeepSpeed keeps them for the next.
 
-    Only the first micro-batch of a step overwrites them. A parameter without a part in it would keep what it had in the
-    step before, or add to it.
+    Only the first micro-batch of a step overwrites them. A parameter that takes no part in it would keep its gradient
+    of the step before, or add to it.
     """
     kept = [getattr(zero, "grad_partitions_flat_buffer", None)]  # at stage 3
     if getattr(zero, "cpu_offload", False):
@@ -130,7 +130,7 @@ def clear_gradients(zero: Any) -> None:
 
 
 def _copy_left_out(zero: Any, with_gradient: str, copy: Callable[[], None], numbers: dict[int, int]) -> None:
-    """Copy the sums of gradients that this step has, and that were not copied yet."""
+    """Copy the sums of this step's gradients that were not copied yet."""
     before = getattr(zero, with_gradient)
     setattr(zero, with_gradient, {each for each in before if numbers[each] not in zero.norm_for_param_grads})
     try:
@@ -161,9 +161,9 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class ShardedOptimizer:
-    """The state of an optimizer whose parameters ZeRO has flattened, in the form of a plain optimizer's.
+    """The state of an optimizer whose parameters ZeRO has flattened, in the form of a plain optimizer's state.
 
-    Beside it, under `masters`, are the float32 parameters where the model's are of another type.
+    An extra entry `masters` holds the float32 parameters if the model's are of another type.
 
     Args:
         model: with its engine.
@@ -182,7 +182,7 @@ class ShardedOptimizer:
             shape = _shape(parameter)
             own = self._optimizer.state.get(piece.flat, {})
             if own:
-                # Copies of what counts steps: a plain optimizer has one for each parameter, and adds to each.
+                # Step counters are copied: a plain optimizer has one for each parameter, and increments each.
                 state[number] = {
                     name: rows.keep(piece.gather(value, shape)) if _is_like(value, piece.flat) else copy.deepcopy(value)
                     for name, value in own.items()
@@ -197,10 +197,10 @@ class ShardedOptimizer:
         return {"state": state, "param_groups": groups, "masters": masters}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over such a state, or that of a plain optimizer over the same groups. Collective.
+        """Load such a state, or that of a plain optimizer over the same groups. Collective.
 
         Raises:
-            ValueError: it is of other parameters.
+            ValueError: it belongs to other parameters.
         """
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved_groups]
@@ -217,7 +217,7 @@ class ShardedOptimizer:
                 _take(own, name, value, rows, parameter, piece)
             if isinstance(own.get("step"), torch.Tensor):
                 options = self._optimizer.param_groups[piece.group]
-                on_device = options.get("fused") or options.get("capturable")  # as torch's own loading has it
+                on_device = options.get("fused") or options.get("capturable")  # the same rule as in torch's loading
                 own["step"] = own["step"].to(piece.flat.device if on_device else "cpu")
             if (master := state_dict.get("masters", {}).get(number)) is not None:
                 piece.fill(piece.flat.data, rows.whole(master, piece.flat.device))
@@ -225,11 +225,11 @@ class ShardedOptimizer:
             group.update({name: value for name, value in saved.items() if name != "params"})
 
     def tensor_layout(self) -> RowSharding:
-        """Return what gives memory for the tensors of a checkpoint that is being read."""
+        """Return the layout that allocates tensors for reading a checkpoint."""
         return RowSharding()
 
     def _pieces(self, *, changed: bool) -> Iterator[tuple[Any, Piece]]:
-        """Yield each parameter and its piece, while that is in memory; `changed` has it written back."""
+        """Yield each parameter and its piece, while that is in memory; `changed` writes it back."""
         groups, zero = self._model.given_groups, self._model.engine.optimizer
         found = pieces_of(zero, groups, self._stage, self._rank)
         parameters = (parameter for group in groups for parameter in group)
@@ -237,26 +237,26 @@ class ShardedOptimizer:
 
 
 class ShardedModel:
-    """A model that ZeRO-3 divides, whose state a checkpoint holds in rows, or whole.
+    """A model that ZeRO-3 divides, saved in rows or as full tensors.
 
     Args:
         model: with its engine.
         rank: of this process.
-        whole: gather the tensors on rank 0, instead of leaving every rank its rows.
+        whole: gather the full tensors on rank 0, instead of rows on every rank.
     """
 
     def __init__(self, model: EngineModel, rank: int, *, whole: bool) -> None:
         self._model, self._rank, self._whole = model, rank, whole
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict; with `whole` it is empty but on rank 0. Collective."""
+        """Return the module's state dict; with `whole` it is empty on all ranks but 0. Collective."""
         if self._whole:
             return full_state_dict(self._model.module, keep=self._rank == 0)
         rows = RowSharding()
         return _gathered(self._model.module, rows.keep)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over a state that `state_dict` of this or of the plain module returned. Collective.
+        """Load a state from `state_dict` of this class or of the plain module. Collective.
 
         Raises:
             RuntimeError: it lacks tensors, or holds others.
@@ -281,12 +281,12 @@ class ShardedModel:
         refresh_masters(self._model.engine.optimizer)
 
     def tensor_layout(self) -> RowSharding:
-        """Return what gives memory for the tensors of a checkpoint that is being read."""
+        """Return the layout that allocates tensors for reading a checkpoint."""
         return RowSharding()
 
 
 class FullStateModel:
-    """A model that every rank has whole, while its optimizer has float32 parameters of its own.
+    """A model that every rank holds in full, while its optimizer has separate float32 parameters.
 
     Args:
         model: with its engine.
@@ -300,7 +300,7 @@ class FullStateModel:
         return self._model.module.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over a module's state, and have the optimizer begin from it."""
+        """Load a module's state, and copy it to the optimizer's parameters."""
         self._model.module.load_state_dict(state_dict)
         refresh_masters(self._model.engine.optimizer)
 
@@ -309,33 +309,33 @@ class LossScale:
     """The state of an engine's loss scaler.
 
     Args:
-        engine: in float16.
+        engine: an engine in float16.
     """
 
     def __init__(self, engine: Any) -> None:
         self._scaler = engine.optimizer.loss_scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and when it last changed."""
+        """Return the scale, and the step of its last change."""
         return {name: getattr(self._scaler, name) for name in _SCALE if hasattr(self._scaler, name)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over such a state."""
+        """Load such a state."""
         vars(self._scaler).update(state_dict)
 
 
 def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """Return the state dict of a module that is divided, with whole tensors in host memory; empty unless `keep`."""
+    """Return the state dict of a divided module, with full tensors in host memory; empty unless `keep`."""
     state = _gathered(module, lambda tensor: tensor.detach().cpu().clone() if keep else None)
     return state if keep else {}
 
 
 def gathered(parameter: Any, changed_by: int | None = None) -> Any:
-    """Return a block in which a parameter is whole on every rank. Collective.
+    """Return a context in which a parameter is gathered on every rank. Collective.
 
     Args:
         parameter: of a divided module, or any tensor.
-        changed_by: the rank whose changes to it all ranks are to have afterwards.
+        changed_by: the rank whose changes to it are sent to all ranks afterwards.
     """
     zero = importlib.import_module("deepspeed.runtime.zero")
     return zero.GatheredParameters([parameter], modifier_rank=changed_by, enabled=_is_sharded(parameter))
@@ -353,7 +353,7 @@ def _gathered(module: nn.Module, convert: Any) -> dict[str, Any]:
 
 
 def _take(own: dict[str, Any], name: str, value: Any, rows: RowSharding, parameter: nn.Parameter, piece: Piece) -> None:
-    """Put one entry of a parameter's saved state into that of the flat tensor it is in."""
+    """Copy one entry of a parameter's saved state into that of its flat tensor."""
     if isinstance(value, torch.Tensor) and value.shape == _shape(parameter) and name != "step":
         if name not in own:
             own[name] = torch.zeros_like(piece.flat, dtype=value.dtype)
@@ -364,7 +364,7 @@ def _take(own: dict[str, Any], name: str, value: Any, rows: RowSharding, paramet
     if name in own and bool(own[name] != value):
         raise ValueError(
             f"the saved optimizer has {name}={own[name]} for some parameters and {value} for others, which ZeRO keeps "
-            "in one tensor; go on with the strategy that saved it"
+            "in one tensor; resume with the strategy that saved it"
         )
     own[name] = value.clone() if isinstance(value, torch.Tensor) else value
 

@@ -1,4 +1,4 @@
-"""Train through DeepSpeed's engine: optimizer state, gradients and parameters divided over the ranks as ZeRO does."""
+"""Train through DeepSpeed's engine: ZeRO divides optimizer state, gradients and parameters over the ranks."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ class DeepSpeed(Ranks):
 
     Stage 1 divides optimizer state over the ranks, stage 2 gradients too, stage 3 parameters too.
 
-    Building one joins the process group that the launcher's environment describes, as `tr_dist.DDP` does; the calls
-    are the same, and one more: `bind_optimizer` after the optimizer is built and before the first step, for DeepSpeed
-    makes its engine of model and optimizer together. The engine divides the optimizer's parameters, so that its
-    `param_groups` hold other tensors from then on; learning rates and other options are set in them as ever.
+    The constructor joins the process group that the launcher's environment describes, as `tr_dist.DDP` does. The calls
+    are the same, with one more: `bind_optimizer` after the optimizer is built and before the first step, because
+    DeepSpeed builds its engine from model and optimizer together. The engine divides the optimizer's parameters, and
+    its `param_groups` hold other tensors from then on. Learning rates and other options are set in them as before.
 
     In bf16 and fp16 the module itself is of that type, with float32 parameters in the optimizer. fp16 scales losses as
     the configuration says. Gradients are exchanged once a step at stages 0 and 1, and after every micro-batch at
-    stages 2 and 3, whose gradients are divided. DeepSpeed reads the gradient norm to the host in every step, and leaves
-    out a step whose norm is not finite. Buffers are those of rank 0 at the start, and each rank's own afterwards.
+    stages 2 and 3, whose gradients are divided. DeepSpeed syncs on the gradient norm in every step, and skips
+    a step whose norm is not finite. Buffers are copied from rank 0 at the start, and local to each rank afterwards.
 
     Args:
-        configuration: of DeepSpeed, a mapping or the path of a JSON file, nothing in it `auto` but sizes that go by the
-            model's hidden size, and without `gradient_clipping` and `scheduler`, which are the loop's affair.
-        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
-        timeout_s: seconds to wait for other ranks, in joining and in each collective.
-        use_cpu: compute on the CPU even where there is CUDA.
+        configuration: of DeepSpeed, a mapping or the path of a JSON file. Only sizes that follow from the model's
+            hidden size may be `auto`. `gradient_clipping` and `scheduler` are left out: the loop handles them.
+        backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, when joining and in each collective.
+        use_cpu: compute on the CPU even if there is CUDA.
 
     Attributes:
-        device: where this process computes.
+        device: the device of this process.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
@@ -79,7 +79,7 @@ class DeepSpeed(Ranks):
     Raises:
         ValueError: an argument or the environment does not fit this machine, or DeepSpeed is not installed.
         ConnectionError: the ranks did not find each other.
-        RuntimeError: a process group exists and is not what the environment says.
+        RuntimeError: a process group exists and differs from the environment.
     """
 
     binds_optimizer = True
@@ -112,10 +112,10 @@ class DeepSpeed(Ranks):
 
     @classmethod
     def from_arguments(cls, args: Any) -> DeepSpeed:
-        """Build from the fields of training arguments that are about this.
+        """Build from the training arguments that concern it.
 
-        They are `deepspeed`, which is filled in from and compared with those on batch sizes, accumulation, clipping,
-        optimizer, schedule and precision; and `use_cpu`, `ddp_backend` and `ddp_timeout`.
+        `deepspeed` is filled in from, and compared with, the arguments on batch sizes, accumulation, clipping,
+        optimizer, schedule and precision. `use_cpu`, `ddp_backend` and `ddp_timeout` are used too.
 
         Raises:
             ValueError: configuration and arguments disagree; the message lists where.
@@ -132,7 +132,7 @@ class DeepSpeed(Ranks):
         return cls(filled, backend=args.ddp_backend, timeout_s=float(args.ddp_timeout), use_cpu=args.use_cpu)
 
     def check_accumulation(self, number: int) -> None:
-        """Refuse a loop with another number of micro-batches in a step than the configuration has, which goes by it.
+        """Refuse a loop whose number of micro-batches in a step differs from the configuration's.
 
         Raises:
             ValueError: the numbers differ.
@@ -145,13 +145,13 @@ class DeepSpeed(Ranks):
             )
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Give every rank the weights of rank 0, and return the module to train; at stages 0 to 2 on the device.
+        """Copy the weights of rank 0 to every rank, and return the module to train; at stages 0 to 2 on the device.
 
-        Collective. Frozen and trainable are taken as they are when the optimizer is bound.
+        Collective. Which parameters are frozen is fixed when the optimizer is bound.
 
         Raises:
             ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta device), or
-                does not say the hidden size that the configuration asks for.
+                has no hidden size although the configuration needs it.
         """
         check_trainable(model, self.device)
         self.configuration = configurations.fill_from_model(self.configuration, model)
@@ -163,15 +163,15 @@ class DeepSpeed(Ranks):
         return EngineModel(model, self.device, self._dtype)
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Make the engine of a model and the optimizer that is to train it, in place of an earlier engine. Collective.
+        """Build the engine of a model and its optimizer, in place of an earlier engine. Collective.
 
-        Where the configuration has an `optimizer` of its own, that one updates the parameters, in the groups and with
-        the learning rates of `optimizer`, whose state and groups are its.
+        If the configuration has its own `optimizer`, that one updates the parameters, in the groups and with
+        the learning rates of `optimizer`, and shares its state and groups.
 
         Raises:
-            TypeError: `model` is not what `prepare` returned.
+            TypeError: `model` is not the result of `prepare`.
             ValueError: the optimizer cannot update flattened parameters, or has others than the model's.
-            RuntimeError: the engine is not what was asked for.
+            RuntimeError: the engine differs from the configuration.
         """
         inner = self._engine_model(model)
         check_optimizer(optimizer, inner.module, self.stage)
@@ -194,12 +194,12 @@ class DeepSpeed(Ranks):
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
-        """Surround forward and backward of one micro-batch; `sync` says that it is the last of its step.
+        """Run forward and backward of one micro-batch inside this context; `sync` marks the last one of a step.
 
         Raises:
-            TypeError: `model` is not what `prepare` returned.
-            RuntimeError: no optimizer was bound; the micro-batch before was the last of its step, which was not made;
-                or, on leaving with `sync`, no backward was made.
+            TypeError: `model` is not the result of `prepare`.
+            RuntimeError: no optimizer was bound; the micro-batch before was the last of its step, and the step was not
+                made; or, on exit with `sync`, no backward was made.
         """
         engine = self._engine(model)
         self._engine_model(model).restore_buffers()
@@ -219,57 +219,57 @@ class DeepSpeed(Ranks):
             )
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Surround a forward pass and its loss: with nothing, for the engine has the module in its precision."""
+        """Return an empty context for a forward pass and its loss: the engine holds the module in its precision."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of a scalar loss, and exchange them as the stage has it; fp16 scales it first."""
+        """Compute gradients of a scalar loss, and exchange them as the stage requires; fp16 scales the loss first."""
         if self._model is None:
             raise RuntimeError("backward needs an engine: call bind_optimizer(model, optimizer) first")
-        # Losses are divided by the micro-batches of their step already.
+        # Losses are divided by the number of micro-batches already.
         self._model.engine.backward(loss, scale_wrt_gas=False)
         self._backwards += 1
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
-        """Have the step scale gradients so that their total 2-norm is at most `max_norm`; None measures only.
+        """Make the step scale gradients so that their total 2-norm is at most `max_norm`; None measures only.
 
         Returns:
-            The norm before clipping, of the whole model, on every rank the same; infinity where it is not finite.
+            The norm before clipping, of the whole model, the same on every rank; infinity if it is not finite.
         """
         return clip_gradients(self._engine(model), self.stage, max_norm).to(self.device)
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the gradients. Returns False where DeepSpeed left the step out: the norm was not finite; else True.
+        """Apply the gradients. Returns False if DeepSpeed skipped the step because of a non-finite norm, else True.
 
         Args:
             optimizer: the one that was bound.
-            skip: scalar on the device, the same on all ranks, which is read; where it is not 0, parameters and
-                optimizer state stay as they are.
+            skip: scalar on the device, the same on all ranks; it is read. If it is not 0, parameters and
+                optimizer state stay unchanged.
         """
         if self._model is None:
             raise RuntimeError("step needs an engine: call bind_optimizer(model, optimizer) first")
         engine, self._is_complete = self._model.engine, False
-        if skip is not None and skip.item():  # sync: DeepSpeed itself reads the norm in each step
+        if skip is not None and skip.item():  # sync: DeepSpeed itself syncs on the norm in each step
             skip_step(engine, self.stage)
             clear_gradients(engine.optimizer)
             return True
-        pass_early_gradients(engine.optimizer)  # where they were not clipped, which needs them too
+        pass_early_gradients(engine.optimizer)  # clipping does it too, if it was called
         if self.stage == 3:
             prepare_step(engine.optimizer)
         engine.step()
         clear_gradients(engine.optimizer)
         if self.stage:
-            engine.optimizer.clip_grad = 0.0  # until the next step's is known
+            engine.optimizer.clip_grad = 0.0  # until the next step sets it
         return bool(engine.was_step_applied())
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name: `model`, `optimizer` if given, `scaler` under fp16.
+        """Return the parts of a checkpoint, by name: `model`, `optimizer` if given, `scaler` under fp16.
 
-        What is divided is saved in rows of whole parameters, each rank its own, whatever the stage: it can be resumed
-        at another stage, on another number of ranks, and by other strategies. A configuration with
-        `stage3_gather_16bit_weights_on_model_save` has the model saved whole.
+        Divided state is saved in rows of full parameters, each rank its own, at every stage. It can be resumed
+        at another stage, on another number of ranks, and by other strategies. With
+        `stage3_gather_16bit_weights_on_model_save` in the configuration the model is saved in full.
         """
         inner = self._engine_model(model)
         if inner.engine is None:
@@ -284,12 +284,12 @@ class DeepSpeed(Ranks):
 
     @contextmanager
     def gathered(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Surround what is done with one parameter whole, on every rank, to be read. Collective at stage 3."""
+        """Yield one parameter gathered in full on every rank, to be read. Collective at stage 3."""
         with gathered(parameter):
             yield parameter.data
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict of the unwrapped model with whole tensors; at stage 3 in host memory, on rank 0 alone.
+        """Return the full state dict of the unwrapped model; at stage 3 in host memory, on rank 0 alone.
 
         Collective at stage 3.
         """
@@ -300,7 +300,7 @@ class DeepSpeed(Ranks):
         """Leave the process group if this object joined it; a second call does nothing.
 
         Args:
-            failed: the run ends by an exception, so the other ranks may be gone: wait for nobody.
+            failed: the run ends by an exception, so other ranks may be gone: do not wait for them.
         """
         self._model, model = None, self._model
         if model is not None and not failed:
@@ -328,7 +328,7 @@ class DeepSpeed(Ranks):
         return FullStateModel(inner) if self.stage else inner.module
 
     def _check_engine(self, engine: Any) -> None:
-        """Make sure that the engine is what was asked for, and not silently something else."""
+        """Raise if DeepSpeed silently made another engine than requested."""
         kind = type(engine.optimizer).__name__
         found = {
             "stage": int(engine.zero_optimization_stage()),

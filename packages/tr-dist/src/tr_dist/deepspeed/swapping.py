@@ -1,6 +1,6 @@
-"""Read what ZeRO-3 has swapped to files back into memory, part by part, and own the folders that it swaps to.
+"""Read parts that ZeRO-3 has swapped to files back into memory, one by one, and manage the swap folders.
 
-`Piece` says where the numbers of each parameter are in the flat tensors that ZeRO divides over the ranks. Gaps that
+`Piece` locates the numbers of each parameter in the flat tensors that ZeRO divides over the ranks. Gaps that
 DeepSpeed leaves in swapped gradients are filled here. Folders belong to one process, and are deleted again.
 """
 
@@ -27,14 +27,14 @@ from tr_dist.deepspeed.configuration import swap_paths
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that this rank has.
+    """The part of one parameter that this rank holds.
 
     Attributes:
-        flat: the tensor that this rank's optimizer changes, of which the piece is a part.
+        flat: the tensor that this rank's optimizer updates, which contains the piece.
         group: number of the optimizer's group.
-        start: where in `flat` the piece begins.
-        offset: where in the flattened parameter the piece begins.
-        size: how many numbers; 0 if this rank has none of the parameter.
+        start: start of the piece in `flat`.
+        offset: start of the piece in the flattened parameter.
+        size: how many numbers; 0 if this rank holds none of the parameter.
         subgroup: number of `flat` among those that ZeRO-3 can swap out; None at other stages.
     """
 
@@ -46,11 +46,11 @@ class Piece:
     subgroup: int | None = None
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the piece of a tensor that is laid out as `flat`."""
+        """Return the piece of a tensor with the layout of `flat`."""
         return values.narrow(0, self.start, self.size)
 
     def gather(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Put the parameter's numbers together from all ranks' tensors that are laid out as `flat`. Collective."""
+        """Assemble the parameter's numbers from all ranks' tensors with the layout of `flat`. Collective."""
         whole = torch.zeros(shape.numel(), dtype=values.dtype, device=values.device)
         if self.size:
             whole.narrow(0, self.offset, self.size).copy_(self.of(values))
@@ -58,7 +58,7 @@ class Piece:
         return whole.view(shape)
 
     def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy this rank's piece of a whole tensor into one that is laid out as `flat`."""
+        """Copy this rank's piece of a full tensor into one with the layout of `flat`."""
         if self.size:
             self.of(values).copy_(whole.reshape(-1).narrow(0, self.offset, self.size))
 
@@ -89,11 +89,11 @@ def _of_stage_2(flat: torch.Tensor, group: int, parameter: Any) -> Piece:
 def _of_stage_3(zero: Any, parameter: Any, rank: int) -> Piece:
     subgroup, start, size = zero.grad_position[zero.get_param_id(parameter)]
     flat, group = zero.fp32_partitioned_groups_flat[subgroup], zero.sub_group_to_group_id[subgroup]
-    offset = rank * size  # the last ranks' pieces are filled up to this size
+    offset = rank * size  # the last ranks' pieces are padded to this size
     return Piece(flat, group, start, offset, max(0, min(size, parameter.ds_numel - offset)), subgroup)
 
 
-_BLOCK = 4096  # bytes, of the largest logical blocks of disks
+_BLOCK = 4096  # bytes of the largest logical blocks of disks
 
 
 def in_memory(zero: Any, pieces: Iterable[tuple[Any, Piece]], *, changed: bool) -> Iterator[tuple[Any, Piece]]:
@@ -102,7 +102,7 @@ def in_memory(zero: Any, pieces: Iterable[tuple[Any, Piece]], *, changed: bool) 
     Args:
         zero: DeepSpeed's optimizer.
         pieces: in the order of `pieces_of`.
-        changed: whether what is in memory is to be written back.
+        changed: whether to write the tensors back afterwards.
     """
     for subgroup, members in groupby(pieces, key=lambda item: item[1].subgroup):
         with _subgroup_in_memory(zero, subgroup, changed=changed):
@@ -110,10 +110,10 @@ def in_memory(zero: Any, pieces: Iterable[tuple[Any, Piece]], *, changed: bool) 
 
 
 def keep_unaligned_gradients(zero: Any) -> None:
-    """Have gradients stay in memory where DeepSpeed could not read them back from a file.
+    """Keep gradients in memory if DeepSpeed could not read them back from a file.
 
-    It reads each into the midst of a buffer. Past the page cache that takes an address of whole blocks; at others
-    nothing is read, and nothing is said.
+    It reads each into the middle of a buffer. Direct I/O needs an address of whole blocks; at other addresses
+    DeepSpeed silently reads nothing.
     """
     if not _swaps_optimizer(zero):
         return
@@ -132,13 +132,13 @@ def keep_unaligned_gradients(zero: Any) -> None:
 
 
 def drop_swapped_state(zero: Any) -> None:
-    """Forget the optimizer's state that is in files, of which the optimizer was just emptied."""
+    """Drop the swapped state of an optimizer that was just emptied."""
     if _swaps_optimizer(zero):
         zero.optimizer_swapper.purge_state()
 
 
 def refresh_masters(zero: Any) -> None:
-    """Copy a model's parameters to what the optimizer changes, wherever the two are."""
+    """Copy a model's parameters to the optimizer's, whether in memory or swapped out."""
     if not (_swaps_optimizer(zero) or _swaps_parameters(zero)):
         if (refresh := getattr(zero, "refresh_fp32_params", None)) is not None:
             refresh()
@@ -150,14 +150,14 @@ def refresh_masters(zero: Any) -> None:
 
 
 def prepare_step(zero: Any) -> None:
-    """See to what DeepSpeed's step expects of what is in files.
+    """Prepare swapped tensors for DeepSpeed's step.
 
-    Parameters that were without a gradient in this step get zeros, where their optimizer is offloaded; DeepSpeed would
-    take what a buffer or a file happens to hold, such as the gradient of an earlier step. And parameters that were
-    fetched before they were needed go: the step would change them in memory alone.
+    Parameters without a gradient in this step get zeros, if their optimizer is offloaded. DeepSpeed would otherwise
+    use the content of a buffer or file, such as the gradient of an earlier step. Parameters that were
+    fetched too early are released: the step would change them in memory alone.
 
     Raises:
-        ValueError: there are too few buffers for what the optimizer keeps.
+        ValueError: there are too few buffers for the optimizer's tensors.
     """
     if _swaps_parameters(zero):
         _release_fetched(zero)
@@ -172,7 +172,7 @@ def prepare_step(zero: Any) -> None:
 
 
 def _put_zeros(zero: Any, number: int, places: list[tuple[int, int]]) -> None:
-    """Put zeros for gradients into parts (start, size) of a sub-group's flat tensor."""
+    """Write zeros as gradients into ranges (start, size) of a sub-group's flat tensor."""
     flat = zero.fp32_partitioned_groups_flat[number]
     if not _swaps_optimizer(zero) or not zero._swappable_optimizer_subgroup(number):
         for start, size in places:
@@ -201,7 +201,7 @@ def _subgroup_in_memory(zero: Any, number: int | None, *, changed: bool) -> Iter
 
 
 def _check_buffers(zero: Any) -> None:
-    """Refuse too few buffers for what an optimizer keeps of each parameter.
+    """Refuse too few buffers for an optimizer's tensors of each parameter.
 
     Raises:
         ValueError: a parameter, its gradient and its state need more.
@@ -216,7 +216,7 @@ def _check_buffers(zero: Any) -> None:
 
 
 def _release_fetched(zero: Any) -> None:
-    """Let go of parts of parameters that were read from files, and not gathered since."""
+    """Release parts of parameters that were read from files, and not gathered since."""
     fetched = []
     for parameter in (each for group in zero.fp16_groups for each in group):
         swapper, part = parameter.nvme_swapper, parameter.ds_tensor
@@ -240,8 +240,8 @@ def _swaps_parameters(zero: Any) -> bool:
 class SwapFolders:
     """Folders of one process, below those that a configuration names for offload to NVMe.
 
-    DeepSpeed itself would use one for all runs, and empty it as a run starts. They are deleted by `remove`, when this
-    object goes, and as the interpreter ends; a process that is killed leaves them behind.
+    DeepSpeed would use one folder for all runs, and empty it when a run starts. These are deleted by `remove`, with
+    this object, and when the interpreter exits; a killed process leaves them behind.
 
     Args:
         configuration: of DeepSpeed.
@@ -254,7 +254,7 @@ class SwapFolders:
         self.remove = weakref.finalize(self, _remove, self._made)
 
     def place(self, configuration: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration with this process's folders in it; they are made the first time.
+        """Return the configuration with this process's folders in it; made on the first call.
 
         A module that was divided by one engine stays in its folders under the next.
         """
@@ -270,7 +270,7 @@ def check_swap_paths(configuration: Mapping[str, Any]) -> None:
     """Refuse folders that cannot be swapped to.
 
     Raises:
-        ValueError: a folder is missing, cannot be written to, or is on a file system without direct access.
+        ValueError: a folder does not exist, cannot be written to, or is on a file system without direct I/O.
     """
     for name, path in swap_paths(configuration).items():
         setting = f"zero_optimization.{name}.nvme_path={path!r}"
@@ -287,7 +287,7 @@ def check_swap_paths(configuration: Mapping[str, Any]) -> None:
 
 
 def _write_directly(folder: str) -> None:
-    """Open a file past the page cache, as DeepSpeed does, and delete it again."""
+    """Write a file with direct I/O, as DeepSpeed does, and delete it."""
     descriptor, path = tempfile.mkstemp(prefix="swapped-", dir=folder)
     os.close(descriptor)
     try:

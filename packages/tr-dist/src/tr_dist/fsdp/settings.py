@@ -1,4 +1,4 @@
-"""Hold what `fsdp` and `fsdp_config` say, and refuse what cannot be had."""
+"""Hold the settings of `fsdp` and `fsdp_config`, and refuse unsupported ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("backward_pre", "backward_post", "no_prefetch")
 _STATES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 
-# What is done anyway. key -> (value it stands for, why the other cannot be had)
+# Fixed settings. key -> (the value that applies, why the other is not supported)
 _AS_IT_IS: dict[str, tuple[Any, str]] = {
     "use_orig_params": (
         True,
@@ -31,8 +31,8 @@ class Sharding:
 
     Attributes:
         strategy: `full_shard` divides parameters, gradients and optimizer state, and gathers a layer's parameters
-            whenever it computes; `shard_grad_op` keeps them gathered from forward to backward; `no_shard` gives each
-            rank everything; `hybrid_shard` and `hybrid_shard_zero2` are the first two within each machine, with equal
+            whenever it computes; `shard_grad_op` keeps them gathered from forward to backward; `no_shard` replicates
+            everything; `hybrid_shard` and `hybrid_shard_zero2` are the first two within each machine, with equal
             shards on all machines.
         wrap: `TRANSFORMER_BASED_WRAP` makes units of the modules whose classes `layer_classes` names, or the model's
             `_no_split_modules`; `SIZE_BASED_WRAP` of modules of `min_num_params` parameters; `NO_WRAP` one of all.
@@ -42,9 +42,10 @@ class Sharding:
         backward_prefetch: when the backward pass gathers the next unit: `backward_pre` before it computes, the others
             when it is needed.
         forward_prefetch: the forward pass gathers the next unit before it computes.
-        sync_module_states: give every rank the weights of rank 0.
+        sync_module_states: copy the weights of rank 0 to every rank.
         rank0_loads: only rank 0 has the weights; other ranks' may be on the meta device.
-        replicas: over how many groups of ranks `hybrid_shard` repeats the shards; None is one for each machine.
+        replicas: the number of groups of ranks over which `hybrid_shard` repeats the shards; None is one for each
+            machine.
 
     Raises:
         ValueError: a value is not known, or two contradict each other.
@@ -79,14 +80,14 @@ class Sharding:
             )
 
     def mesh_shape(self, world_size: int, local_world_size: int | None) -> tuple[int, int]:
-        """Return over how many replicas, and over how many shards of each, the ranks are spread.
+        """Return the number of replicas, and of shards in each.
 
         Args:
             world_size: number of processes.
-            local_world_size: number of them on this machine; None takes them all to be here.
+            local_world_size: number of them on this machine; None means all.
 
         Raises:
-            ValueError: machines are to hold equal shards, and have not as many processes each.
+            ValueError: machines would hold equal shards, but have unequal numbers of processes.
         """
         if self.strategy == "no_shard":
             return world_size, 1
@@ -109,17 +110,17 @@ class Sharding:
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether a unit's parameters are let go after its forward."""
+        """Whether a unit's parameters are freed after its forward."""
         return self.strategy in ("full_shard", "hybrid_shard")
 
     @classmethod
     def from_config(
         cls, options: Collection[str], config: Mapping[str, Any], sizes: Mapping[str, int] | None = None
     ) -> Sharding:
-        """Build from the words of `fsdp`, the keys of `fsdp_config`, without prefix, and those of `parallelism_config`.
+        """Build from the words of `fsdp`, the keys of `fsdp_config` without prefix, and those of `parallelism_config`.
 
         Raises:
-            ValueError: they contradict each other, or ask for what is not to be had; the message says what instead.
+            ValueError: they contradict each other, or are not supported; the message gives an alternative.
         """
         refuse(config)
         chosen = [option for option in options if option in SHARDINGS]
@@ -144,7 +145,7 @@ class Sharding:
 
 
 def refuse(config: Mapping[str, Any]) -> None:
-    """Raise for keys that ask for what FSDP2 does not have.
+    """Raise for keys of features that FSDP2 does not have.
 
     Raises:
         ValueError: the message names the key and what to do.
@@ -158,14 +159,14 @@ def refuse(config: Mapping[str, Any]) -> None:
         )
     for key, (value, reason) in _AS_IT_IS.items():
         if config.get(key, value) != value:
-            raise ValueError(f"fsdp_config: {key}={config[key]!r} cannot be had: {reason}; leave it out")
+            raise ValueError(f"fsdp_config: {key}={config[key]!r} is not supported: {reason}; leave it out")
     state = config.get("state_dict_type")
     if state is not None and state not in _STATES:
         raise ValueError(f"fsdp_config: state_dict_type={state!r} is not known; it is one of {', '.join(_STATES)}")
 
 
 def _resharding(strategy: str, config: Mapping[str, Any]) -> str:
-    """Return the strategy that `reshard_after_forward`, FSDP2's own key, makes of one."""
+    """Return the strategy after applying FSDP2's own key `reshard_after_forward`."""
     reshards = config.get("reshard_after_forward")
     if reshards is None:
         return strategy
@@ -179,7 +180,7 @@ def _resharding(strategy: str, config: Mapping[str, Any]) -> str:
 
 
 def _repeated(strategy: str, sizes: Mapping[str, int]) -> tuple[str, int | None]:
-    """Return the strategy that the sizes of `parallelism_config` make of one, and its number of replicas."""
+    """Return the strategy after applying the sizes of `parallelism_config`, and its number of replicas."""
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     if strategy == "no_shard" and shards > 1:
         raise ValueError(

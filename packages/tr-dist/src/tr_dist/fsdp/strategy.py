@@ -1,4 +1,4 @@
-"""Train one model that is divided over the ranks: parameters, gradients and optimizer state in shards."""
+"""Train one model that is sharded over the ranks: parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ _NAMES_SHOWN = 5
 class FSDP(Ranks):
     """Fully sharded data parallel training, by torch's `fully_shard` (FSDP2).
 
-    Every rank holds a part of each parameter, of its gradient and of its optimizer state, and works on its own part of
-    each batch. A unit's parameters are gathered when it computes, and its gradients are averaged and divided again as
-    soon as they are there. Parameters are DTensors under their own names and shapes.
+    Every rank holds a shard of each parameter, of its gradient and of its optimizer state, and works on its own part of
+    each batch. A unit's parameters are gathered when it computes. Its gradients are averaged and sharded again as
+    soon as they exist. Parameters are DTensors under their own names and shapes.
 
-    Building one joins the process group that the launcher's environment describes, as `tr_dist.DDP` does; the calls
+    The constructor joins the process group that the launcher's environment describes, as `tr_dist.DDP` does. The calls
     are the same, and so are the numbers, up to rounding. Optimizers are built after `prepare`, which replaces the
-    parameters. Every rank makes as many forwards as the others, in evaluation too.
+    parameters. Every rank must make the same number of forwards, in evaluation too.
 
     In `bf16` and `fp16` units are gathered and computed in that type, under autocast; gradients are averaged in
-    float32, and weights and optimizer state are float32. In `fp16` losses are scaled: an overflow that one rank finds
-    in its shards leaves the update out on all, and lowers the scale of all.
+    float32, and weights and optimizer state are float32. In `fp16` losses are scaled: an overflow in the shards of one
+    rank skips the update on all, and lowers the scale of all.
 
-    Between the micro-batches of a step gradients stay whole, without `sync`, so that they are exchanged once a step;
-    with `sync` in each they are exchanged each time, and never whole.
+    Without `sync`, gradients stay full between the micro-batches of a step and are exchanged once a step. With `sync`
+    in each micro-batch they are exchanged each time, and never full.
 
     Args:
         sharding: how the model is divided.
         precision: `no`, `bf16`, or `fp16` with loss scaling, which needs an accelerator.
-        find_unused_parameters: let parameters take no part in a rank's loss: they get a gradient of zeros. Without it
-            such a parameter is an error.
-        backend: what carries collectives; None takes gloo on the CPU and NCCL on CUDA.
-        timeout_s: seconds to wait for other ranks, in joining and in each collective.
-        use_cpu: compute on the CPU even where there is CUDA.
+        find_unused_parameters: allow parameters that do not contribute to a rank's loss: their gradient is zero.
+            Without it such a parameter is an error.
+        backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
+        timeout_s: seconds to wait for other ranks, when joining and in each collective.
+        use_cpu: compute on the CPU even if there is CUDA.
 
     Attributes:
-        device: where this process computes.
+        device: the device of this process.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
@@ -77,7 +77,7 @@ class FSDP(Ranks):
     Raises:
         ValueError: an argument or the environment does not fit this machine.
         ConnectionError: the ranks did not find each other.
-        RuntimeError: a process group exists and is not what the environment says.
+        RuntimeError: a process group exists and differs from the environment.
     """
 
     forwards_together = True
@@ -108,13 +108,13 @@ class FSDP(Ranks):
 
     @classmethod
     def from_arguments(cls, args: Any) -> FSDP:
-        """Build from the fields of training arguments that are about this.
+        """Build from the training arguments that concern it.
 
         They are `fsdp`, `fsdp_config`, `parallelism_config`, `bf16`, `fp16`, `use_cpu`, `ddp_backend`, `ddp_timeout`
-        and `ddp_find_unused_parameters`. `state_dict_type='FULL_STATE_DICT'` has checkpoints hold whole weights.
+        and `ddp_find_unused_parameters`. With `state_dict_type='FULL_STATE_DICT'` checkpoints hold full weights.
 
         Raises:
-            ValueError: they contradict each other, or ask for what FSDP2 does not have, such as `version=1`.
+            ValueError: they contradict each other, or need what FSDP2 does not have, such as `version=1`.
         """
         return cls(
             Sharding.from_config(args.fsdp, args.fsdp_config, args.parallelism_config),
@@ -124,13 +124,13 @@ class FSDP(Ranks):
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Give every rank its shards of the model, which is changed in place, and return it.
+        """Shard the model in place over all ranks, and return it.
 
-        Collective. Frozen and trainable are taken as they are now; a frozen parameter is divided too.
+        Collective. Which parameters are frozen is fixed by this call; frozen parameters are sharded too.
 
         Raises:
             ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta device,
-                unless `rank0_loads` and this is not rank 0), or has no module of a class that was named.
+                unless `rank0_loads` and this is not rank 0), or has no module of a named class.
         """
         sharding = self.sharding
         has_values = not (sharding.rank0_loads and self.rank > 0)
@@ -151,14 +151,14 @@ class FSDP(Ranks):
         for module in (*units, model):
             fully_shard(module, **options)
             if not sharding.reshards_after_forward:
-                module.register_forward_hook(_let_go)
+                module.register_forward_hook(_free_gathered)
         if sharding.rank0_loads:
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
         synced_generation(model, self.sum, self.device)
         if callable(getattr(model, "generate", None)):
-            # It computes with parts of the model by themselves, such as an encoder, before the model's own forward.
+            # Some models call parts, such as an encoder, by themselves before the model's own forward.
             register_fsdp_forward_method(model, "generate")
         self._set_prefetching(cast("list[FSDPModule]", units), cast("FSDPModule", model))
         if self._finds_unused:
@@ -172,11 +172,11 @@ class FSDP(Ranks):
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
-        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up.
+        """Run forward and backward of one micro-batch inside this context; without `sync` gradients add up locally.
 
         Raises:
-            TypeError: `model` is not what `prepare` returned.
-            RuntimeError: on leaving with `sync`, a parameter has no gradient.
+            TypeError: `model` is not the result of `prepare`.
+            RuntimeError: on exit with `sync`, a parameter has no gradient.
         """
         self._exchange(model, sync=sync)
         yield
@@ -207,9 +207,9 @@ class FSDP(Ranks):
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping, of the whole model, on every rank the same; a scalar tensor on the device.
+            The norm before clipping, of the whole model, the same on every rank; a scalar tensor on the device.
         """
-        self._precision.unscale(optimizer)  # over shards too: torch has the ranks agree on what is not finite
+        self._precision.unscale(optimizer)  # also over shards: torch combines the ranks' overflow flags
         gradients = [p.grad for p in self.unwrap(model).parameters() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         divided = [part for part, g in zip(local, gradients, strict=True) if isinstance(g, DTensor)]
@@ -222,21 +222,21 @@ class FSDP(Ranks):
         return norm
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name: `model`, `optimizer` if given, `scaler` under float16.
+        """Return the parts of a checkpoint, by name: `model`, `optimizer` if given, `scaler` under float16.
 
-        Each rank has its shards of the first two. With `whole_checkpoints` the state of `model` is whole, and gathered
-        for it.
+        Each rank has its shards of the first two. With `whole_checkpoints` the state of `model` is gathered to full
+        tensors.
         """
         inner = self.unwrap(model)
         return self._parts(FullStateModel(inner, keep=self.rank == 0) if self._whole else inner, optimizer)
 
     @contextmanager
     def gathered(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Surround what is done with one parameter whole, on every rank, to be read. Collective."""
+        """Yield one parameter gathered in full on every rank, to be read. Collective."""
         yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's state dict with whole tensors in host memory; empty but on rank 0. Collective."""
+        """Return the model's full state dict in host memory; empty on all ranks but 0. Collective."""
         return full_state_dict(self.unwrap(model), keep=self.rank == 0)
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
@@ -257,16 +257,16 @@ class FSDP(Ranks):
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.sharding.offload else OffloadPolicy()
 
     def _set_prefetching(self, units: list[FSDPModule], model: FSDPModule) -> None:
-        """Say what is gathered ahead, where that is not as `fully_shard` does it."""
+        """Set what is gathered ahead, if it differs from the default of `fully_shard`."""
         if self.sharding.backward_prefetch != "backward_pre":
             for unit in (*units, model):
-                unit.set_modules_to_backward_prefetch([unit])  # it is there already: nothing is gathered ahead
+                unit.set_modules_to_backward_prefetch([unit])  # the unit itself is gathered: prefetches nothing
         if self.sharding.forward_prefetch:
             for unit, following in pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
 
     def _check_divided(self, model: nn.Module) -> None:
-        """Make sure that the model is what was asked for, and not silently something else."""
+        """Raise if `fully_shard` silently left a parameter undivided."""
         for name, parameter in model.named_parameters():
             placements = getattr(parameter, "placements", ())
             if not any(isinstance(placement, Shard) for placement in placements):
@@ -283,11 +283,11 @@ class FSDP(Ranks):
             )
 
 
-def _let_go(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Have a unit give up its whole parameters after a forward that no backward follows.
+def _free_gathered(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Free a unit's gathered parameters after a forward without a backward.
 
-    Kept, they would stand for the model's parameters, and be computed with in the next forward, whatever has become of
-    the shards: an average of the weights, put in their place to be evaluated, would go unnoticed.
+    If they were kept, the next forward would compute with them, even if the shards have changed since. Averaged weights
+    that replace the shards for an evaluation would have no effect.
     """
     if not torch.is_grad_enabled():
         cast("FSDPModule", module).reshard()

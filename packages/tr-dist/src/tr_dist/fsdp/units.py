@@ -10,13 +10,13 @@ from tr_dist.fsdp.settings import Sharding
 
 
 def choose_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
-    """Return the modules that become units of their own, inner ones first, without the model itself.
+    """Return the modules that become units, inner ones first, without the model itself.
 
-    A module that shares a parameter with another outside it cannot be one: its parameters would be in two units. It is
-    left to the unit around it.
+    A module that shares a parameter with a module outside it cannot be a unit: the parameter would be in two units. It
+    stays part of the enclosing unit.
 
     Raises:
-        ValueError: a class that was named is not in the model.
+        ValueError: a named class is not in the model.
     """
     if sharding.wrap == "TRANSFORMER_BASED_WRAP":
         chosen = _of_classes(model, sharding.layer_classes or _own_layers(model))
@@ -29,7 +29,7 @@ def choose_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
 
 
 def _own_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the classes of layers that a model of transformers says are not to be split."""
+    """Return the layer classes that a transformers model marks as not to be split."""
     names = getattr(model, "_no_split_modules", None)
     if not names:
         raise ValueError(
@@ -53,7 +53,7 @@ def _of_classes(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
 
 
 def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return modules that hold at least so many parameters which are in no unit yet."""
+    """Return modules with at least so many parameters that are in no unit yet."""
     chosen: list[nn.Module] = []
     taken: set[int] = set()
     for name, module in _inner_first(model):
@@ -65,7 +65,7 @@ def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
 
 
 def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give each module once, after those in it, the model itself last."""
+    """Yield each module once, after its submodules; the model itself is last."""
     seen: set[int] = set()
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -79,7 +79,7 @@ def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _shared_parameters(model: nn.Module) -> dict[int, set[int]]:
-    """Return, of parameters that several modules hold, which modules those are, all by identity."""
+    """Return, for each parameter that several modules hold, those modules, all by identity."""
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -1,4 +1,4 @@
-"""Read Accelerate's configuration files: what each key asks for, and which cannot be had."""
+"""Read Accelerate's configuration files: translate each key, and refuse unsupported ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tr_dist.launching.accelerate_plugins import (
 )
 from tr_dist.launching.launch import LaunchError
 
-_LONGEST_WORDS = 300  # of what a library says
+_LONGEST_WORDS = 300  # of a library's message
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "XLA")
 PRECISIONS = ("no", "fp16", "bf16")
-# Without effect on the processes that this launcher starts. key -> why, said when it is set to something
+# No effect on the processes that this launcher starts. key -> the reason, shown when it is set
 _WITHOUT_EFFECT = {
-    "main_training_function": "",  # read where a launcher imports the script, and in every file
+    "main_training_function": "",  # read if a launcher imports the script; present in every file
     "same_network": "",  # machines meet at main_process_ip in either case
     "tpu_env": "is for starting other machines of a pod",
     "tpu_use_cluster": "is for starting other machines of a pod",
@@ -48,7 +48,7 @@ _ACTING = {
 
 @dataclass
 class FileSettings:
-    """What a file says, in the launcher's words; None where it says nothing.
+    """The settings of a file, in the launcher's terms; None if it does not set one.
 
     Attributes:
         nproc: number of processes on each machine.
@@ -56,9 +56,9 @@ class FileSettings:
         node_rank: number of this machine.
         host: where the machines meet.
         port: its port.
-        by_arrival: machines are numbered as they come (`rdzv_backend: c10d`).
-        devices: as `CUDA_VISIBLE_DEVICES` has them.
-        variables: environment variables that tell the script what it shall do, named as `accelerate launch` names them.
+        by_arrival: machines are numbered in the order they arrive (`rdzv_backend: c10d`).
+        devices: the value of `CUDA_VISIBLE_DEVICES`.
+        variables: environment variables for the script, named as `accelerate launch` names them.
         notes: keys that have no effect, and why.
     """
 
@@ -77,7 +77,7 @@ def read_file(path: str) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file.
 
     Raises:
-        LaunchError: it cannot be read, or PyYAML is missing.
+        LaunchError: it cannot be read, or PyYAML is not installed.
     """
     is_json = path.endswith(".json")
     try:
@@ -101,22 +101,22 @@ def _yaml(path: str, text: str) -> Any:
         return yaml.load(text, Loader=_bounded(yaml.SafeLoader))
     except ContentError:
         raise
-    except (LookupError, AttributeError):  # PyYAML's own, where a tag such as !!bool stands before another value
+    except (LookupError, AttributeError):  # raised by PyYAML if a tag such as !!bool precedes another value
         raise ContentError("is not valid YAML: a tag and its value do not go together; leave the tag out") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ContentError(f"is not valid YAML: {' '.join(str(error).split())[:_LONGEST_WORDS]}") from None
 
 
 def _bounded(loader: Any) -> Any:
-    """Return PyYAML's loader with bounds; what it makes of plain scalars is left as Accelerate reads them."""
+    """Return PyYAML's loader with limits; it reads plain scalars as Accelerate does."""
     return type("BoundedLoader", (BoundedYaml, loader), {"tags": BoundedYaml.tags | {"timestamp", "value"}})
 
 
 def interpret(content: Mapping[str, Any], name: str) -> FileSettings:
-    """Return what a file's mapping asks for.
+    """Return the settings of a file's mapping.
 
     Args:
-        content: what `read_file` returned.
+        content: the result of `read_file`.
         name: the file, for messages.
 
     Raises:
@@ -171,10 +171,10 @@ def _kind(content: Mapping[str, Any], settings: FileSettings) -> None:
 
 def _type_of(content: Mapping[str, Any]) -> str:
     given = content.get("distributed_type", "NO")
-    # YAML reads a bare NO as false.
+    # YAML reads an unquoted NO as false.
     kind = "NO" if given in (False, None) else str(given).upper()
     kind = "XLA" if kind in ("TPU", "XLA_TPU", "XLA_GPU") else kind
-    kind = "NO" if kind == "MPS" else kind  # one process, which finds the Mac's GPU
+    kind = "NO" if kind == "MPS" else kind  # one process, which selects the Mac's GPU
     if kind not in TYPES:
         raise LaunchError(f"distributed_type: {given} cannot be started here; it is one of {', '.join(TYPES)}")
     return kind
@@ -216,10 +216,10 @@ def _precision(content: Mapping[str, Any], settings: FileSettings) -> None:
     given = content.get("mixed_precision")
     if given is None:
         return
-    # YAML reads a bare no as false.
+    # YAML reads an unquoted no as false.
     precision = "no" if given is False else str(given).lower()
     if precision not in PRECISIONS:
-        raise LaunchError(f"mixed_precision: {given} cannot be had; it is one of {', '.join(PRECISIONS)}")
+        raise LaunchError(f"mixed_precision: {given} is not supported; it is one of {', '.join(PRECISIONS)}")
     settings.variables["ACCELERATE_MIXED_PRECISION"] = precision
 
 

@@ -1,4 +1,4 @@
-"""Name the environment variables by which `accelerate launch` tells a script how to shard and to compile."""
+"""Name the environment variables through which `accelerate launch` passes sharding and compilation to a script."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _DYNAMO = {
     "use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
     "use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
 }
-# Over how many processes samples are spread: by replicas, and by shards of the model.
+# Sizes that spread samples over processes: by replicas, and by shards of the model.
 _SPREAD = ("dp_replicate_size", "dp_shard_size")
-# What divides the work on one sample, which nothing here does; and how, without effect where it is not.
+# Sizes that divide the work on one sample, which is not supported; their companions have no effect without them.
 _WITHIN_SAMPLES = {"tp_size": "matrices", "cp_size": "sequences", "sp_size": "sequences"}
 _OF_THOSE = (
     *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
     "sp_attn_implementation",
 )
-# Keys about starting other machines, which this launcher leaves to whoever starts it there.
+# Keys about starting other machines, which is up to the user of this launcher.
 _OTHER_MACHINES = ("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
 
 
@@ -88,7 +88,7 @@ def parallelism_variables(config: Mapping[str, Any], kind: str, total: int) -> d
     Args:
         config: the section, not empty.
         kind: the file's `distributed_type`.
-        total: processes of all machines; less than 1 where the file does not say.
+        total: processes of all machines; less than 1 if the file does not set it.
     """
     section, plain = "parallelism_config", {str(k).removeprefix("parallelism_config_"): v for k, v in config.items()}
     _check_known(section, plain, (*_SPREAD, *_WITHIN_SAMPLES, *_OF_THOSE))

@@ -1,6 +1,6 @@
 """Run the processes of a job under torch's elastic agent, and return the exit code that describes how they ended.
 
-Signals become an exception of the launcher. It passes them on and waits for the processes to stop.
+Signals become an exception of the launcher. It forwards them and waits for the processes to stop.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from tr_dist.launching.report import Ending, describe, exit_code, first_cause, r
 from tr_dist.masking import mask_secrets
 from tr_dist.streams import write_text
 
-# SIGUSR1 is what schedulers send some minutes before they end a job.
+# Schedulers send SIGUSR1 some minutes before they end a job.
 _PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-# A scheduler may tell the job and each process of it: the same signal within this time is the same request. Ctrl-C is
-# pressed by a person, who means it.
+# A scheduler may signal the job and each process of it: the same signal within this time is the same request. Ctrl-C
+# comes from a person, and always counts.
 _REPEATED_WITHIN_S = 1.0
 _POLL_S = 0.05
 
 
 @contextmanager
 def restored_handlers() -> Iterator[None]:
-    """Have signals end this process at once until `raise_signals` is called; afterwards all is as it was."""
+    """Let signals end this process at once until `raise_signals` is called; restore the handlers afterwards."""
     former = {number: signal.getsignal(number) for number in _PASSED_ON}
-    # Python's own handler waits until torch has met the other machines, which may be never.
+    # Python's own handler waits until torch has met the other machines, which may never happen.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -56,7 +56,7 @@ def restored_handlers() -> Iterator[None]:
 
 
 def raise_signals() -> None:
-    """Have the signals that ask a process to stop raise torch's `SignalException`, as torch's own handlers do."""
+    """Make the signals that ask a process to stop raise torch's `SignalException`, as torch's own handlers do."""
 
     def raise_it(number: int, frame: FrameType | None) -> None:
         raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
@@ -66,12 +66,12 @@ def raise_signals() -> None:
 
 
 def stop(processes: Collection[subprocess.Popen[Any]], number: signal.Signals, *, within_s: float) -> str | None:
-    """Send a signal once to each process that runs, and wait for all; kill those that do not end.
+    """Send a signal once to each running process, and wait for all; kill those that do not end.
 
-    A second signal to this process, or the end of `within_s` seconds, kills.
+    They are killed after a second signal to this process, or after `within_s` seconds.
 
     Args:
-        processes: the processes, each of which leads a session of its own.
+        processes: the processes, each of which leads its own session.
         number: the signal.
         within_s: seconds to wait.
 
@@ -90,7 +90,7 @@ def stop(processes: Collection[subprocess.Popen[Any]], number: signal.Signals, *
     try:
         for process in processes:
             if process.poll() is None:
-                # To the rank alone: what it started is its own to stop, when it has saved.
+                # Only to the rank: it stops its own children after it has saved.
                 os.kill(process.pid, number)
         while any(process.poll() is None for process in processes):
             if repeated:
@@ -115,7 +115,7 @@ def _kill(processes: Collection[subprocess.Popen[Any]], reason: str) -> str:
     return reason
 
 
-# Seconds that the other ranks get to end once one has failed: what they wait for will not come.
+# Seconds that the other ranks get to end once one has failed: they wait for it in vain.
 _AFTER_FAILURE_S = 15
 _RENDEZVOUS_S = 900
 
@@ -123,11 +123,11 @@ _RENDEZVOUS_S = 900
 def run(launch: Launch) -> int:
     """Start the processes and wait for them. Returns the exit code of the job.
 
-    0 when all ended so; else that of the rank that failed first, 128 + the signal's number if a signal ended it. After
-    a signal that was passed on: what the processes made of it, which is 128 + its number for those that stopped.
+    0 if all ended with 0; else that of the rank that failed first, or 128 + the signal's number if a signal ended it.
+    After a forwarded signal it is the exit code of the processes, which is 128 + its number for those that stopped.
     """
     os.environ.update(launch.variables)
-    # One store for the agent and for the workers of all attempts would give gloo the addresses of the dead.
+    # A single store for the agent and the workers of all attempts would give gloo the addresses of dead workers.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[rank_file.LAUNCHER] = f"{os.getpid()} {launch.stop_timeout_s}"
     if launch.nproc > 1:
@@ -137,7 +137,7 @@ def run(launch: Launch) -> int:
         os.environ[rank_file.LOG_FOLDER] = os.path.abspath(launch.log_dir)
         say(f"each rank writes to its own file: {os.path.join(launch.log_dir, 'rank_N.log')}")
     if not any(os.environ.get(name) for name in ("LOGLEVEL", "TORCH_LOGS")):
-        # The agent tells of each signal it sends and of one of the failures; what is said here is more.
+        # The agent logs each signal it sends and one of the failures; the report here is more complete.
         for part in ("multiprocessing.api", "agent.server.api"):
             logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
     with restored_handlers():
@@ -147,8 +147,8 @@ def run(launch: Launch) -> int:
 
 
 def say(text: str) -> None:
-    """Write for the person who started the job, beside what the ranks write."""
-    write_text(sys.stderr, f"trainer launch: {mask_secrets(text)}\n")  # where nobody reads it, the job goes on
+    """Write a line for the user who started the job, to the same stream as the ranks."""
+    write_text(sys.stderr, f"trainer launch: {mask_secrets(text)}\n")  # if nobody reads it, the job continues
 
 
 def _run(agent: Agent, spec: WorkerSpec) -> int:
@@ -156,7 +156,7 @@ def _run(agent: Agent, spec: WorkerSpec) -> int:
     try:
         result: Any = agent.run()
     except SignalException as error:
-        is_leaving = True  # the other machines may go on without this one
+        is_leaving = True  # the other machines may continue without this one
         return agent.code_after(error.sigval)
     except (RendezvousError, RuntimeError, OSError) as error:
         say(f"the machines did not meet, or lost the one where they met: {type(error).__name__}: {error}")
@@ -172,12 +172,12 @@ def _run(agent: Agent, spec: WorkerSpec) -> int:
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent on one machine, which says why it restarts and lets processes end in their own time.
+    """Torch's agent on one machine, which logs why it restarts and gives processes time to end.
 
     Args:
         launch: what to start.
-        spec: the same in torch's words.
-        notes: where ranks note their exceptions.
+        spec: the same in torch's terms.
+        notes: the files to which ranks write their exceptions.
     """
 
     def __init__(self, launch: Launch, spec: WorkerSpec, notes: _ErrorFiles) -> None:
@@ -194,7 +194,7 @@ class Agent(LocalElasticAgent):
         close = context.close
 
         def close_others(death_sig: signal.Signals | None = None, timeout: float = _AFTER_FAILURE_S) -> None:
-            # Called as soon as one has failed: which those are is known now, and not when the others are gone too.
+            # Called as soon as one has failed: the failed ones are known now, before the others are gone too.
             codes = {local_rank: process.returncode for local_rank, process in self._processes().items()}
             self._ended = self._ended or {rank: code for rank, code in codes.items() if code is not None}
             close(death_sig, timeout)
@@ -227,20 +227,20 @@ class Agent(LocalElasticAgent):
         return [process for process in self._processes().values() if process.poll() is None]
 
     def endings(self) -> list[Ending]:
-        """Return how the processes ended that nobody told to, with the exceptions of all."""
+        """Return how the processes ended, except those that were asked to stop, with the exceptions of all."""
         group = self._worker_group
         found = []
         for worker in group.workers:
             code = self._ended.get(worker.local_rank)
             ending = read_ending(worker.global_rank, code, self._notes.path(worker.local_rank))
-            if code is None and ending.message:  # it failed in the moment in which it was told to end
+            if code is None and ending.message:  # it failed at the moment when it was asked to stop
                 ending = Ending(ending.rank, 1, ending.message, ending.traceback, ending.time_s)
             if ending.code is not None:
                 found.append(ending)
         return found or [Ending(group.workers[0].global_rank, None)]
 
     def report(self, endings: list[Ending]) -> str:
-        """Return what to say about a failure."""
+        """Return the report of a failure."""
         group, folder = self._worker_group, self._launch.log_dir
         ranks = [worker.global_rank for worker in group.workers]
         logs = {} if folder is None else {rank: Path(folder, f"rank_{rank}.log") for rank in ranks}
@@ -248,7 +248,7 @@ class Agent(LocalElasticAgent):
         return describe(endings, world_size=size, nodes=nodes, logs=logs)
 
     def code_after(self, number: signal.Signals) -> int:
-        """Return the exit code of a job that got a signal, and say what its ranks made of it."""
+        """Return the exit code of a job after a signal, and report the exit codes of its ranks."""
         codes = [process.poll() for process in self._told_to_stop]
         if not codes:
             return 128 + number
@@ -261,7 +261,7 @@ class Agent(LocalElasticAgent):
 
 
 class _ErrorFiles(DefaultLogsSpecs):
-    """Tells each rank where to note its exception; its output stays where the launcher's goes."""
+    """Assigns each rank a file for its exception; its output goes to the launcher's streams."""
 
     def __init__(self) -> None:
         super().__init__(log_dir=os.devnull)
@@ -275,12 +275,12 @@ class _ErrorFiles(DefaultLogsSpecs):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def path(self, local_rank: int) -> Path:
-        """Return the file of one rank of this machine, in this start."""
+        """Return the file of one rank of this machine, in the present start."""
         return Path(self._folder, f"{self._starts}_{local_rank}.json")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name the files of one start."""
-        # Not before: a signal that comes while machines meet ends this process without another line of Python.
+        """Return the files of one start."""
+        # Not earlier: while machines meet, a signal ends this process without running another line of Python.
         self._folder = self._folder or tempfile.mkdtemp(prefix="tr_launch_")
         self._starts += 1
         for local_rank, variables in envs.items():
@@ -291,10 +291,10 @@ class _ErrorFiles(DefaultLogsSpecs):
 
 
 def _specification(launch: Launch) -> WorkerSpec:
-    """Return the launch in torch's words.
+    """Return the launch in torch's terms.
 
     Raises:
-        LaunchError: the place to meet cannot be had.
+        LaunchError: there is no rendezvous at the endpoint.
     """
     is_static = launch.node_rank is not None and launch.max_nodes > 1
     host, port = _split(launch.endpoint) if launch.endpoint else ("localhost", 0)
@@ -337,7 +337,7 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise where this machine is to serve a port and another program does: torch would wait for an answer of its."""
+    """Raise if this machine must serve a port that another program uses: torch would wait for that program's answer."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:

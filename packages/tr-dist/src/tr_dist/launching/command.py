@@ -30,13 +30,13 @@ SIGHUP and SIGUSR1 are passed on once, so that a run can save; then it is 130, 1
 
 
 def main(argv: list[str]) -> int:
-    """Start what the command line and the file say.
+    """Start the job of the command line and the file.
 
     Args:
         argv: the command line after the command's name.
 
     Returns:
-        The job's exit code; 2 if it could not be started as it was asked for.
+        The job's exit code; 2 if it could not be started.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
             print(launch.described())
             return 0
         if launch.is_plain:
-            _become(launch)
-        from tr_dist.launching.agent import run  # the elastic agent is large, and one process needs none
+            _exec(launch)
+        from tr_dist.launching.agent import run  # the elastic agent is large, and a single process does not need it
 
         return run(launch)
     except LaunchError as error:
@@ -58,12 +58,12 @@ def main(argv: list[str]) -> int:
 
 
 def plan(options: argparse.Namespace) -> tuple[Launch, list[str]]:
-    """Return what to start, and what to say about keys of the file that have no effect.
+    """Return the job to start, and the notes about keys of the file without effect.
 
-    What the command line says goes before what the file says.
+    The command line takes precedence over the file.
 
     Raises:
-        LaunchError: it cannot be started so.
+        LaunchError: the job cannot be started.
     """
     if not options.module and not os.path.exists(options.script):
         raise LaunchError(f"there is no script {options.script} here; for a module's name give -m before it")
@@ -75,10 +75,10 @@ def plan(options: argparse.Namespace) -> tuple[Launch, list[str]]:
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices(devices)
         if not {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} & set(os.environ):
-            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbers are nvidia-smi's, where GPUs differ too
+            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbers are nvidia-smi's, also where GPUs differ
     nproc = _nproc(options, settings, variables)
     if nproc > 1 and "ACCELERATE_USE_CPU" not in os.environ and not _has_accelerator(variables):
-        # A script for accelerate.Accelerator would otherwise train alone in each process, and not say so.
+        # Without them a script for accelerate.Accelerator would silently train alone in each process.
         variables.setdefault("ACCELERATE_USE_CPU", "true")
     launch = Launch(
         command=(options.script, *options.arguments),
@@ -112,7 +112,7 @@ def _nproc(options: argparse.Namespace, settings: FileSettings, variables: dict[
 
 def _num_devices(variables: dict[str, str]) -> int:
     """Return how many CUDA devices the processes will see."""
-    import torch  # only now: a mistyped command is refused at once
+    import torch  # late, so that a mistyped command is refused at once
 
     if "CUDA_VISIBLE_DEVICES" in variables:
         listed = len([name for name in variables["CUDA_VISIBLE_DEVICES"].split(",") if name])
@@ -121,13 +121,13 @@ def _num_devices(variables: dict[str, str]) -> int:
 
 
 def _has_accelerator(variables: dict[str, str]) -> bool:
-    import torch  # only now: a mistyped command is refused at once
+    import torch  # late, so that a mistyped command is refused at once
 
     return _num_devices(variables) > 0 or (torch.accelerator.is_available() and not torch.cuda.is_available())
 
 
 def _nodes(options: argparse.Namespace, settings: FileSettings) -> dict[str, Any]:
-    """Return the fields that say which machines there are and where they meet."""
+    """Return the fields for the machines and where they meet."""
     least, most = _range(options.nnodes) if options.nnodes else (settings.nnodes, settings.nnodes)
     if options.rdzv_endpoint or options.rdzv_id:
         return _by_arrival(options, least, most)
@@ -137,7 +137,7 @@ def _nodes(options: argparse.Namespace, settings: FileSettings) -> dict[str, Any
     if most == 1:
         if rank:
             raise LaunchError(f"machine {rank} of 1 does not exist; give --nnodes, or leave out --node_rank")
-        # Without a port one is found that is free. A file's address is of no use for one machine.
+        # Without a port a free one is used. A file's address is ignored for one machine.
         return {"endpoint": f"{options.master_addr or 'localhost'}:{port or 0}"}
     if host is None or port is None:
         return {"min_nodes": least, "max_nodes": most}
@@ -171,8 +171,8 @@ def _pairs(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _become(launch: Launch) -> None:
-    """Turn this process into the script: one process needs no launcher between it and its signals."""
+def _exec(launch: Launch) -> None:
+    """Replace this process by the script: a single process needs no launcher between it and its signals."""
     words = [*(["-m"] if launch.is_module else []), *launch.command]
     os.environ.update(launch.variables)
     flush_streams()
@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(*names: str, **settings: Any) -> None:
         shown = parser.add_argument(names[0], **settings)
-        # Other spellings are taken, and would make the help longer by half.
+        # Other spellings are accepted, and hidden to keep the help short.
         dashed = ["--" + name[2:].replace("_", "-") for name in names]
         others = [name for name in dict.fromkeys([*names[1:], *dashed]) if name != names[0]]
         if others:

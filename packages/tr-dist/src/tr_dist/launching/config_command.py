@@ -21,14 +21,14 @@ _Answers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """One thing to know.
+    """One question of the command.
 
     Attributes:
         key: the key in the file; a dotted one is in a section.
         text: the question.
-        default: the answer of somebody who presses Enter.
-        choices: what may be answered; empty for any text, and for a number where the default is one.
-        applies: whether it is asked, given the answers so far.
+        default: the answer for an empty line.
+        choices: the valid answers; empty for any text, or for a number if the default is one.
+        applies: whether to ask it, given the answers so far.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Question:
 
     @property
     def flag(self) -> str:
-        """The command line's flag for it."""
+        """The command line's flag for this question."""
         return "--" + self.key.rpartition(".")[2]
 
 
@@ -105,13 +105,13 @@ QUESTIONS = (
 
 
 def main(argv: list[str]) -> int:
-    """Ask what the command line does not say, and write the file.
+    """Ask what the command line leaves open, and write the file.
 
     Args:
         argv: the command line after the command's name.
 
     Returns:
-        0, or 2 if what was said cannot be used.
+        0, or 2 if an answer is invalid.
     """
     options = _parser().parse_args(argv)
     asks = not options.defaults and sys.stdin.isatty()
@@ -131,8 +131,8 @@ def answered(given: _Answers, *, asks: bool, ask: Callable[[str], str] = input) 
 
     Args:
         given: answers by flag, without dashes.
-        asks: ask for the others; else they have their defaults.
-        ask: puts a question and returns what was typed.
+        asks: ask for the others; otherwise they have their defaults.
+        ask: asks a question and returns the typed answer.
 
     Raises:
         LaunchError: an answer is not among the choices, or belongs to no question that applies.
@@ -210,7 +210,7 @@ def _write(path: Path, content: dict[str, Any], *, overwrite: bool) -> None:
 
 
 def _lines(content: dict[str, Any], indent: str = "") -> list[str]:
-    """Return lines of YAML; text is quoted, so that no reader takes `no` for false."""
+    """Return lines of YAML; text is quoted, so that no parser reads `no` as false."""
     lines = []
     for key, value in content.items():
         if isinstance(value, dict):

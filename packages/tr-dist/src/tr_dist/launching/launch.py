@@ -1,4 +1,4 @@
-"""Hold what is to be started: how many processes, on which machines and devices, with which variables."""
+"""Describe a job to start: how many processes, on which machines and devices, with which variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tr_dist.masking import mask_secrets, mask_variable, mask_words
 
 
 class LaunchError(ValueError):
-    """A job cannot be started as it was asked for; the text says what to change, and shows no secret."""
+    """A job cannot be started; the text says what to change, and shows no secret."""
 
     def __str__(self) -> str:
         return printable(mask_secrets(super().__str__()))
@@ -20,22 +20,22 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What one call of the launcher starts on this machine, and where it meets the launchers of other machines.
+    """The job that one call of the launcher starts on this machine, and where it meets other machines' launchers.
 
     Attributes:
         command: a script, or a module's name, and its arguments.
         is_module: the first word of `command` is a module's name.
         nproc: number of processes on this machine.
-        min_nodes: number of machines without which the job does not run.
-        max_nodes: number of machines that it takes.
-        node_rank: number of this machine, from 0; None where machines are numbered as they come.
+        min_nodes: the job does not run with fewer machines.
+        max_nodes: the job uses at most this many machines.
+        node_rank: number of this machine, from 0; None if machines are numbered in the order they arrive.
         endpoint: `host:port` where the machines meet; None for one machine alone, and port 0, find a
             free port.
         rdzv_id: name of the job at the endpoint, the same on all machines.
         rdzv_conf: further settings of torch's rendezvous.
         max_restarts: how often all processes may be started again after one failed.
-        log_dir: folder in which each process writes a file of its own; None leaves the output to the terminal.
-        stop_timeout_s: seconds that processes get to end after a signal was passed on.
+        log_dir: folder with a log file for each process; None writes the output to the terminal.
+        stop_timeout_s: seconds that processes get to end after a signal was forwarded.
         variables: environment variables of the processes.
 
     Raises:
@@ -86,7 +86,7 @@ class Launch:
             )
 
     def described(self) -> str:
-        """Return what is started here, in lines: processes, where they meet, their variables, their command.
+        """Return a description in lines: processes, where they meet, their variables, their command.
 
         Secrets are masked.
         """
@@ -107,7 +107,7 @@ class Launch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one process is all there is: nothing to meet, to restart or to write to files."""
+        """Whether it is a single process without rendezvous, restarts or log files."""
         alone = self.nproc == 1 and self.max_nodes == 1
         return alone and self.max_restarts == 0 and self.log_dir is None
 
@@ -116,11 +116,11 @@ def visible_devices(devices: str, environ: Mapping[str, str] | None = None) -> s
     """Return the value of CUDA_VISIBLE_DEVICES that makes `devices` cuda:0, cuda:1, ... in the order given.
 
     Args:
-        devices: such as `2,0`; empty for none, which is the CPU.
-        environ: the variables now; None takes those of this process.
+        devices: such as `2,0`; empty for none, which means the CPU.
+        environ: the present variables; None takes those of this process.
 
     Raises:
-        LaunchError: a device is named twice, or is not among those that CUDA_VISIBLE_DEVICES leaves now.
+        LaunchError: a device is named twice, or CUDA_VISIBLE_DEVICES hides it.
     """
     names = [name.strip() for name in devices.split(",") if name.strip()]
     if len(set(names)) != len(names):

@@ -25,17 +25,17 @@ from tr_dist.launching.report import describe, read_ending
 from tr_dist.process_group import ProcessGroup
 from tr_dist.streams import flush_streams
 
-# Seconds that the others get once one has failed: first by themselves, then told to stop.
+# Seconds that the others get once one has failed: first to end by themselves, then after SIGTERM.
 _GRACE_S, _STOP_S = 2.0, 15.0
-# After an interrupt they may have a checkpoint to write.
+# After an interrupt they may be writing a checkpoint.
 _SAVE_S = 300.0
-# Groups that the notebook left before: their threads are not in the copies, where destroying them would wait for ever.
+# Groups that the notebook left earlier: their threads are not copied, and destroying them in a copy would never end.
 _of_the_notebook: list[Any] = []
 _OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
 class NotebookError(RuntimeError):
-    """A process of `notebook_launcher` failed, or the notebook is in a state from which none can be started."""
+    """A process of `notebook_launcher` failed, or the notebook's state does not allow to start one."""
 
 
 def notebook_launcher(
@@ -45,25 +45,26 @@ def notebook_launcher(
     mixed_precision: str = "no",
     use_port: int | str | None = None,
 ) -> None:
-    """Call `function(*args)` in several processes of this machine, and return when all have.
+    """Call `function(*args)` in several processes of this machine, and return when all have ended.
 
-    The processes are copies of this one (fork), so functions and models of a notebook's cells can be used as they are.
-    A model that is built before and passed in `args` is held once, until training writes to it; built in the function
-    it is held once in each process. Each process finds the variables of a launcher (RANK, WORLD_SIZE, ...), and
-    computes on the GPU of its rank, or on the CPU with one torch thread. With one process the function is called here.
+    The processes are forks of this one, so functions and models of a notebook's cells can be used directly.
+    A model that is built before and passed in `args` is held in memory once, until training writes to it. A model that
+    is built in the function is held once in each process. Each process has the variables of a launcher (RANK,
+    WORLD_SIZE, ...), and computes on the GPU of its rank, or on the CPU with one torch thread. With one process the
+    function is called here.
 
     Args:
-        function: what to call.
+        function: the function to call.
         args: its arguments.
-        num_processes: how many; None is one for each GPU, or one.
-        mixed_precision: `no`, `fp16` or `bf16`, for training arguments that say nothing of it.
-        use_port: a TCP port to meet on; None finds a free one.
+        num_processes: how many; None means one for each GPU, or one.
+        mixed_precision: `no`, `fp16` or `bf16`, for training arguments that do not set it.
+        use_port: a TCP port for the rendezvous; None finds a free one.
 
     Raises:
         NotebookError: a process failed, with the first cause and its traceback; CUDA was used before in this process;
-            or this process is one of a launched job itself.
+            or this process is itself part of a launched job.
         ValueError: an argument is out of range.
-        KeyboardInterrupt: it was interrupted; the processes were told, and have ended.
+        KeyboardInterrupt: the user interrupted; the processes were stopped, and have ended.
     """
     if mixed_precision not in ("no", "fp16", "bf16"):
         raise ValueError(f"mixed_precision={mixed_precision!r} is not known; choose no, fp16 or bf16")
@@ -122,7 +123,7 @@ def _variables(mixed_precision: str, count: int, port: int | str | None) -> dict
     variables = {} if mixed_precision == "no" else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
     if count == 1:
         return variables
-    # Without it accelerate's own Accelerator takes each of several processes on the CPU for a run of its own.
+    # Without it accelerate's own Accelerator treats each of several processes on the CPU as a separate run.
     on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
     return {
         **variables,
@@ -164,11 +165,11 @@ def _become_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Be one rank: runs in the new process, whose end is its exit code."""
-    os.setsid()  # an interrupt of the notebook reaches this process once, from the notebook
+    """Entry point of a spawned rank; ends the process with its exit code."""
+    os.setsid()  # an interrupt of the notebook reaches this process once, through the notebook
     end_with(notebook, _SAVE_S)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    # Threads are not copied: a parallel operation would wait for ever for those that the notebook had.
+    # Threads are not copied: a parallel operation would wait forever for the notebook's threads.
     torch.set_num_threads(1)
     _of_the_notebook.append(ProcessGroup._left)
     ProcessGroup._left = []
@@ -184,25 +185,25 @@ def _become_rank(
 
 
 def _wait(processes: list[BaseProcess]) -> None:
-    """Return when all processes have ended; one that fails ends the others, and so does an interrupt."""
+    """Wait for all processes; after a failure or an interrupt stop the others."""
     try:
         while running := [process for process in processes if process.is_alive()]:
-            if any(process.exitcode for process in processes):  # also of one that the line above found ended
+            if any(process.exitcode for process in processes):  # also one that the line above found ended
                 break
             wait([process.sentinel for process in running])
         _join(processes, _GRACE_S)
     except KeyboardInterrupt:
-        _tell(processes, signal.SIGINT)
+        _signal(processes, signal.SIGINT)
         _join(processes, _SAVE_S)
         raise
     finally:
-        _tell(processes, signal.SIGTERM)
+        _signal(processes, signal.SIGTERM)
         _join(processes, _STOP_S)
-        _tell(processes, signal.SIGKILL)
+        _signal(processes, signal.SIGKILL)
         _join(processes, _STOP_S)
 
 
-def _tell(processes: list[BaseProcess], number: signal.Signals) -> None:
+def _signal(processes: list[BaseProcess], number: signal.Signals) -> None:
     for process in processes:
         if process.is_alive() and process.pid is not None:
             with contextlib.suppress(ProcessLookupError):

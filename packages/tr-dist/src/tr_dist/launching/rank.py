@@ -1,6 +1,6 @@
-"""Run a script as one rank of a job, and note its exception for the launcher.
+"""Run a script as one rank of a job, and record its exception for the launcher.
 
-Started as a file: `rank.py [-m] SCRIPT ARGUMENT ...`. Imports nothing but the standard library, so that the script's
+Started as a file: `rank.py [-m] SCRIPT ARGUMENT ...`. Imports only the standard library, so that the script's
 own imports come first.
 """
 
@@ -21,14 +21,14 @@ from typing import Any
 
 ERROR_FILE = "TR_LAUNCH_ERROR_FILE"
 LOG_FOLDER = "TR_LAUNCH_LOG_FOLDER"
-LAUNCHER = "TR_LAUNCH_LAUNCHER"  # its process number, and the seconds that a rank gets to end after it has
-_PATIENCE_S = 5.0  # that a rank may take to end after its last exception
+LAUNCHER = "TR_LAUNCH_LAUNCHER"  # its process number, and the seconds that a rank gets to end after the launcher
+_PATIENCE_S = 5.0  # how long a rank may take to end after its last exception
 _LOOK_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Become the script: its arguments, its folder first on the path, its name `__main__`."""
+    """Run the script as `__main__`, with its arguments and its folder first on the path."""
     is_module = sys.argv[1] == "-m"
     script, *arguments = sys.argv[2:] if is_module else sys.argv[1:]
     if launcher := os.environ.pop(LAUNCHER, ""):
@@ -48,18 +48,17 @@ def main() -> None:
 
 
 def end_with(parent: int, within_s: float) -> None:
-    """Have this process end when its parent does, whatever ends that: nothing would pass a signal on to it any more.
+    """Make this process end when its parent does, for any reason: nothing would forward a signal to it any more.
 
-    It gets SIGTERM then, at which a run saves, and what is left of its process group is killed `within_s` seconds
-    later: a rank that waits for others which are gone would stay for ever. Ends this process at once where the parent
-    is gone already.
+    It gets SIGTERM, at which a run saves. Its process group is killed `within_s` seconds later, because a rank that
+    waits for dead ranks would never end. If the parent is gone already, this process ends at once.
 
     Args:
         parent: the parent's number. The thread that started this process must not end before the parent does.
         within_s: seconds that this process gets to end.
     """
     is_asked = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) == 0
-    if os.name != "nt" and os.getppid() != parent:  # before the line above, or in the middle of it
+    if os.name != "nt" and os.getppid() != parent:  # it ended before or during the line above
         os._exit(128 + signal.SIGTERM)
     watch = threading.Thread(target=_follow, args=(parent, within_s, is_asked), name="launcher watch", daemon=True)
     watch.start()
@@ -70,7 +69,7 @@ def _follow(parent: int, within_s: float, is_asked: bool) -> None:
     if not is_asked:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(within_s)
-    if os.name != "nt" and os.getpgid(0) == os.getpid():  # with what it has started, as the launcher would
+    if os.name != "nt" and os.getpgid(0) == os.getpid():  # with its children, as the launcher would
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
@@ -80,7 +79,7 @@ def _wait_for_end(parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_S)
         return
-    kernel: Any = getattr(ctypes, "windll").kernel32  # where a process keeps its parent's number for ever  # noqa: B009
+    kernel: Any = getattr(ctypes, "windll").kernel32  # where a process keeps its parent's number forever  # noqa: B009
     handle = kernel.OpenProcess(0x00100000, False, parent)  # SYNCHRONIZE
     if handle:
         kernel.WaitForSingleObject(handle, 0xFFFFFFFF)
@@ -109,7 +108,7 @@ def _note_and_show(kind: type[BaseException], error: BaseException, trace: Trace
             json.dump(note, file)
         os.replace(path + ".new", path)
         if not os.environ.get(LOG_FOLDER):
-            # The launcher says it, once for all ranks; this one does where it does not end, or nobody is there.
+            # The launcher prints it, once for all ranks; this rank does if it does not end, or has no launcher.
             patience = threading.Timer(_PATIENCE_S, _show, [text])
             patience.daemon = True
             patience.start()
@@ -118,7 +117,7 @@ def _note_and_show(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _show(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is no stream
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no reader, or no stream
         sys.stderr.write(text)
         sys.stderr.flush()
 

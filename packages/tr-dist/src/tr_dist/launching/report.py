@@ -1,4 +1,4 @@
-"""Say which rank failed first, with its traceback, and which exit code that is."""
+"""Report which rank failed first, with its traceback, and the exit code of the job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# What gloo, NCCL and torch say on the ranks that lost a peer.
+# Messages of gloo, NCCL and torch on ranks that lost a peer.
 _CONSEQUENCES = (
     "closed by peer",
     "reset by peer",
@@ -28,10 +28,10 @@ class Ending:
 
     Attributes:
         rank: its number among all.
-        code: its exit code as Python gives it, negative for a signal; None if it was still running.
-        message: the exception that ended it; empty if none was noted.
+        code: its exit code as in Python, negative for a signal; None if it was still running.
+        message: the exception that ended it; empty if none was recorded.
         traceback: that exception's.
-        time_s: when that was, in seconds since the epoch.
+        time_s: the time of the exception, in seconds since the epoch.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Ending:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it ended because another had."""
+        """Whether it ended because another process had ended."""
         return any(words in self.traceback for words in _CONSEQUENCES)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Ending:
 
 
 def read_ending(rank: int, code: int | None, error_file: Path) -> Ending:
-    """Return how a rank ended, with the exception that it noted."""
+    """Return how a rank ended, with the exception that it recorded."""
     try:
         note = json.loads(error_file.read_text("utf-8"))
         return Ending(rank, code, note["message"], note["traceback"], note["time_s"])
@@ -60,10 +60,10 @@ def read_ending(rank: int, code: int | None, error_file: Path) -> Ending:
 
 
 def first_cause(endings: list[Ending]) -> Ending:
-    """Return the ending that the others follow from.
+    """Return the ending that caused the others.
 
-    An exception of its own comes first, then a signal, then an exit code. Where all that failed lost a connection, it
-    is a rank that had ended with exit code 0. Of ranks that raised the same, it is the first by number.
+    An exception of its own comes first, then a signal, then an exit code. If all failed ranks lost a connection, it
+    is a rank that had ended with exit code 0. Among ranks with the same exception, the lowest number comes first.
 
     Args:
         endings: of the processes that ended by themselves, at least one.
@@ -81,7 +81,7 @@ def first_cause(endings: list[Ending]) -> Ending:
 
 
 def exit_code(code: int | None) -> int:
-    """Return a process's exit code as a shell has it: 128 + the number of a signal that ended it."""
+    """Return a process's exit code as in a shell: 128 + the number of a signal that ended it."""
     if code is None:
         return 1
     return 128 - code if code < 0 else code
@@ -94,7 +94,7 @@ def describe(endings: list[Ending], *, world_size: int, nodes: int, logs: Mappin
         endings: of the processes of this machine that ended by themselves.
         world_size: number of processes in the job.
         nodes: number of machines.
-        logs: the files that ranks write to.
+        logs: the log files of the ranks.
     """
     cause = first_cause(endings)
     if cause.code == 0 and any(ending.message for ending in endings):

@@ -1,4 +1,4 @@
-"""Distribute a loop written by hand: `Loop` and what it makes of loaders, optimizers and schedules."""
+"""Distribute a loop written by hand: `Loop` and its prepared loaders, optimizers and schedules."""
 
 from tr_dist.own_loops.loop import Loop
 

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class Exchange(Protocol):
-    """What of a strategy is needed to divide batches."""
+    """The methods of a strategy that dividing batches needs."""
 
     device: torch.device
     rank: int
@@ -27,13 +27,13 @@ class Exchange(Protocol):
         ...
 
     def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin to find the largest of each value over all ranks, on the host; what is returned waits."""
+        """Start to find the largest of each value over all ranks, on the host; the returned function waits."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one micro-batch: of all ranks together, and of each.
+    """The number of rows in one micro-batch of each rank.
 
     Attributes:
         counts: rows of each rank. A rank with none computes with a row of another, which must not count.
@@ -47,12 +47,12 @@ class Share:
         return sum(self.counts)
 
     def weight(self, rank: int) -> float:
-        """Return what to multiply a rank's mean over its rows by, so that the ranks' mean is that over all rows."""
+        """Return the factor for a rank's mean over its rows, so that the mean over ranks is that over all rows."""
         return self.counts[rank] * len(self.counts) / self.total
 
 
 def share_of(sizes: list[int], world_size: int) -> Share:
-    """Return how the rows of `world_size` batches are divided: a batch to each rank, or evenly if some are missing."""
+    """Divide the rows of `world_size` batches: a batch to each rank, or evenly if some are missing."""
     if len(sizes) == world_size:
         return Share(tuple(sizes))
     each, more = divmod(sum(sizes), world_size)
@@ -60,7 +60,7 @@ def share_of(sizes: list[int], world_size: int) -> Share:
 
 
 def rows_of(share: Share, rank: int) -> slice:
-    """Return where a rank's rows lie among those of all; the last row of all for a rank that has none."""
+    """Return the range of a rank's rows among those of all; the last row of all for a rank that has none."""
     begin = sum(share.counts[:rank])
     return slice(begin, begin + share.counts[rank]) if share.counts[rank] else slice(share.total - 1, share.total)
 
@@ -68,12 +68,12 @@ def rows_of(share: Share, rank: int) -> slice:
 class RankBatches:
     """A batch sampler that gives this rank its rows of each micro-batch.
 
-    Iterating is collective: rank 0 lists its order, whatever it is drawn from, and all ranks take it.
+    Iterating is collective: all ranks use the order of rank 0, however that is drawn.
 
     Args:
         batch_sampler: gives lists of whole numbers, the batches of one process.
         exchange: the ranks.
-        drop_last: leave out the last micro-batch if it has fewer batches than there are ranks.
+        drop_last: skip the last micro-batch if it has fewer batches than there are ranks.
     """
 
     def __init__(self, batch_sampler: Any, exchange: Exchange, *, drop_last: bool) -> None:
@@ -95,7 +95,7 @@ class RankBatches:
             yield list(itertools.chain.from_iterable(group))[rows_of(share, rank)]
 
     def _order(self) -> list[list[int]]:
-        """Return the batches of rank 0. Two sums, of 8 bytes for each sample and each batch."""
+        """Return the batches of rank 0. Two all-reduces, of 8 bytes for each sample and each batch."""
         exchange = self._exchange
         batches = [list(batch) for batch in self._sampler] if exchange.rank == 0 else []
         if exchange.world_size == 1:
@@ -125,10 +125,11 @@ class RankBatches:
 
 @dataclass(frozen=True)
 class TakeRows:
-    """Collate this rank's rows of a micro-batch that was read whole, and say how it was divided.
+    """Collate this rank's rows of a micro-batch that was read in full, with its `Share`.
 
     Attributes:
-        collate: makes a batch of rows.
+        collate: makes a batch from rows.
+        batch_size: rows of one rank in a full micro-batch.
         batch_size: rows of one rank in a full micro-batch.
         rank: of this process.
         world_size: number of processes.
@@ -149,12 +150,12 @@ class TakeRows:
 
 
 def check_equal_rows(shares: Sequence[Share], exchange: Exchange) -> None:
-    """Raise on all ranks if they did not read equally many rows for a step: the others would wait for one that ended.
+    """Raise on all ranks if they read unequal numbers of rows for a step: ranks with more would wait forever.
 
     Collective, on the host alone.
 
     Raises:
-        ValueError: they read different numbers.
+        ValueError: the numbers differ.
     """
     if exchange.world_size == 1:
         return
@@ -170,37 +171,37 @@ def check_equal_rows(shares: Sequence[Share], exchange: Exchange) -> None:
 
 
 class Following(Protocol):
-    """What is told of each batch before the loop gets it."""
+    """The observer of a loader's batches, called before the loop gets each."""
 
     def begin_loader(self) -> None:
-        """Note that a loader begins, perhaps within another."""
+        """Called when a loader begins, perhaps within another."""
         ...
 
     def begin_batch(self, share: Share, *, in_step: int, is_last: bool) -> None:
-        """Note that a batch begins."""
+        """Called when a batch begins."""
         ...
 
     def end_loader(self) -> None:
-        """Note that a loader has given its last batch, or is given up."""
+        """Called when a loader has given its last batch, or is dropped."""
         ...
 
 
 class PreparedLoader:
     """A loader whose micro-batches are divided over the ranks.
 
-    A micro-batch is as many of the given loader's batches as there are ranks, one for each; what is left at the end is
-    divided evenly, in the order of the given loader, so that every sample is used once. The order is that of rank 0.
-    A data set that can only be iterated is read whole by every rank, which has to find the same there, and collates
-    its own rows. Ranks that find more or fewer rows than others are told so, in the step where that shows.
+    A micro-batch consists of as many of the given loader's batches as there are ranks, one for each. The rest at the
+    end is divided evenly, in the order of the given loader, so that every sample is used once. The order is that of
+    rank 0. Every rank reads all of an iterable data set and collates its own rows; all ranks must read the same rows
+    in the same order. If they read unequal numbers, the step in question raises on all ranks.
 
     Args:
         loader: as for one process.
         exchange: the ranks.
-        following: is told of each batch.
+        following: called for each batch.
         steps: micro-batches in a step.
 
     Raises:
-        ValueError: the loader does not make batches, or is divided already.
+        ValueError: the loader makes no batches, or is divided already.
     """
 
     def __init__(self, loader: DataLoader[Any], exchange: Exchange, following: Following, steps: int) -> None:
@@ -218,7 +219,7 @@ class PreparedLoader:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch's number on to whatever in the loader takes one."""
+        """Forward the epoch's number to every part of the loader that accepts one."""
         for part in (self._given.sampler, self._given.batch_sampler, self._given.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
@@ -226,7 +227,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this rank's batches, on its device. Collective.
 
-        All micro-batches of a step are loaded before the first is given, for how many there are decides on its weight.
+        All micro-batches of a step are loaded before the first is yielded, because their number determines its weight.
         """
         batches = self._shared()
         self._following.begin_loader()
@@ -259,7 +260,7 @@ _NONE = object()
 
 def move(value: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device."""
-    if callable(to := getattr(value, "to", None)):  # tensors, and batches of libraries
+    if callable(to := getattr(value, "to", None)):  # tensors, and libraries' batches
         return to(device)
     if isinstance(value, Mapping):
         return type(value)({key: move(item, device) for key, item in value.items()})  # type: ignore[call-arg]
@@ -298,7 +299,7 @@ def _divided_stream(loader: DataLoader[Any], exchange: Exchange) -> DataLoader[A
 
 
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options of a loader that stay."""
+    """Return the options of a loader that are kept."""
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
     kept = {name: getattr(loader, name) for name in names}
     if loader.num_workers:

@@ -19,25 +19,25 @@ from tr_dist.own_loops.prepared import PreparedOptimizer, PreparedSchedule, foll
 class Loop:
     """A loop over one model and one optimizer on the ranks of a strategy, with the numbers of one process.
 
-    `prepare` takes loaders, model, optimizer and schedule as for one process; then the model is called as ever,
-    `backward(loss)` takes the place of `loss.backward()`, and the optimizer steps as ever. The loss is the mean over
-    the rows of the rank's batch: ranks with fewer rows count for less, so that the step is that of one process on all
-    rows. Precision is the strategy's, from the forward to `backward`.
+    `prepare` takes loaders, model, optimizer and schedule as for one process. Then call the model as before,
+    `backward(loss)` instead of `loss.backward()`, and step the optimizer as before. The loss is the mean over
+    the rows of the rank's batch. Ranks with fewer rows have less weight, so that the step equals that of one process
+    on all rows. The strategy's precision applies from the forward to `backward`.
 
     Args:
         strategy: such as `DDP()`, `FSDP()` or `DeepSpeed({...})`; None takes `DDP()`, which without a launcher is one
             process on one device.
-        gradient_accumulation_steps: micro-batches in a step; losses are divided by how many a step has. The calls of
-            optimizer and schedule before the last do nothing.
+        gradient_accumulation_steps: micro-batches in a step; losses are divided by the number in the step. Calls of
+            optimizer and schedule before the last micro-batch do nothing.
 
     Attributes:
-        strategy: what carries it out.
-        device: where this process computes.
+        strategy: the strategy in use.
+        device: the device of this process.
         rank: number of this process among all, from 0.
         world_size: number of processes.
 
     Raises:
-        ValueError: the strategy's own number of micro-batches is another.
+        ValueError: the strategy has another number of micro-batches.
     """
 
     def __init__(self, strategy: Any = None, *, gradient_accumulation_steps: int = 1) -> None:
@@ -59,21 +59,21 @@ class Loop:
 
     @property
     def is_step_due(self) -> bool:
-        """Whether the micro-batch at hand is the last of its step."""
+        """Whether the current micro-batch is the last of its step."""
         return self._is_last
 
     def prepare(self, *parts: Any) -> Any:
-        """Return the parts as the ranks use them: one, or a tuple in the order given. Collective.
+        """Prepare the parts for several ranks; return one, or a tuple in the order given. Collective.
 
-        An optimizer is prepared with its model, or after it; a schedule with its optimizer, or after it. Sharding
-        gives the model other parameters, and the optimizer gets those.
+        Prepare an optimizer with its model, or after it; a schedule with its optimizer, or after it. Sharding
+        replaces the model's parameters, and the optimizer gets the new ones.
 
         Args:
             parts: a module, an optimizer, a schedule of `torch.optim.lr_scheduler`, and any number of `DataLoader`s.
 
         Raises:
-            TypeError: something else is given.
-            ValueError: there is a second model or optimizer, or a part cannot be prepared so.
+            TypeError: a part is of another type.
+            ValueError: there is a second model or optimizer, or a part cannot be prepared.
         """
         done: dict[int, Any] = {}
         for kind, prepare in self._kinds():
@@ -84,7 +84,7 @@ class Loop:
         return prepared[0] if len(prepared) == 1 else prepared
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of this rank's mean loss; the last micro-batch of a step has the ranks average them.
+        """Compute the gradients of this rank's mean loss; the last micro-batch of a step averages them over ranks.
 
         Raises:
             RuntimeError: no forward of the prepared model in training came before.
@@ -101,10 +101,10 @@ class Loop:
 
     @contextmanager
     def accumulate(self, model: nn.Module) -> Iterator[None]:
-        """Surround one micro-batch. The model's forward begins it by itself; this is for loops that have the line.
+        """Return a context for one micro-batch. Optional: the model's forward begins a micro-batch by itself.
 
         Raises:
-            TypeError: `model` is not what `prepare` returned.
+            TypeError: `model` is not the result of `prepare`.
         """
         if model is not self._model:
             raise TypeError(f"accumulate needs the module that prepare() returned, not {type(model).__name__}")
@@ -114,7 +114,7 @@ class Loop:
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping, on the device; None where no step is due, and nothing is done.
+            The norm before clipping, on the device; None if no step is due and nothing was done.
         """
         if self._model is None or self._optimizer is None:
             raise RuntimeError("clip_grad_norm needs a prepared model and optimizer: call prepare(model, optimizer)")
@@ -123,10 +123,10 @@ class Loop:
         return self.strategy.clip_grad_norm(self._model, self._optimizer.inner, max_norm)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's rows of the batch at hand, in the loader's order, each once; of a number one a rank.
+        """Return every rank's rows of the current batch, once each in the loader's order; of a scalar one a rank.
 
         Args:
-            tensor: with a row for each of this rank's batch, or a scalar.
+            tensor: with a row for each sample of this rank's batch, or a scalar.
 
         Raises:
             ValueError: it has another number of rows.
@@ -152,14 +152,14 @@ class Loop:
         return self.strategy.unwrap(model)
 
     def stateful(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, by name, such as tr-ckpt's `Checkpointer` takes it."""
+        """Return the parts of a checkpoint, by name, for example for tr-ckpt's `Checkpointer`."""
         if self._model is None:
             raise RuntimeError("nothing is prepared: call prepare(model, optimizer) first")
         inner = None if self._optimizer is None else self._optimizer.inner
         return self.strategy.stateful(self._model, inner)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group; `failed` says that other ranks may be gone."""
+        """Leave the process group; with `failed` other ranks may be gone."""
         self._give_up()
         self.strategy.close(failed=failed)
 
@@ -170,27 +170,27 @@ class Loop:
         self.close(failed=kind is not None)
 
     def begin_batch(self, share: Share, *, in_step: int, is_last: bool) -> None:
-        """Note that a prepared loader gives a batch."""
+        """Record the batch that a prepared loader gives."""
         self._give_up()
         self._share, self._in_step, self._is_last = share, in_step, is_last
 
     def begin_loader(self) -> None:
-        """Note that a prepared loader begins, perhaps within another."""
+        """Record that a prepared loader begins, perhaps within another."""
         self._outer.append((self._share, self._in_step, self._is_last))
 
     def end_loader(self) -> None:
-        """Note that it has ended: the batch at hand is again that of the loader around it."""
+        """Record that it has ended: the current batch is again that of the enclosing loader."""
         self._give_up()
         share, in_step, is_last = self._outer.pop()
         if self._outer:
             self._share, self._in_step, self._is_last = share, in_step, is_last
 
     def make_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the gradients; False where an overflow left the step out."""
+        """Apply the gradients; False if an overflow skipped the step."""
         return self.strategy.step(optimizer)
 
     def _kinds(self) -> list[tuple[type, Callable[[Any], Any]]]:
-        """Return what prepares each kind of part, in the order in which they are prepared."""
+        """Return the function that prepares each kind of part, in the order of preparation."""
         return [
             (nn.Module, self._prepare_model),
             (torch.optim.Optimizer, self._prepare_optimizer),
@@ -246,14 +246,14 @@ class Loop:
 
     @contextmanager
     def _close_after(self) -> Iterator[None]:
-        """Leave the micro-batch's block, whose checks are made unless its backward failed."""
+        """Leave the micro-batch's context; its checks run unless its backward failed."""
         stack, self._open = self._open, None
         assert stack is not None
         with stack:
             yield
 
     def _give_up(self) -> None:
-        """Leave a micro-batch of which there was no backward, without the checks of one."""
+        """Leave the context of a micro-batch without a backward, without its checks."""
         stack, self._open = self._open, None
         if stack is None:
             return

@@ -1,4 +1,4 @@
-"""Have an optimizer and a schedule act where a step is due, and nowhere else."""
+"""Make an optimizer and a schedule act only when a step is due."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class Due(Protocol):
-    """What knows whether a step is due."""
+    """The owner that decides whether a step is due."""
 
     @property
     def is_step_due(self) -> bool:
-        """Whether the last micro-batch of a step was the latest."""
+        """Whether the latest micro-batch was the last of its step."""
         ...
 
     def make_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the gradients; False where an overflow left the step out."""
+        """Apply the gradients; False if an overflow skipped the step."""
         ...
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
     """An optimizer whose `step` and `zero_grad` act after the last micro-batch of a step, and do nothing before.
 
-    Groups, state and defaults are those of the optimizer inside, and so is what is saved of it.
+    Groups, state, defaults and the saved state are those of the inner optimizer.
 
     Args:
         inner: the optimizer.
-        loop: knows what is due.
+        loop: decides when a step is due.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, loop: Due) -> None:  # the base's would make groups of its own
+    def __init__(self, inner: torch.optim.Optimizer, loop: Due) -> None:  # not the base's, which makes its own groups
         self.inner, self._loop = inner, loop
         self.was_step_made = False
 
@@ -56,14 +56,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Apply the gradients if a step is due.
 
         Raises:
-            ValueError: a closure is given, which would compute gradients that no rank knows of.
+            ValueError: a closure is given; it would compute gradients without the other ranks.
         """
         if closure is not None:
             raise ValueError("step(closure) is not possible over several ranks; call loop.backward(loss), then step()")
         self.was_step_made = self._loop.is_step_due and self._loop.make_step(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless those of this step are not all there."""
+        """Drop the gradients, unless this step is still accumulating them."""
         if self._loop.is_step_due:
             self.inner.zero_grad(set_to_none=set_to_none)
 
@@ -72,11 +72,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the optimizer load it."""
+        """Load the optimizer's state."""
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the ranks divide groups when the optimizer is prepared."""
+        """Refuse: the groups are distributed when the optimizer is prepared."""
         raise ValueError("add parameter groups before prepare(optimizer)")
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 class PreparedSchedule:
-    """A schedule that moves on when the optimizer has made a step, and stays where one was not due or left out.
+    """A schedule that advances when the optimizer has made a step, and not if a step was not due or skipped.
 
     Args:
         inner: the schedule.
@@ -95,7 +95,7 @@ class PreparedSchedule:
         self.inner, self._optimizer = inner, optimizer
 
     def step(self, *args: Any) -> None:
-        """Move on, if a step was made."""
+        """Advance, if a step was made."""
         if self._optimizer.was_step_made:
             self.inner.step(*args)
 
@@ -104,12 +104,12 @@ class PreparedSchedule:
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, names: dict[int, str], model: nn.Module) -> None:
-    """Put the parameters that a model has now into an optimizer that was built over those it had.
+    """Replace the parameters of an optimizer by the model's present ones, which have the same names.
 
     Args:
         optimizer: without state.
-        names: of the model's former parameters, by their identity.
-        model: with parameters of the same names.
+        names: of the model's former parameters, by identity.
+        model: the model with its present parameters.
 
     Raises:
         ValueError: the optimizer has state already, or holds other parameters, or consumes gradients in backward.

@@ -1,6 +1,6 @@
-"""Load torch_xla where it is wanted, and check that the processes can train together.
+"""Load torch_xla on demand, and check that the processes can train together.
 
-torch asks for a module `torch.xla` that torch_xla does not register. It is registered here.
+torch expects a module `torch.xla` that torch_xla does not register. It is registered here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _BYTES = 8  # of a random state
 
 
 def register(xla_model: Any) -> None:
-    """Register `torch.xla`, by which torch seeds, checkpoints activations and sets random states; once a process.
+    """Register `torch.xla`, through which torch seeds, checkpoints activations and sets random states; once a process.
 
-    Random states are what other devices' are: tensors of bytes on the host.
+    Random states have the form of other devices': tensors of bytes on the host.
 
     Args:
         xla_model: the module `torch_xla.core.xla_model`.
@@ -44,12 +44,12 @@ def _make(xla_model: Any) -> ModuleType:
 
     @contextmanager
     def device(index: Any) -> Iterator[None]:
-        yield  # a process computes on one
+        yield  # a process computes on one device
 
     given = {function.__name__: function for function in (get_rng_state, set_rng_state, manual_seed, device)}
     vars(module).update(
         given,
-        _initialized=True,  # what activation checkpointing asks before it keeps random states
+        _initialized=True,  # activation checkpointing checks this before it saves random states
         manual_seed_all=manual_seed,
         get_rng_state_all=lambda: [get_rng_state()],
         is_available=lambda: True,
@@ -59,7 +59,7 @@ def _make(xla_model: Any) -> ModuleType:
         current_device=lambda: 0,
         set_device=lambda index: None,
         synchronize=lambda device=None: xla_model.wait_device_ops(),
-        empty_cache=lambda: None,  # the compiler plans memory: nothing is cached
+        empty_cache=lambda: None,  # the compiler plans memory, so there is no cache
     )
     return module
 
@@ -85,10 +85,10 @@ def load_torch_xla(*, use_cpu: bool = False) -> Library:
     """Return torch_xla, started on the device that PJRT_DEVICE names, or on the one it finds.
 
     Args:
-        use_cpu: compute on PJRT's CPU, which PJRT_DEVICE is set to where it is unset.
+        use_cpu: compute on PJRT's CPU; sets PJRT_DEVICE if it is unset.
 
     Raises:
-        ValueError: it is not installed, was switched off, or the environment asks for another device or for processes
+        ValueError: it is not installed, was switched off, or the environment selects another device or processes
             that would not train together.
     """
     check_environment(os.environ, use_cpu=use_cpu)
@@ -107,10 +107,10 @@ def load_torch_xla(*, use_cpu: bool = False) -> Library:
 
 
 def check_environment(environ: Mapping[str, str], *, use_cpu: bool = False) -> None:
-    """Check what the environment says before torch_xla is loaded, for then it cannot be changed.
+    """Check the environment before torch_xla is loaded; afterwards it cannot be changed.
 
     Raises:
-        ValueError: the message says which variable, and what to do.
+        ValueError: the message names the variable, and what to do.
     """
     off, named = environ.get("USE_TORCH_XLA", ""), environ.get("PJRT_DEVICE", "")
     if off.lower() in _OFF:

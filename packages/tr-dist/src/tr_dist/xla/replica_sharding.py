@@ -1,6 +1,6 @@
-"""Give every replica a part of each parameter (`XlaFullyShardedDataParallel`), and save full states.
+"""Give every replica a part of each parameter (`XlaFullyShardedDataParallel`), and save full state dicts.
 
-Modules and states are moved to an XLA device and back to the host.
+It also moves modules and states to an XLA device and back to the host.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tr_dist.xla.library import Library
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to an XLA device, with parameters and buffers that modules share still shared.
+    """Move a model to an XLA device; parameters and buffers that modules share stay shared.
 
-    Moving replaces them, each where it is found, for a tensor of the host cannot become one of XLA.
+    Moving replaces every tensor, because a host tensor cannot become an XLA tensor.
     """
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
@@ -35,35 +35,35 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class HostState:
-    """The state of a module or optimizer, with its tensors in host memory: what is saved does not depend on XLA.
+    """The state of a module or optimizer, with its tensors in host memory, so that a checkpoint does not depend on XLA.
 
-    Tensors that are one stay one.
+    Shared tensors stay shared.
 
     Args:
-        part: whose state it is.
+        part: the module or optimizer.
     """
 
     def __init__(self, part: Any) -> None:
         self._part = part
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, copied from the device, which it waits for."""
+        """Return the state, copied from the device. Waits for the device."""
         if isinstance(self._part, nn.Module):
             return module_state(self._part)
         return to_host(self._part.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> Any:
-        """Take over a state; modules and optimizers move it to their device."""
+        """Load a state; modules and optimizers move it to their device."""
         return self._part.load_state_dict(state_dict, **options)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the module or optimizer has."""
+        """Return any other attribute of the module or optimizer."""
         return getattr(self._part, name)
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's state dict with tensors in host memory; parameters that modules share are one tensor."""
-    state = module.state_dict(keep_vars=True)  # the tensors themselves, which tell what is shared
+    state = module.state_dict(keep_vars=True)  # the tensors themselves, to find shared ones
     moved = to_host(state)
     if hasattr(state, "_metadata"):
         moved._metadata = state._metadata  # pyright: ignore[reportAttributeAccessIssue]
@@ -75,7 +75,7 @@ def to_host(tree: Any) -> Any:
     found: dict[int, torch.Tensor] = {}
     _walk(tree, lambda tensor: found.setdefault(id(tensor), tensor))
     on_device = {key: tensor.detach() for key, tensor in found.items() if tensor.device.type == "xla"}
-    # One by one, each of those that lie on several devices would be a program to be compiled.
+    # Copied one by one, each tensor on several devices would need a program to be compiled.
     fetched = importlib.import_module("torch_xla")._XLAC._xla_get_cpu_tensors(
         list(on_device.values())
     )  # sync: in saves
@@ -116,7 +116,7 @@ def read_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of `XlaFullyShardedDataParallel` that `xla_fsdp_settings` gives.
 
     Raises:
-        ValueError: one is not known, or would leave parameters without their shapes.
+        ValueError: one is unknown, or would flatten parameters.
     """
     settings = dict(given)
     if settings.pop("flatten_parameters", False) or not settings.pop("shard_param_on_dim_0", True):
@@ -143,7 +143,7 @@ class ReplicaSharding:
         settings: keyword arguments, as `read_settings` returns them.
 
     Raises:
-        ValueError: a setting cannot be had.
+        ValueError: a setting is not supported.
     """
 
     def __init__(self, library: Library, settings: Mapping[str, Any]) -> None:
@@ -151,9 +151,9 @@ class ReplicaSharding:
         self._rank, self._world_size = library.runtime.global_ordinal(), library.runtime.world_size()
 
     def wrap(self, model: nn.Module, units: Sequence[nn.Module], *, recomputes: bool) -> nn.Module:
-        """Divide a model and return what is to be called in its place.
+        """Divide a model and return the module to call instead.
 
-        The model's own parameters are the parts from then on, under their names; it must not be called itself.
+        The model's own parameters are the parts from then on, under their names; do not call it directly.
         """
         fsdp = importlib.import_module("torch_xla.distributed.fsdp")
         chosen = {id(unit) for unit in units}
@@ -172,7 +172,7 @@ class ReplicaSharding:
         for part in root.modules():
             if isinstance(part, fsdp.XlaFullyShardedDataParallel):
                 _return_parameters(part)
-        vars(root)["original"], vars(root)["places"] = (model,), places  # not as modules of it
+        vars(root)["original"], vars(root)["places"] = (model,), places  # not registered as submodules
 
         def check_called_within(module: nn.Module, args: Any) -> None:
             if not root.has_full_params:
@@ -185,13 +185,13 @@ class ReplicaSharding:
         return root
 
     def norm(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the norm of what is divided over the replicas, of the norm of this one's part."""
+        """Return the norm of all replicas' parts, given that of this one's."""
         if self._world_size == 1:
             return local
         return self._library.model.all_reduce("sum", local.square()).sqrt()
 
     def model_state(self, root: Any) -> dict[str, Any]:
-        """Return the state dict of the model as it would be whole, in host memory."""
+        """Return the full state dict of the model, in host memory."""
         state: dict[str, Any] = OrderedDict()
         copies: dict[int, torch.Tensor] = {}
         for name, (owner, key) in root.places.items():
@@ -204,10 +204,10 @@ class ReplicaSharding:
         return _shared_again(state, root.places)
 
     def load_model_state(self, root: Any, state: Mapping[str, Any]) -> None:
-        """Give every replica its part of a whole model's state.
+        """Load a full state dict; each replica takes its part.
 
         Raises:
-            RuntimeError: names or shapes are others.
+            RuntimeError: names or shapes differ.
         """
         names = set(root.places)
         if names != set(state):
@@ -223,11 +223,11 @@ class ReplicaSharding:
                 tensor.copy_(self._part(state[name], size).to(tensor.device))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state as it would be of whole parameters, in host memory."""
+        """Return an optimizer's state for full parameters, in host memory."""
         return to_host(self._with_states(optimizer, optimizer.state_dict(), self._whole_of))
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Give this replica's optimizer its part of a whole state."""
+        """Load this replica's part of a full optimizer state."""
         optimizer.load_state_dict(self._with_states(optimizer, state, self._part_of))
 
     def _with_states(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Any) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class ReplicaSharding:
 
 
 def part_of_rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Return a replica's rows of a tensor, with rows of zeros where they do not come out even."""
+    """Return a replica's rows of a tensor, padded with rows of zeros to equal sizes."""
     rows = -(-tensor.shape[0] // world_size)
     mine = tensor[rank * rows : (rank + 1) * rows]
     missing = rows - mine.shape[0]
@@ -266,12 +266,12 @@ def part_of_rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tens
 
 
 class FullState:
-    """The state of a divided model or its optimizer, whole and in host memory: what is saved fits any strategy.
+    """The full state of a divided model or its optimizer, in host memory, which any strategy can load.
 
     Args:
-        by_replicas: what divided it.
-        root: what `ByReplicas.wrap` returned.
-        optimizer: whose state it is; None is the model's.
+        by_replicas: the sharding.
+        root: the result of its `wrap`.
+        optimizer: the optimizer whose state it is; None for the model's.
     """
 
     def __init__(
@@ -280,13 +280,13 @@ class FullState:
         self._by, self._root, self._optimizer = by_replicas, root, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; every replica takes part."""
+        """Return the state. Collective."""
         if self._optimizer is None:
             return self._by.model_state(self._root)
         return self._by.optimizer_state(self._optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
-        """Take over a whole state."""
+        """Load a full state."""
         if self._optimizer is None:
             self._by.load_model_state(self._root, state_dict)
         else:
@@ -294,7 +294,7 @@ class FullState:
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return, by name in the state dict, the module that holds each tensor, and its name there."""
+    """Return, by name in the state dict, the module that holds each tensor, and the tensor's name there."""
     places = {}
     for name in model.state_dict():
         path, _, key = name.rpartition(".")
@@ -307,9 +307,9 @@ def _held(owner: nn.Module, key: str) -> Any:
 
 
 def _return_parameters(wrapper: Any) -> None:
-    """Register a wrapper's parts with the modules that they are parameters of, and no more with the wrapper.
+    """Register a wrapper's parts with the modules whose parameters they are, instead of with the wrapper.
 
-    A module computes with the whole parameter, an attribute of it that is not registered.
+    A module computes with the full parameter, an attribute that is not registered.
     """
     for (_, owner, name), part in zip(wrapper.full_param_infos, wrapper.sharded_params, strict=True):
         owner._parameters[name] = part
@@ -319,7 +319,7 @@ def _return_parameters(wrapper: Any) -> None:
 
 
 def _shared_again(state: dict[str, Any], places: Mapping[str, tuple[nn.Module, str]]) -> dict[str, Any]:
-    """Make tensors one that belong to one parameter."""
+    """Share tensors again that belong to one parameter."""
     first: dict[int, torch.Tensor] = {}
     for name, (owner, key) in places.items():
         state[name] = first.setdefault(id(_held(owner, key)), state[name])

@@ -1,4 +1,4 @@
-"""Hold what `fsdp` and `fsdp_config` say where they speak of XLA, and refuse what cannot be had there."""
+"""Hold the settings of `fsdp` and `fsdp_config` for XLA, and refuse unsupported ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tr_dist.fsdp.settings import Sharding
 
 KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 _UNITS = ("auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap")
-# What XLA does anyway, or what says nothing to it. key -> the values that may be given
+# Settings that XLA fulfils anyway, or that have no meaning for it. key -> the accepted values
 _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "version": (1, 2),
     "use_orig_params": (True,),
@@ -33,11 +33,11 @@ class XlaSharding:
 
     Attributes:
         over_devices: one process divides weights, optimizer state and batches over all devices that it sees, and the
-            compiler adds what they exchange (SPMD, `xla_fsdp_v2`). Else every process has one device and a part of each
-            parameter (`XlaFullyShardedDataParallel`).
-        units: which modules are gathered and computed as one.
-        recomputes: keep none of a unit's activations: compute them again in the backward pass (`xla_fsdp_grad_ckpt`).
-        settings: keyword arguments of `XlaFullyShardedDataParallel` (`xla_fsdp_settings`), as `compute_dtype`.
+            compiler adds the communication (SPMD, `xla_fsdp_v2`). Otherwise every process has one device and a part of
+            each parameter (`XlaFullyShardedDataParallel`).
+        units: the modules that are gathered and computed as one.
+        recomputes: keep none of a unit's activations: recompute them in the backward pass (`xla_fsdp_grad_ckpt`).
+        settings: keyword arguments of `XlaFullyShardedDataParallel` (`xla_fsdp_settings`), such as `compute_dtype`.
 
     Raises:
         ValueError: they contradict each other.
@@ -62,21 +62,21 @@ class XlaSharding:
 
     @classmethod
     def from_config(cls, options: Collection[str], config: Mapping[str, Any]) -> XlaSharding | None:
-        """Build from the words of `fsdp` and the keys of `fsdp_config`, without prefix; None if they ask for nothing.
+        """Build from the words of `fsdp` and the keys of `fsdp_config`, without prefix; None if none concerns sharding.
 
         Raises:
-            ValueError: they contradict each other, or ask for what XLA does not have; the message says what instead.
+            ValueError: they contradict each other, or XLA does not support one; the message gives an alternative.
         """
         if not config.get("xla"):
             _check_nothing_asked(options, config)
             return None
         for option in options:
             if option not in ("full_shard", "auto_wrap"):
-                raise ValueError(f"fsdp={option!r} cannot be had on XLA; use 'full_shard', or 'full_shard auto_wrap'")
+                raise ValueError(f"fsdp={option!r} is not supported on XLA; use 'full_shard' or 'full_shard auto_wrap'")
         known = (*KEYS, *_UNITS)
         for key, value in config.items():
             if key not in known and (key not in _AS_IT_IS or value not in _AS_IT_IS[key]):
-                raise ValueError(f"fsdp_config: {key}={value!r} cannot be had on XLA; leave it out")
+                raise ValueError(f"fsdp_config: {key}={value!r} is not supported on XLA; leave it out")
         units = Sharding.from_config(options, {key: config[key] for key in _UNITS if key in config})
         return cls(
             over_devices=bool(config.get("xla_fsdp_v2")),

@@ -1,7 +1,7 @@
 """Train on XLA devices: operations are recorded, compiled once for each shape, and run a step at a time.
 
-`DeviceSharding` divides a model and its batches over all devices of one process (SPMD). The compiler adds what they
-exchange.
+`DeviceSharding` divides a model and its batches over all devices of one process (SPMD). The compiler adds the
+communication.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ AXIS = "fsdp"
 
 
 class DeviceSharding:
-    """All XLA devices of a process as one, each with a part of every parameter and of every batch.
+    """Treat all XLA devices of a process as one device, each with a part of every parameter and of every batch.
 
-    The program is that of one device, and so are its numbers, up to rounding; a batch whose rows do not come out even
-    is divided all the same.
+    The program and its numbers, up to rounding, are those of one device. Batches whose rows do not divide evenly
+    are divided too.
 
     Args:
-        runtime: the module `torch_xla.runtime`, of which nothing was asked for before.
+        runtime: the module `torch_xla.runtime`, not used before.
 
     Attributes:
         count: number of devices.
@@ -57,10 +57,10 @@ class DeviceSharding:
         self._mesh = self._spmd.Mesh(np.arange(self.count), (self.count,), (AXIS,))
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Divide the parameters of a model that is on the device, and whatever it and its units will be given.
+        """Divide the parameters of a model on the device, and register hooks that divide its inputs.
 
-        Optimizer state is divided as the parameters are. A parameter of fewer rows and columns than there are devices
-        stays whole.
+        Optimizer state follows the parameters. A parameter with fewer rows and columns than there are devices
+        stays undivided.
         """
         for parameter in model.parameters():
             if parameter.dim() and max(parameter.shape) >= self.count:
@@ -78,7 +78,7 @@ class DeviceSharding:
             self._by_rows(tensor)
 
     def _divide_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Else the compiler might rather gather activations than weights.
+        # Otherwise the compiler might gather activations instead of weights.
         for tensor in _tensors(output):
             if tensor.dim() > 1:
                 self._by_rows(tensor)
@@ -106,21 +106,21 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 class XLA(OnDevice):
     """Training by torch_xla: on a TPU, or on PJRT's CPU.
 
-    Nothing is computed when it is called for: torch_xla records operations, and what was recorded is compiled, if it is
-    new, and run where this strategy cuts: after each micro-batch but the last of a step, after each update, and after
-    each forward without gradients. Between cuts nothing is read from the device. Every other shape of a batch is
-    another program, compiled when it comes up first: pad batches to few lengths.
+    Calls only record operations. The strategy compiles what was recorded, if it is new, and runs it at each cut: after
+    each micro-batch but the last of a step, after each update, and after each forward without gradients. Between cuts
+    nothing is read from the device. Every new batch shape is a new program, compiled on first use: pad batches to few
+    lengths.
 
-    Without `sharding` each replica holds the whole model. There are several of them where the script that builds this
-    was started by `torch_xla.launch`, on a TPU; gradients are averaged over them.
+    Without `sharding` each replica holds the whole model. There are several replicas if `torch_xla.launch` started the
+    script, on a TPU; gradients are averaged over them.
 
     Args:
         sharding: how the model is divided over devices; None leaves it whole.
-        precision: `no`, or `bf16` for autocast. There is no float16.
+        precision: `no`, or `bf16` for autocast. float16 is not supported.
         use_cpu: compute on PJRT's CPU.
 
     Attributes:
-        device: where this process computes.
+        device: the device of this process.
         rank: number of this replica among all, from 0.
         local_rank: number of this replica on its machine, from 0.
         world_size: number of replicas; 1 where one process divides its batches over many devices.
@@ -128,7 +128,7 @@ class XLA(OnDevice):
         forwards_together: whether a forward gathers weights from other replicas.
 
     Raises:
-        ValueError: torch_xla is not there or was switched off, or cannot do what is asked for.
+        ValueError: torch_xla is not installed or was switched off, or does not support an argument.
     """
 
     binds_optimizer = True
@@ -136,7 +136,7 @@ class XLA(OnDevice):
     def __init__(self, sharding: XlaSharding | None = None, *, precision: str = "no", use_cpu: bool = False) -> None:
         if precision not in ("no", "bf16"):
             raise ValueError(
-                f"precision={precision!r} cannot be had on XLA, whose devices compute in float32 and bfloat16; use "
+                f"precision={precision!r} is not supported on XLA, whose devices compute in float32 and bfloat16; use "
                 "bf16=True, which needs no scaled losses, or neither"
             )
         self._library = load_torch_xla(use_cpu=use_cpu)
@@ -157,7 +157,7 @@ class XLA(OnDevice):
 
     @classmethod
     def from_arguments(cls, args: Any) -> XLA:
-        """Build from the fields of training arguments that are about this: `bf16`, `fp16`, `use_cpu`, `fsdp*`."""
+        """Build from the training arguments that concern it: `bf16`, `fp16`, `use_cpu`, `fsdp*`."""
         return cls(
             XlaSharding.from_config(args.fsdp, args.fsdp_config),
             precision=precision_of(args),
@@ -165,10 +165,10 @@ class XLA(OnDevice):
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device and divide it, if it is to be; its parameters are other objects from then on.
+        """Move the model to the device and divide it, if configured; this replaces its parameters.
 
         Raises:
-            ValueError: the model has no trainable parameter, no values yet (meta device), or lies on another device; or
+            ValueError: the model has no trainable parameter, no values yet (meta device), or is on another device; or
                 a class named for units is not in it.
         """
         check_trainable(model, self.device)
@@ -194,7 +194,7 @@ class XLA(OnDevice):
         return vars(inner).get("original", (inner,))[0]
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer has the parameters of the model, which moving it has replaced.
+        """Check that an optimizer has the parameters of the model; moving the model has replaced them.
 
         Raises:
             ValueError: it was built before the model was moved.
@@ -215,7 +215,7 @@ class XLA(OnDevice):
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
-        """Surround forward and backward of one micro-batch, after which it is run, unless the update is next."""
+        """Run forward and backward of one micro-batch inside this context; it is executed unless the update is next."""
         if self._is_uncut:
             self._cut()
         with nullcontext() if sync or self._by_replicas is None else cast("Any", model).no_sync():
@@ -228,7 +228,7 @@ class XLA(OnDevice):
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Surround a forward pass and its loss: bfloat16, if it was asked for. Without gradients it is run then."""
+        """Return the context for a forward and its loss: bfloat16, if on. Without gradients it is executed at exit."""
         with super().autocast():
             yield
         if not torch.is_grad_enabled():
@@ -240,7 +240,7 @@ class XLA(OnDevice):
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping, a scalar tensor on the device; nothing is read back.
+            The norm before clipping, a scalar tensor on the device; no sync.
         """
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], self.device)
@@ -250,49 +250,49 @@ class XLA(OnDevice):
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the gradients, and run what was recorded. Returns True.
+        """Apply the gradients, and run the recorded operations. Returns True.
 
         Args:
-            optimizer: what applies them.
-            skip: scalar on the device, the same on all replicas; where it is not 0, parameters and optimizer state stay
-                as they are. It is read from the device in every step.
+            optimizer: the optimizer to step.
+            skip: scalar on the device, the same on all replicas; if it is not 0, parameters and optimizer state stay
+                unchanged. Sync: it is read in every step.
         """
         applied = super().step(optimizer, skip=skip)
         self._cut()
         return applied
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all replicas; the argument stays as it is. Reads nothing back."""
+        """Return the sum of `tensor` over all replicas; the argument is unchanged. No sync."""
         return tensor if self.world_size == 1 else self._library.model.all_reduce("sum", tensor)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every replica's `tensor` of shape `(n, ...)` along dimension 0, in the order of ranks."""
+        """Concatenate every replica's `tensor` of shape `(n, ...)` along dimension 0, in rank order."""
         return tensor if self.world_size == 1 else self._library.model.all_gather(tensor, dim=0)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every replica's picklable `value`, in the order of ranks."""
+        """Return every replica's picklable `value`, in rank order."""
         if self.world_size == 1:
             return [value]
         found = self._library.model.rendezvous(f"objects-{next(self._tags)}", pickle.dumps(value))
         return [pickle.loads(each) for each in found]  # of processes of this job
 
     def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin to find the largest of each of `values` over all replicas; with the next cut it is on its way."""
+        """Start to find the largest of each of `values` over all replicas; it runs with the next cut."""
         if self.world_size == 1:
             return lambda: list(values)
         mine = torch.tensor(values, dtype=torch.int32).to(self.device)
         largest = self._library.model.all_reduce("max", mine)
-        return lambda: largest.tolist()  # sync: of a step that was begun before
+        return lambda: largest.tolist()  # sync: for a step that was started before
 
     def barrier(self) -> None:
-        """Return once every replica has called it."""
+        """Wait until every replica has called it."""
         if self.world_size > 1:
             self._library.model.rendezvous(f"barrier-{next(self._tags)}")
 
     def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a checkpoint holds, `model` and `optimizer` if given, whose states are in host memory.
+        """Return the parts of a checkpoint, `model` and `optimizer` if given, with their states in host memory.
 
-        They are whole, and the same on every replica: what is saved here can be loaded without XLA, and the reverse.
+        They are full, and the same on every replica. They can be loaded without XLA, and the reverse.
         """
         by = self._by_replicas
         parts: dict[str, Any] = {"model": HostState(self.unwrap(model)) if by is None else FullState(by, model)}
@@ -301,17 +301,17 @@ class XLA(OnDevice):
         return parts
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict of the unwrapped model, in host memory."""
+        """Return the full state dict of the unwrapped model, in host memory."""
         by = self._by_replicas
         return module_state(self.unwrap(model)) if by is None else by.model_state(model)
 
     def close(self, *, failed: bool = False) -> None:
-        """Run what is still recorded; there is no process group to leave."""
+        """Run what is still recorded; there is no process group."""
         if not failed:
             self._cut()
 
     def _cut(self) -> None:
-        """Compile what was recorded since the last cut, if there is no such program yet, and begin to run it."""
+        """Compile what was recorded since the last cut, unless the program exists, and start it."""
         self._is_uncut = False
         self._library.torch_xla.sync()
 
