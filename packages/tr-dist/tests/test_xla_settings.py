@@ -44,7 +44,7 @@ def test_without_keys_nothing_is_divided():
         (
             ["full_shard"],
             {**V2, "state_dict_type": "SHARDED_STATE_DICT"},
-            "state_dict_type='SHARDED_STATE_DICT' cannot",
+            "state_dict_type='SHARDED_STATE_DICT' is not",
         ),
         (["full_shard"], {**V2, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "leave one of the two out"),
         (["full_shard"], {**V2, "xla_fsdp_grad_ckpt": True}, "computes units again, and there are none"),
