@@ -128,7 +128,7 @@ def largest_unit(model: nn.Module) -> int:
     return max(sizes.values())
 
 
-def reckon(model: nn.Module, build: Build) -> Held:
+def compute_sizes(model: nn.Module, build: Build) -> Held:
     """Return what a rank will hold, without a step."""
     optimizer = build(model)
     tells = getattr(optimizer, "expected_bytes", lambda: optimizer_bytes(optimizer))
@@ -139,9 +139,9 @@ def measure(strategy: FSDP, model: nn.Module, build: Build) -> Held:
     """Make one step, and return what is held after it and was exchanged in it.
 
     Raises:
-        AssertionError: the state is not what was reckoned before.
+        AssertionError: the state is not what was computed before.
     """
-    reckoned, optimizer, exchanges = reckon(model, build), build(model), Exchanges()
+    computed, optimizer, exchanges = compute_sizes(model, build), build(model), Exchanges()
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with exchanges:
         if getattr(optimizer, "fused_in_backward", False):
@@ -153,14 +153,14 @@ def measure(strategy: FSDP, model: nn.Module, build: Build) -> Held:
                 strategy.backward(model(tokens))
         optimizer.step()
     state = nbytes(value for each in optimizer.state.values() for value in each.values())
-    if state != reckoned.state:
-        raise AssertionError(f"{type(optimizer).__name__} has {state} bytes, and {reckoned.state} were reckoned")
+    if state != computed.state:
+        raise AssertionError(f"{type(optimizer).__name__} has {state} bytes, and {computed.state} were computed")
     if hasattr(optimizer, "detach"):
         optimizer.detach()
     optimizer.zero_grad()
     gc.collect()
     found = {kind: (number, exchanges.bytes[kind]) for kind, number in exchanges.counts.items()}
-    return replace(reckoned, exchanges=found)
+    return replace(computed, exchanges=found)
 
 
 def shown(size: float) -> str:
@@ -184,7 +184,9 @@ def held_by(size: str, form: str, ranks: int, builds: dict[str, Build], *, steps
     for rank in (0, ranks // 2, ranks - 1):
         with prepared(size, form, rank, ranks, steps=steps or len(builds) > 1) as (strategy, model):
             for name, build in builds.items():
-                found[name].append(measure(strategy, model, build) if steps and rank == 0 else reckon(model, build))
+                found[name].append(
+                    measure(strategy, model, build) if steps and rank == 0 else compute_sizes(model, build)
+                )
     return found
 
 
@@ -227,13 +229,13 @@ LLaMA's shapes of {size}, in bfloat16; sizes in MiB. All parameters together hav
 
     {command}
 
-One process plays one rank after another of torch's fake process group, with the strategy, hooks and optimizers of a
+One process simulates one rank after another with torch's fake process group, with the strategy, hooks and optimizers of a
 real run, over shapes without numbers. Each size is of the first, the middle and the last rank, or one number where they
 are equal. {how} No network and no other rank took part, and no time was measured.
 """
-_RECKONED = "Sizes are reckoned from the shards (`optimizer.expected_bytes`), and no step is made."
-_STEPPED = """Sizes are reckoned from the shards (`optimizer.expected_bytes`); at {step_at} ranks the first makes a
-step, and its state has the size that was reckoned. What it exchanges is `times: MiB`, of whole tensors: those gathered,
+_COMPUTED = "Sizes are computed from the shards (`optimizer.expected_bytes`), and no step is made."
+_STEPPED = """Sizes are computed from the shards (`optimizer.expected_bytes`); at {step_at} ranks the first makes a
+step, and its state has the computed size. What it exchanges is `times: MiB`, of whole tensors: those gathered,
 to be scattered, or summed; how often does not depend on the number of ranks."""
 _FORMS = """## Forms of FSDP
 
@@ -268,7 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
     whole = sum(p.numel() * p.element_size() for p in llama.build(options.size, torch.bfloat16, "meta").parameters())
     command = shlex.join(["python", "packages/tr-dist/bench/ranks.py", *given])
     if options.table != "optimizers":
-        how = _STEPPED.format(step_at=options.step_at) if options.step_at in options.ranks else _RECKONED
+        how = _STEPPED.format(step_at=options.step_at) if options.step_at in options.ranks else _COMPUTED
         print(_WORDS.format(size=options.size.upper(), whole=shown(whole), command=command, how=how))
         print(_FORMS.format(machine=RANKS_OF_A_MACHINE))
         for line in forms_table(options.size, options.forms, options.ranks, options.step_at):

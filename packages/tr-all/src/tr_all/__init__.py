@@ -1,6 +1,6 @@
 """The whole training stack: Trainer, arguments, logging, checkpoints, optimizers and distribution.
 
-Names are imported from their packages when they are first used: `import tr_all` itself loads neither torch nor any of
+Names are imported from their packages on first use: `import tr_all` itself loads neither torch nor any of
 them.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tr_log import PrinterCallback, ProgressCallback
     from tr_optim import Adafactor
 
-# The package that each name comes from; `if TYPE_CHECKING` above says the same to editors and type checkers.
+# The package of each name; `if TYPE_CHECKING` above repeats it for editors and type checkers.
 _ORIGINS = {
     "Adafactor": "tr_optim",
     "ArgumentParser": "tr_args",
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
     if origin is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(origin), name)
-    globals()[name] = value  # the next use finds it without coming here
+    globals()[name] = value  # the next access does not call this function
     return value
 
 

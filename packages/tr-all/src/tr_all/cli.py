@@ -14,7 +14,7 @@ from tr_log.streams import usable_streams, write_text
 
 GROUP = "tr.commands"
 USAGE_ERROR = 2
-READER_GONE = 128 + 13  # as a shell has it
+READER_GONE = 128 + 13  # SIGPIPE, as in a shell
 
 _USAGE = "usage: trainer COMMAND [ARGUMENT ...]"
 
@@ -29,15 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `trainer`; None takes this program's.
 
     Returns:
-        The exit code: the subcommand's, or 2 if there is no such subcommand, or 1 if it cannot be loaded; 141 if
-        nobody reads what is printed any more, as of a command that SIGPIPE ended, and 1 if it cannot be written.
+        The exit code: the subcommand's, or 2 if the subcommand does not exist, or 1 if it cannot be loaded; 141 if
+        the reader of the output has ended, as after SIGPIPE, and 1 if the output cannot be written.
     """
     with usable_streams():
         _escape_what_stdout_cannot_hold()
         try:
             try:
                 code = _run(list(sys.argv[1:] if argv is None else argv))
-            except SystemExit:  # of --help, which was printed
+            except SystemExit:  # from --help, after printing
                 sys.stdout.flush()
                 raise
             sys.stdout.flush()
@@ -77,7 +77,7 @@ def _escape_what_stdout_cannot_hold() -> None:
 
 
 def _stdout_is_lost() -> bool:
-    """Return whether nothing can be printed any more, which tells the error of that from any other."""
+    """Return whether printing is no longer possible, to separate that error from others."""
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -88,16 +88,16 @@ def _stdout_is_lost() -> bool:
 
 def _leave_quietly(error: OSError) -> int:
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # or the interpreter would try it once more, and say so
+    os.dup2(nowhere, sys.stdout.fileno())  # otherwise the interpreter would flush again, and report the failure
     os.close(nowhere)
     if isinstance(error, BrokenPipeError):
         return READER_GONE
-    write_text(sys.stderr, f"trainer: what is printed cannot be written: {error.strerror}\n")
+    write_text(sys.stderr, f"trainer: the output cannot be written: {error.strerror}\n")
     return 1
 
 
 def commands() -> dict[str, list[EntryPoint]]:
-    """Return the installed subcommands by name, sorted, each with all who offer it. Nothing is imported."""
+    """Return the installed subcommands by name, sorted, each with all its providers. Nothing is imported."""
     found: dict[str, list[EntryPoint]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         found.setdefault(entry.name, []).append(entry)

@@ -1,4 +1,4 @@
-"""Read what a module says of itself, without importing it."""
+"""Read the first line of a module's docstring, without importing the module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def summary(module: str) -> str:
     """Return the first line of a module's docstring, read from its source; empty if there is none.
 
-    Neither the module nor a package above it is imported: that may cost seconds.
+    Neither the module nor its parent packages are imported: that may take seconds.
 
     Args:
         module: dotted name.
@@ -24,7 +24,7 @@ def summary(module: str) -> str:
 
 def _source(module: str) -> Path | None:
     top, *inner = module.split(".")
-    spec = find_spec(top)  # for a top-level name only: for a dotted one it imports what is above
+    spec = find_spec(top)  # for a top-level name only: for a dotted one it imports the parents
     if spec is None:
         return None
     if not inner:

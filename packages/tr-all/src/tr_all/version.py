@@ -1,4 +1,4 @@
-"""Show the versions of the packages, of Python, and of what they work with."""
+"""Show the versions of the packages, of Python, and of related libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
-# Shown where installed: most reports of a problem turn on the version of one of these.
+# Shown if installed: most bug reports depend on the version of one of these.
 _COMPANIONS = ("torch", "accelerate", "transformers", "datasets", "safetensors", "huggingface_hub", "deepspeed", "peft")
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def packages() -> list[str]:
-    """Return the names of the packages that tr-all consists of, itself last."""
+    """Return the names of the packages that make up tr-all, itself last."""
     names = [re.split(r"[^\w-]", requirement, maxsplit=1)[0] for requirement in requires("tr-all") or ()]
     return [*names, "tr-all"]
 
