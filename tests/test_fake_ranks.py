@@ -1,4 +1,4 @@
-"""Optimizers on the shards of many ranks: what each rank holds and sums, and what was reckoned of it."""
+"""Optimizers on the shards of many ranks: what each rank holds and sums, and what was computed before."""
 
 import sys
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_parts_of_a_state_are_those_of_one_process_and_all_else_is_on_every_rank
     build, ranks, held = bench.OPTIMIZERS[name], 8, []
     for rank in range(ranks):
         with bench.prepared("tiny", "full_shard", rank, ranks, are_real=True) as (strategy, model):
-            measured = bench.measure(strategy, model, build)  # which compares it with what was reckoned
+            measured = bench.measure(strategy, model, build)  # which compares it with the computed sizes
             optimizer = build(model)
             step(strategy, model, optimizer)
             held.append([{key: local_part(v).shape for key, v in state.items()} for state in state_of(optimizer)])

@@ -230,8 +230,8 @@ LLaMA's shapes of {size}, in bfloat16; sizes in MiB. All parameters together hav
     {command}
 
 One process simulates one rank after another with torch's fake process group. It uses the strategy, hooks and optimizers
-of a real run, over shapes without numbers. Each size is of the first, the middle and the last rank, or one number if they
-are equal. {how} No network and no other rank took part, and no time was measured.
+of a real run, over shapes without numbers. Each size is of the first, the middle and the last rank, or one number if
+all are equal. {how} No network and no other rank took part, and no time was measured.
 """
 _COMPUTED = "Sizes are computed from the shards (`optimizer.expected_bytes`), and no step is made."
 _STEPPED = """Sizes are computed from the shards (`optimizer.expected_bytes`); at {step_at} ranks the first makes a
