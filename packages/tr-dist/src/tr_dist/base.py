@@ -167,7 +167,7 @@ class OnDevice:
         return nullcontext()
 
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Return the context for a micro-batch whose gradients the optimizer consumes in backward and averages itself."""
+        """Return the context for a micro-batch whose gradients the optimizer consumes and averages in backward."""
         return self.accumulate(model, sync=False)
 
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
