@@ -88,6 +88,7 @@ class Alone:
 
 def run_alone(folder: Path, **options: Any) -> Outcome:
     """Train in a process of its own, undisturbed; the answer is what `Alone` holds."""
+    folder.parent.mkdir(parents=True, exist_ok=True)  # as it is there for killed runs: making it is an operation
 
     def work() -> dict[str, Any]:
         breaker, complete, saved, places, states = Breaker(), [], [], [], {}
