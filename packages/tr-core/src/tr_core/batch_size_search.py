@@ -40,7 +40,7 @@ def run_epochs_within_memory(run: Run) -> None:
     attempts = _Attempts(run)
     run.methods.callback_handler.add(attempts, first=True)
     try:
-        while not _finishes(run, attempts):
+        while not attempts.train():
             attempts.rewind()
             reduce_batch_size(run, _next_size(run.methods.args))
     finally:
@@ -121,6 +121,19 @@ class _Attempts:
         """From here on a step is behind."""
         self.is_in_optimizer = False
 
+    def train(self) -> bool:
+        """Train; False if memory ran out in a step that can be made again."""
+        try:
+            run_epochs(self._run)
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error) or not (self.is_in_step or self.is_in_optimizer):
+                raise
+            if (reason := self._why_not()) is not None:
+                raise RuntimeError(reason) from error
+            free_memory(error, self._run.strategy.device)
+        return False
+
     def rewind(self) -> None:
         """Put everything back to the beginning of the step, and drop its gradients."""
         self.is_in_step = False
@@ -132,41 +145,27 @@ class _Attempts:
         self._forward.put_back()
         self._run.position.is_retry = True
 
-
-def _finishes(run: Run, attempts: _Attempts) -> bool:
-    """Train; False if memory ran out in a step that can be made again."""
-    try:
-        run_epochs(run)
-        return True
-    except Exception as error:
-        if not is_out_of_memory(error) or not (attempts.is_in_step or attempts.is_in_optimizer):
-            raise
-        if (reason := _why_not(run, attempts)) is not None:
-            raise RuntimeError(reason) from error
-        free_memory(error, run.strategy.device)
-    return False
-
-
-def _why_not(run: Run, attempts: _Attempts) -> str | None:
-    """Return why a smaller micro-batch does not help; None if it may."""
-    size, step, strategy = run.methods.args.train_batch_size, run.methods.state.global_step, run.strategy
-    if attempts.is_in_optimizer:
-        return (
-            f"memory ran out in the optimizer at step {step}, where the micro-batch makes no difference and weights "
-            "may have changed already; use an optimizer with a smaller state, or shard it"
-        )
-    if strategy.world_size > 1:
-        return (
-            f"memory ran out on rank {strategy.rank} at step {step} with {size} samples a device and micro-batch, "
-            "which had fitted before the first step; the other ranks are in the middle of theirs, so the size cannot "
-            f"be changed now: set per_device_train_batch_size below {size} and resume"
-        )
-    if size == 1:
-        return (
-            f"memory ran out at step {step} with 1 sample a device and micro-batch, so there is no smaller one; set "
-            "activation_checkpointing=True, use shorter samples, a lower precision or a smaller model"
-        )
-    return None
+    def _why_not(self) -> str | None:
+        """Return why a smaller micro-batch does not help; None if it may."""
+        methods, strategy = self._run.methods, self._run.strategy
+        size, step = methods.args.train_batch_size, methods.state.global_step
+        if self.is_in_optimizer:
+            return (
+                f"memory ran out in the optimizer at step {step}, where the micro-batch makes no difference and "
+                "weights may have changed already; use an optimizer with a smaller state, or shard it"
+            )
+        if strategy.world_size > 1:
+            return (
+                f"memory ran out on rank {strategy.rank} at step {step} with {size} samples a device and micro-batch, "
+                "which had fitted before the first step; the other ranks are in the middle of theirs, so the size "
+                f"cannot be changed now: set per_device_train_batch_size below {size} and resume"
+            )
+        if size == 1:
+            return (
+                f"memory ran out at step {step} with 1 sample a device and micro-batch, so there is no smaller one; "
+                "set activation_checkpointing=True, use shorter samples, a lower precision or a smaller model"
+            )
+        return None
 
 
 def _next_size(args: TrainingArguments) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_core.checkpoint.restoring import Resume
 from tr_core.data.limits import evaluates_training_batches, limited_batches
 from tr_core.data.loaders import eval_loader, keeping_columns, train_loader
 from tr_core.data.sampler import call_sampler_method
@@ -28,16 +29,11 @@ from tr_core.model_io import main_input_name
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from tr_core.runtime.run_context import evaluation_context
-from tr_core.session import Resume
-from tr_core.session import train as run_session
-from tr_core.trainer.hub_methods import Publishing
-from tr_core.trainer.loss_methods import Stepping
-from tr_core.trainer.optimizer_methods import Optimizing
-from tr_core.trainer.search_methods import Searching
+from tr_core.trainer.run_methods import Running
 from tr_log.streams import usable_streams
 
 
-class Trainer(Stepping, Publishing, Optimizing, Searching):
+class Trainer(Running):
     """A complete training and evaluation loop for a PyTorch model.
 
     Args:
@@ -106,7 +102,7 @@ class Trainer(Stepping, Publishing, Optimizing, Searching):
         resume = None if self.args.fast_dev_run else resume
         self.trial = trial
         try:
-            return run_session(self, resume, ignore_keys_for_eval)
+            return self._run(resume, ignore_keys_for_eval)
         finally:
             self.trial = None
 

@@ -1,0 +1,187 @@
+"""Begin a run, fresh or resumed, surround it and finish it, in methods of the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from tr_core.batch_size_search import run_epochs_within_memory
+from tr_core.callbacks.evaluation_weights import adopt_evaluation_weights, weight_parts
+from tr_core.checkpoint.restoring import Resume, resume_run
+from tr_core.checkpoint.saving import model_parts
+from tr_core.checkpoint.settings import Settings
+from tr_core.data.limits import training_batches
+from tr_core.loop import run_epochs
+from tr_core.metric_means import MetricWindow
+from tr_core.optim.fused_backward import check_fused_backward, fused_backward
+from tr_core.plan import TrainingPlan, make_plan
+from tr_core.preemption.preemption import Preemption
+from tr_core.protocols import Strategy
+from tr_core.random_state import set_seed
+from tr_core.results import TrainOutput
+from tr_core.run import Run, RunMethods
+from tr_core.session import (
+    fresh_state,
+    is_run_complete,
+    last_train_loss,
+    load_best,
+    log_run_start,
+    preempting,
+    run_pending,
+    summarize,
+    warn_of_earlier,
+)
+from tr_core.state import TrainerState
+from tr_core.trainer.hub_methods import Publishing
+from tr_core.trainer.loss_methods import Stepping
+from tr_core.trainer.optimizer_methods import Optimizing
+from tr_core.trainer.search_methods import Searching
+from tr_core.validation import check_output_dir, check_quantized, lock_output_dir, unlocking_output_dir
+from tr_log.streams import usable_streams
+
+
+class Running(Stepping, Publishing, Optimizing, Searching):
+    """How a run begins and ends."""
+
+    evaluate: Callable[..., dict[str, float]]
+
+    def _run(self, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
+        """Run training from its beginning or from a checkpoint to its end; the closing event fires in any case."""
+        # Ranks differ, so that dropout does; weights do not depend on it: a strategy makes them the same.
+        seed = self.args.seed + self.strategy.rank
+        set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
+        self.renew_model()
+        check_quantized(self.model)
+        with (
+            usable_streams(),
+            self.training_context(),
+            unlocking_output_dir(self.current_checkpointer),
+            self.memory.stage("train") as read_memory,
+        ):
+            run = self._begin_run(resume, ignore_keys)
+            if is_run_complete(run):
+                self.logger.info(
+                    "nothing to do: the checkpoint is at step %d of %d, and the run is complete; a larger "
+                    "num_train_epochs or max_steps goes on with it",
+                    run.window.first_step,
+                    run.plan.max_steps,
+                )
+                self._load_final_weights()
+                return TrainOutput(self.state.global_step, last_train_loss(self.state), {})
+            log_run_start(run, self.get_num_trainable_parameters())
+            with (
+                self._training_strategy(run.optimizer, run.plan, run.use_strategy),
+                preempting(run),
+                self._in_training(run.window.means, run.preemption),
+            ):
+                self.random_state.reapply()
+                self.optimizer_mode.switch(self.optimizer, "train")
+                if self.args.eval_on_start and run.window.first_step == 0:
+                    self.evaluate(ignore_keys=ignore_keys)
+                    run.agree_on_flags()
+                run.mode.begin()
+                run_pending(run)
+                (run_epochs_within_memory if self.args.auto_find_batch_size else run_epochs)(run)
+                return self._finish_run(summarize(run) | read_memory())
+
+    def _begin_run(self, resume: Resume, ignore_keys: list[str] | None) -> Run:
+        """Prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
+        args, strategy = self.args, self.strategy
+        self.prepare()
+        self.check_setup()
+        if not self.has_own_checkpointer:  # one that was given knows its folder
+            check_output_dir(args, args.output_dir, strategy)
+        if args.save_strategy != "no":
+            lock_output_dir(self.checkpointer())
+        loader = self.get_train_dataloader()
+        data = training_batches(loader, args, strategy.world_size)
+        plan = make_plan(args, data)
+        optimizer, schedule = self.renew_optimizer(plan.max_steps)
+        strategy.bind_optimizer(self.model_wrapped, optimizer)
+        self.state = self._fresh_state(plan)
+        self.loaders["train_dataloader"] = loader
+        self.model.zero_grad(set_to_none=True)  # of a backward pass by hand, or of a run that failed in the middle
+        run = Run.begin(cast("RunMethods", self), strategy, plan, data, optimizer, schedule)
+        run.ignore_keys = ignore_keys
+        run.settings = Settings(run)
+        resumed = False
+        if resume not in (None, False):
+            resumed = resume_run(run, resume, self._fresh_state(plan))
+        if not resumed and args.save_strategy != "no":
+            warn_of_earlier(self.checkpointer(), strategy, args.output_dir)
+        return run
+
+    def _fresh_state(self, plan: TrainingPlan) -> TrainerState:
+        return fresh_state(self.args, self.strategy, plan, self.trial_state())
+
+    @contextmanager
+    def _training_strategy(
+        self, optimizer: torch.optim.Optimizer, plan: TrainingPlan, use: Callable[[Strategy], None]
+    ) -> Iterator[None]:
+        """Have an optimizer that consumes gradients in the backward pass take over what the strategy does with them."""
+        usual = self.strategy
+        name = None if self.has_given_optimizer else str(self.args.optim)
+        check_fused_backward(optimizer, usual, name, syncs_each_batch=plan.syncs_each_batch)
+        with fused_backward(usual, optimizer, self.model_wrapped, plan.max_grad_norm, self.logger.info) as strategy:
+            self.strategy = strategy  # overrides of `training_step` call its `backward`
+            use(strategy)
+            try:
+                yield
+            finally:
+                self.strategy = usual
+                use(usual)
+
+    @contextmanager
+    def _in_training(self, means: MetricWindow, preemption: Preemption | None) -> Iterator[None]:
+        """Begin and end training with their events; the closing one fires after an exception too, and is given it."""
+        self.is_in_train, self.metric_window = True, means
+        error: BaseException | None = None
+        try:
+            self.fire("on_train_begin")
+            yield
+        except BaseException as caught:
+            error = caught
+            if preemption is not None:
+                preemption.settle_after(caught)
+            raise
+        finally:
+            self.is_in_train, self.metric_window = False, None
+            self.chosen.end()
+            was_asked = self.control.should_save  # by a step that the end of the run overtook
+            self.fire("on_train_end", error=error)
+            if self.control.should_save and not was_asked:
+                self.logger.error(
+                    "should_save was set in on_train_end, when the run is over and saves no checkpoint any more; set "
+                    "it in on_step_end or on_epoch_end, or call trainer.save_model()"
+                )
+
+    def _finish_run(self, metrics: dict[str, Any]) -> TrainOutput:
+        """Log the figures of the whole run and load the best weights, if that was asked for."""
+        self.log_result(metrics)
+        self.optimizer_mode.switch(self.optimizer, "eval")
+        self._load_final_weights()
+        if self.args.push_to_hub:
+            self.save_model()  # what is pushed when training ends is this model, not an older file
+            self.create_model_card()
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _load_final_weights(self) -> None:
+        """Leave the model with the weights that the arguments ask for at the end: of the last or the best step."""
+        callbacks, args = self.callback_handler.callbacks, self.args
+        if args.load_best_model_at_end:
+            is_there = load_best(
+                self.state,
+                self.checkpointer(),
+                self.strategy,
+                lambda: {
+                    **model_parts(self.strategy, self.model, self.model_wrapped),
+                    **weight_parts(callbacks, self.model),
+                },
+                args.metric_for_best_model,
+            )
+            if is_there is not None:
+                self.lacks_best_weights = not is_there
+        adopt_evaluation_weights(callbacks, self.model, self.state)
