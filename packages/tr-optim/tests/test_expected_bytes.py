@@ -105,7 +105,7 @@ def test_the_state_has_the_bytes_that_were_expected_whatever_the_side(proj_type)
     assert held(optimizer) == expected
 
 
-def test_the_bytes_of_a_plain_state_can_be_reckoned_too():
+def test_the_bytes_of_a_plain_state_can_be_computed_too():
     model = Model()
     optimizer = AdamW8bit(model.parameters())
     expected = state_bytes(optimizer, AdamW8bit.step)

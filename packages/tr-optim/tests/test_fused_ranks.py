@@ -77,10 +77,10 @@ def test_values_may_travel_through_what_was_bound(results):
     )
 
 
-def test_ranks_that_nobody_told_of_each_other_are_refused(results):
+def test_ranks_that_are_not_bound_are_refused(results):
     size = len(results)
     assert results[0]["unbound"].startswith(
-        f"{size} ranks train together, and Lomo would apply each one's own gradients"
+        f"{size} ranks train together, and Lomo would apply the gradients of each rank alone"
     )
     assert "call optimizer.bind(strategy) first" in results[0]["unbound"]
 

@@ -53,5 +53,5 @@ def test_a_matrix_that_is_unfrozen_later_trains(mode):
     assert torch.equal(model[0].weight, trained)
 
 
-def test_ranks_that_nobody_told_of_each_other_are_refused(tmp_path):
+def test_ranks_that_are_not_bound_are_refused(tmp_path):
     torch.multiprocessing.start_processes(unbound_workers.train, (str(tmp_path),), nprocs=2, start_method="forkserver")

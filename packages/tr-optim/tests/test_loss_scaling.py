@@ -128,7 +128,7 @@ def test_an_ordinary_optimizer_is_scaled_as_by_torch():
 
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_optimizer_is_told_of_the_last_micro_batch_and_of_the_scale(last, enabled):
+def test_the_optimizer_gets_the_last_micro_batch_and_the_scale(last, enabled):
     asked = []
     optimizer = types.SimpleNamespace(backward=lambda loss, **options: asked.append((loss.item(), options)))
     LossScaler("cpu", init_scale=4.0, enabled=enabled).backward(optimizer, torch.tensor(3.0), last=last)

@@ -135,7 +135,7 @@ def test_the_input_embedding_is_found():
     assert NEFTune(told, 1.0).embedding is told.words
 
 
-def test_an_input_embedding_that_cannot_be_told_is_refused():
+def test_an_input_embedding_that_is_not_found_is_refused():
     with pytest.raises(ValueError, match=r"Linear has no nn.Embedding and no get_input_embeddings\(\)"):
         input_embedding(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"Told has 2 embeddings \(positions, words\).*instance model.positions"):

@@ -25,7 +25,7 @@ def batch(seed=0):
 def train(rank, folder):
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    words = "2 ranks train together, and GaLoreAdamW would apply each one's own gradients; call optimizer.bind"
+    words = "2 ranks train together, and GaLoreAdamW would apply the gradients of each rank alone; call optimizer.bind"
     for mode in ("deferred", "immediate"):
         model, optimizer = build(mode=mode)
         with pytest.raises(RuntimeError, match=words):

@@ -35,18 +35,17 @@ _OPTIONS = {
 
 
 class Adafactor(Optimizer):
-    """Scale each update by a second moment that is kept as its row and column means.
+    """Scale each update by a second moment that is stored as row and column means.
 
-    For a parameter of shape `(..., n, m)` the state is `(..., n)` and `(..., m)` numbers instead of `(..., n, m)`; a
+    For a parameter of shape `(..., n, m)` the state is `(..., n)` and `(..., m)` numbers instead of `(..., n, m)`. A
     parameter with less than two dimensions keeps its full second moment. The update is then scaled down to a root mean
-    square of `clip_threshold`. Half-precision parameters are updated in float32, where their state is too; the weights
-    themselves are rounded back, without a float32 copy: to nearest, or stochastically (see
+    square of `clip_threshold`. Half-precision parameters are updated in float32, and their state is float32. The
+    weights are rounded back without a float32 copy: to nearest, or stochastically (see
     `tr_optim.engine.precision.Rounding`).
 
-    No value is read back from the device in a step. The state holds tensors only: `step` (completed steps, a float64 on
-    the CPU), `exp_avg_sq_row` and `exp_avg_sq_col` or `exp_avg_sq`, and `exp_avg` with `beta1`. Of parameters that
-    FSDP2's `fully_shard` divides each rank keeps what its rows have of it, and sums over rows are exchanged in `step`;
-    `state_dict` has DTensors.
+    A step reads no value back from the device. The state holds tensors only: `step` (completed steps, a float64 on the
+    CPU), `exp_avg_sq_row` and `exp_avg_sq_col` or `exp_avg_sq`, and `exp_avg` with `beta1`. With FSDP2's `fully_shard`,
+    each rank keeps the state of its rows, and `step` exchanges sums over rows. `state_dict` has DTensors.
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018): Algorithm 4
     (matrices) and Algorithm 5 (vectors), with the decay of section 7.2 and the relative step of section 8. Deviations,
@@ -61,7 +60,7 @@ class Adafactor(Optimizer):
         clip_threshold: greatest root mean square of an update before the learning rate.
         decay_rate: negative; after t steps the second moment takes in `t ** decay_rate` of the newest squares.
         beta1: decay of a first moment of the updates; None keeps none.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         scale_parameter: multiply the learning rate by the parameter's root mean square.
         relative_step: take `min(1e-2, 1 / sqrt(step))` for the learning rate.
         warmup_init: with `relative_step`, begin with `1e-6 * step` instead of 1e-2.
@@ -69,7 +68,7 @@ class Adafactor(Optimizer):
         seed: of that rounding.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another.
+        ValueError: an argument is out of range or contradicts another.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Adafactor(Optimizer):
 
         The learning rate is that of the arguments and their schedule, so neither relative steps nor the parameters'
         scale change it, unless `optim_args` sets `scale_parameter`. It takes eps, clip_threshold, decay_rate, beta1
-        and stochastic_rounding too. Weight decay is that of each group.
+        and stochastic_rounding too. Each group has its own weight decay.
 
         Raises:
             ValueError: `optim_args` has what Adafactor does not take.
@@ -135,7 +134,7 @@ class Adafactor(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns what `closure` returns, if one is given.
+        """Update all parameters that have a gradient. Returns the result of `closure`, if one is given.
 
         Raises:
             RuntimeError: a gradient is sparse or complex.
@@ -153,18 +152,18 @@ class Adafactor(Optimizer):
         return result
 
     def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the bytes of all gradients, and those of the state after a step; of shards this rank's."""
+        """Return the bytes of all gradients, and of the state after a step; of shards, this rank's."""
         return optimizer_bytes(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""
+        """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""
         return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of this class or of transformers' Adafactor.
+        """Load a state, of this class or of transformers' Adafactor.
 
         Raises:
-            ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
+            ValueError: its shapes or its kind of optimizer are different; nothing is changed then.
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)

@@ -1,4 +1,4 @@
-"""AdaLomo: Adafactor that is applied during the backward pass, so that gradients are never all there."""
+"""AdaLomo: apply Adafactor during the backward pass, so that never all gradients are in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPTIONS = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
 
 
 class AdaLomo(FusedOptimizer):
-    """Update each parameter by its factored second moment while the backward pass goes on.
+    """Update each parameter by its factored second moment during the backward pass.
 
     For a parameter p of shape `(..., n, m)` with gradient g, at its t-th update, with b = 1 - t ** decay_rate:
 
@@ -29,21 +29,21 @@ class AdaLomo(FusedOptimizer):
         rate = lr max(eps[1], rms(p))                               p <- p (1 - rate weight_decay) - rate u
 
     A parameter with less than two dimensions keeps its full second moment. It is `tr_optim.Adafactor` with
-    `scale_parameter=True, relative_step=False` and no first moment, for each tensor as soon as its gradient is there:
-    the limit on u is each tensor's own, so that no norm over all is needed. `clip_grad_norm` clips by one all the same,
-    exactly, in a second backward pass; the authors found it better and faster without.
+    `scale_parameter=True, relative_step=False` and no first moment, applied to each tensor as soon as it has a
+    gradient. Each tensor has its own limit on u, so no total norm is needed. `clip_grad_norm` also clips by the total
+    norm, exactly, in a second backward pass; the authors found it better and faster without.
 
-    State of a parameter of n x m numbers: n + m float32 numbers and a step count, all tensors on its device, by
-    Adafactor's names, so that its states load. What `Lomo` says of `backward`, accumulation, ranks and weights used
-    several times holds here too. Of parameters that FSDP2's `fully_shard` divides, each rank keeps the means of its own
-    rows, and all keep those of a matrix's columns; `state_dict` has DTensors. Sums over the rows of all ranks are
-    exchanged in the backward pass: m + 2 numbers for each matrix, and one number twice, in three exchanges for as many
-    parameters as come together to the size of the largest.
+    State of a parameter of n x m numbers: n + m float32 numbers and a step count, all tensors on its device, under
+    Adafactor's names, so Adafactor's states load. `Lomo` describes `backward`, accumulation, ranks and weights used
+    several times; the same holds here. With FSDP2's `fully_shard`, each rank keeps the means of its own rows, and all
+    ranks keep those of a matrix's columns; `state_dict` has DTensors. The backward pass exchanges sums over the rows of
+    all ranks: m + 2 numbers for each matrix, and one number twice. Three exchanges serve as many parameters as add up
+    to the size of the largest.
 
     Args:
         params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
         lr: learning rate, relative to each parameter's root mean square; the authors use 5e-4 to 1e-3.
-        weight_decay: share of the weights, times the rate, that every step takes away before the update.
+        weight_decay: share of the weights, times the rate, that each step subtracts before the update.
         eps: added to squared gradients; and the least root mean square that a parameter is taken to have.
         clip_threshold: greatest root mean square of an update before the rate.
         decay_rate: negative; the t-th update takes in `t ** decay_rate` of the newest squares.
@@ -55,7 +55,7 @@ class AdaLomo(FusedOptimizer):
         seed: of that rounding.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another.
+        ValueError: an argument is out of range or contradicts another.
     """
 
     ordinary = "adafactor"
@@ -98,25 +98,25 @@ class AdaLomo(FusedOptimizer):
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> AdaLomo:
-        """Build as training arguments say: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
+        """Build from training arguments: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
 
         `optim_args` takes eps, clip_threshold, decay_rate, clip_grad_value, accumulate, nonfinite and
-        stochastic_rounding. Weight decay is that of each group.
+        stochastic_rounding. Each group has its own weight decay.
 
         Raises:
-            ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
+            ValueError: `optim_args` has an unknown option, or an argument is not supported.
         """
         return cls(params, args.learning_rate, **fused_options(args, "adalomo", cls.ordinary, _OPTIONS))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""
+        """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""
         return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of this class or of an Adafactor without first moment.
+        """Load a state, of this class or of an Adafactor without first moment.
 
         Raises:
-            ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
+            ValueError: its shapes or its kind of optimizer are different; nothing is changed then.
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)

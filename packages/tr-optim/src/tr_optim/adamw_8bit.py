@@ -28,48 +28,47 @@ from tr_optim.projection.row_shards import is_divided
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with moments in 8 bits; with the scales of their blocks 2.03 bytes an element in place of 8.
+    """AdamW with moments in 8 bits: with the scales of blocks, 2.03 bytes an element instead of 8.
 
     With W the weights and g their gradient::
 
         M = b1 M + (1 - b1) g,  V = b2 V + (1 - b2) g^2
         W = (1 - lr wd) W - lr (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
 
-    after which each 256 elements of a row of M, and of V, become codes, with a scale s of their own. A code c is for
-    `s l(c)`; the 127 levels l of M, with a sign, and the 255 of V are those of floating point with 4 bits of mantissa
-    in the upper half of the codes and 3 in the lower: for M from 3.3e-5 of the block's greatest, for V from 7.9e-9.
-    Numbers between two levels are rounded up or down, by a threshold that changes with the step so that it is right on
-    the average.
+    Then each 256 elements of a row of M, and of V, become codes with a scale s of their own. A code c means `s l(c)`. M
+    has 127 levels l and a sign, V has 255. They are floating point numbers with 4 bits of mantissa in the upper half of
+    the codes and 3 in the lower. The smallest level is 3.3e-5 of the block's greatest for M, and 7.9e-9 for V. Numbers
+    between two levels are rounded up or down, by a threshold that changes with the step, so that the mean is right.
 
     Source: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit optimizers via block-wise quantization" (2022), for blocks
     with a scale; Loshchilov and Hutter, "Decoupled weight decay regularization" (2019), for the rule, as
-    torch.optim.AdamW has it. Deviations: floating point levels in place of the paper's dynamic tree. Rounded to the
-    nearest number of that, V becomes 0 below 1.6e-7 of a block's greatest while M does not, so that where gradients in
-    a block are further apart than 1 : 2500, or seldom anything but 0, single steps may be a hundred times the learning
-    rate and more; here no V that is not 0 becomes 0. And the thresholds: rounded to the nearest, a V that changes by
-    1/1000 a step would stay where it is. No layer is treated apart; to keep the moments of embeddings in float32, as
-    the paper advises, give them a group with a great `min_8bit_size`.
+    torch.optim.AdamW has it. Deviations: floating point levels instead of the paper's dynamic tree. With that tree, V
+    is rounded to 0 below 1.6e-7 of a block's greatest while M is not. Then single steps may be a hundred times the
+    learning rate and more, if gradients in a block differ by more than 1 : 2500 or are mostly 0. Here no V except 0
+    becomes 0. The thresholds are new too: rounded to nearest, a V that changes by 1/1000 a step would never change. No
+    layer is treated differently. To keep the moments of embeddings in float32, as the paper advises, give them a group
+    with a large `min_8bit_size`.
 
     State: `step`; of a parameter with at least `min_8bit_size` elements, in m rows of n (all but the first dimension,
     flat; one row if there is one dimension), `exp_avg` int8 and `exp_avg_sq` uint8 of its shape, `exp_avg_scale` and
     `exp_avg_sq_scale` float32 `(m, ceil(n / 256))`: `2 m n + 8 m ceil(n / 256)` bytes; of others `exp_avg` and
-    `exp_avg_sq` in float32. Of parameters that FSDP2 divides over ranks each rank has the rows that are its own, and a
-    saved state may go on with another number of ranks, or one; those with one dimension have float32 moments then.
+    `exp_avg_sq` in float32. With FSDP2, each rank has the state of its own rows, and a saved state loads with another
+    number of ranks. Sharded parameters with one dimension have float32 moments.
 
-    Work space in a step does not grow with the parameters. Weights of low precision are updated in float32. The same
-    gradients give the same bits, so replicas stay equal; nothing is read back from the device.
+    The work space of a step does not grow with the parameters. Weights of low precision are updated in float32. Equal
+    gradients give equal bits, so replicas stay equal. A step reads nothing back from the device.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a tensor.
         betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
-        min_8bit_size: parameters with fewer elements have float32 moments. It is of groups too, for states that are
-            begun.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
+        min_8bit_size: parameters with fewer elements have float32 moments. Groups may set their own, which counts when
+            a state is created.
 
     Raises:
-        ValueError: an argument is out of range, or a parameter is complex, or divided over ranks but by rows.
+        ValueError: an argument is out of range, or a parameter is complex, or sharded in another way than by rows.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class AdamW8bit(Optimizer):
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> AdamW8bit:
-        """Build as training arguments say; `optim_args` may set min_8bit_size. Weight decay is that of each group.
+        """Build from training arguments; `optim_args` may set min_8bit_size. Each group has its own weight decay.
 
         Raises:
-            ValueError: `optim_args` has what this does not take.
+            ValueError: `optim_args` has an unknown option.
         """
         options = read_options(args.optim_args, {"min_8bit_size": whole_number}, "adamw_8bit")
         betas = (args.adam_beta1, args.adam_beta2)
@@ -113,7 +112,7 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns what `closure` returns, if one is given."""
+        """Update all parameters that have a gradient. Returns the result of `closure`, if one is given."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,18 +130,18 @@ class AdamW8bit(Optimizer):
         return result
 
     def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the bytes of all gradients, and those of the state after a step; of shards this rank's."""
+        """Return the bytes of all gradients, and of the state after a step; of shards, this rank's."""
         return optimizer_bytes(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""
+        """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""
         return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as copies: of this class as it is, of torch's AdamW rounded to the nearest codes.
+        """Load a state as copies; moments of a state of torch's AdamW are rounded to the nearest codes.
 
         Raises:
-            ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
+            ValueError: its shapes or its kind of optimizer are different; nothing is changed then.
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         # torch would convert codes to their parameter's dtype.

@@ -22,11 +22,11 @@ COMPAT = (None, "apollo-torch")
 
 
 class APOLLOAdamW(ProjectedOptimizer):
-    r"""Gradient descent whose step sizes, of each channel or matrix, are those that AdamW has in a low-rank space.
+    r"""Gradient descent with a step size for each channel or matrix, computed by AdamW in a low-rank space.
 
-    A gradient G of shape `m x n`, m <= n, is projected on r random directions, AdamW's moments are kept of the
-    projection, and the gradient itself is scaled by how much they would change the norm of the projection. With P of
-    shape `m x r`, its numbers drawn from N(0, 1/r) every `update_proj_gap` steps::
+    A gradient G of shape `m x n`, m <= n, is projected on r random directions. AdamW keeps moments of the projection.
+    The gradient itself is scaled by the factor by which AdamW changes the norm of the projection. P has shape `m x r`,
+    and its numbers are drawn from N(0, 1/r) every `update_proj_gap` steps::
 
         R = P^T G
         M = b1 M + (1 - b1) R,  V = b2 V + (1 - b2) R^2
@@ -36,37 +36,37 @@ class APOLLOAdamW(ProjectedOptimizer):
         S = G diag(s)                                     limited: |S_t| <= norm_growth |S_(t-1)|
         W = (1 - lr wd) W - lr sqrt(scale) S
 
-    For m > n, R = G Q, and channels are rows. There is no momentum in the weights' own space. With few directions some
-    channel's projection is small by chance, and its s_j as much too large; the limiter bounds what comes of that.
+    For m > n, R = G Q, and channels are rows. There is no momentum in the weights' own space. With few directions, some
+    channel's projection is small by chance, and its s_j is too large by the same factor. The limiter bounds the effect.
 
-    `scale` is what apollo-torch and scripts for it call so, and its root is the paper's factor: 1 of APOLLO is
-    `scale=1`, and sqrt(128) of APOLLO-Mini is `scale=128`.
+    `scale` has the meaning of apollo-torch, and its root is the paper's factor: 1 of APOLLO is `scale=1`, and sqrt(128)
+    of APOLLO-Mini is `scale=128`.
 
     Source: Zhu et al., "APOLLO: SGD-like memory, AdamW-level performance" (2024), Algorithm 1, with the norm-growth
     limiter of Chen et al., "Fira" (2024). As there, moments stay as they are when the directions change. Deviations:
-    a channel whose projection is zero is left as it is; what the limiter keeps (see `NormGrowthLimiter`).
+    a channel whose projection is zero is not scaled; and the norm that the limiter stores (see `NormGrowthLimiter`).
 
-    The limiter stands in the place of clipping. Both together are allowed: the size of a gradient cancels in S, so that
-    clipping it changes only how much it counts in the moments.
+    The limiter replaces clipping. Both together are allowed: the size of a gradient cancels in S, so clipping changes
+    only its weight in the moments.
 
     State of a projected `m x n` parameter, std, m <= n, in float32 also for weights of lower precision: `exp_avg` and
     `exp_avg_sq` `r x n`, `scaled_norm` and `step`: `8 r n + 12` bytes against `8 m n` of AdamW; for 4096 x 11008 that
-    is 21.5 MiB with r = 256, and 86 KiB with r = 1, against 344 MiB. The directions are made again from the seed.
+    is 21.5 MiB with r = 256, and 86 KiB with r = 1, against 344 MiB. The directions are drawn again from the seed.
     With `proj="svd"` or `"subspace"` the state has `basis_left` `m x r` too. For m > n, `m x r` and `basis_right`
     `n x r`. Stacks of matrices have one more dimension in front. Other parameters have AdamW's state.
 
-    The update needs the whole gradient. In `step` it is taken from `.grad`; `immediate` applies it in `backward` and
-    frees it, and with accumulation keeps the sums of all gradients until the last micro-batch. `deferred` keeps
-    projections only, and cannot be.
+    The update needs the whole gradient. `step` reads it from `.grad`. `immediate` applies and frees it in `backward`;
+    with accumulation it keeps the sums of all gradients until the last micro-batch. `deferred` keeps projections only,
+    so it is not available.
 
-    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, each has the directions of its rows, as they are in
-    one process, and scales its rows of the gradient; no gradient is gathered, but by `proj="svd"` for a new basis. From
-    the right each rank keeps its rows' moments, `2 r` numbers a row; from the left all keep the same, `2 r n`, and
-    projections, `r n`, are added up. `scaled_norm` is the same on all ranks, and takes a sum of one number, or three
-    from the right with `scale_type="tensor"`; in `step` those of matrices that wait for each other, up to 16 MiB of a
-    rank's gradients and one more, travel together, and in `immediate` each by itself. Of stacks each rank has whole
-    matrices, and exchanges nothing. A seed draws all rows of a matrix, `4 m r` bytes for a moment, whatever the ranks.
-    `state_dict` has DTensors, which go on with another number of ranks.
+    With FSDP2's `fully_shard`, each rank scales its rows of a matrix's gradient, with the directions that one process
+    would have for them. Only `proj="svd"` gathers a gradient, for a new basis. From the right, each rank keeps its
+    rows' moments, `2 r` numbers a row. From the left, all ranks keep the same `2 r n`, and projections, `r n`, are
+    summed. `scaled_norm` is the same on all ranks, and needs a sum of one number, or of three from the right with
+    `scale_type="tensor"`. `step` exchanges those of several matrices together, up to 16 MiB of a rank's gradients and
+    one more; `immediate` exchanges each alone. Of stacks each rank has whole matrices, and exchanges nothing. On each
+    rank the seed draws all rows of a matrix, for a moment `4 m r` bytes. `state_dict` has DTensors, which load with
+    another number of ranks.
 
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 256,
@@ -74,8 +74,8 @@ class APOLLOAdamW(ProjectedOptimizer):
             for apollo-torch.
         lr: learning rate, a number or a tensor.
         betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         rank: directions; None for no projection. More than the shorter side are that side's length.
         update_proj_gap: steps from one set of directions to the next.
         scale: the square of a factor of the update.

@@ -1,4 +1,4 @@
-"""Fira: GaLore's update, and what the projection leaves of the gradient, scaled as the projection is."""
+"""Fira: GaLore's update, plus the rest of the gradient, scaled as the projection is."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ COMPAT = (None, "fira")
 
 
 class FiraAdamW(ProjectedOptimizer):
-    r"""AdamW in a low-rank subspace, and beside it gradient descent at the same pace in all other directions.
+    r"""AdamW in a low-rank subspace, and gradient descent with the same step sizes in all other directions.
 
-    Beside GaLore's update P N (see `GaLoreAdamW`) a step takes what the projection leaves of the gradient, whose
-    columns are scaled as AdamW scales those of the projection. From the left, m <= n, with P of shape `m x r`::
+    A step applies GaLore's update P N (see `GaLoreAdamW`) and the rest of the gradient, outside the projection. The
+    rest's columns are scaled as AdamW scales those of the projection. From the left, m <= n, P has shape `m x r`::
 
         R = P^T G,  N = AdamW's update of R
         s_j = |N_j| / |R_j| for each column j
         S = (G - P R) diag(s)                             limited: |S_t| <= norm_growth |S_(t-1)|
         W = (1 - lr wd) W - lr (scale P N + S)
 
-    and likewise from the right, by rows.
+    From the right it scales rows.
 
     Source: Chen et al., "Fira: Can we achieve full-rank training of LLMs under low-rank constraint?" (2024), its
     norm-based scaling and norm-growth limiter. Deviations: bases and moments as of `GaLoreAdamW`, with its options; a
-    column whose projection is zero gets no S; what the limiter keeps (see `NormGrowthLimiter`). The paper has no
-    `scale`, which is 1.
+    column whose projection is zero gets no S; and the norm that the limiter stores (see `NormGrowthLimiter`). The paper
+    has no `scale`; its value is 1.
 
-    The limiter stands in the place of clipping. Both together are allowed: the size of a gradient cancels in S and
-    nearly in N, so that clipping it changes little but how much it counts in the moments.
+    The limiter replaces clipping. Both together are allowed: the size of a gradient cancels in S and nearly in N, so
+    clipping changes little more than its weight in the moments.
 
     State of a projected `m x n` parameter: that of `GaLoreAdamW` and `scaled_norm`, 4 bytes: `4 (m r + 2 r n) + 12`
     bytes, for 4096 x 11008 and r = 128 that is 12.8 MiB. Stacks of matrices have one more dimension in front.
 
-    The update needs the whole gradient. In `step` it is taken from `.grad`; `immediate` applies it in `backward` and
-    frees it, and with accumulation keeps the sums of all gradients until the last micro-batch. `deferred` keeps
-    projections only, and cannot be. While a matrix is updated there is one more of its size, G - P R.
+    The update needs the whole gradient. `step` reads it from `.grad`. `immediate` applies and frees it in `backward`;
+    with accumulation it keeps the sums of all gradients until the last micro-batch. `deferred` keeps projections only,
+    so it is not available. Updating a matrix takes one more of its size, G - P R.
 
-    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, each updates its own; no gradient is gathered, but
-    by `method="svd"` for a new basis. Bases, moments and what is exchanged for them are as of `GaLoreAdamW`, and
-    `scaled_norm`, which is the same on all ranks, takes a sum of one number: in `step` that of several matrices
-    together, whose rests of gradients are then there at once, up to 16 MiB and one more; in `immediate` of each by
-    itself. Of stacks each rank has whole matrices. `state_dict` has DTensors, which go on with another number of ranks.
+    With FSDP2's `fully_shard`, each rank updates its own rows of a matrix. Only `method="svd"` gathers a gradient, for
+    a new basis. Bases, moments and their exchanges are those of `GaLoreAdamW`. `scaled_norm` is the same on all ranks,
+    and needs a sum of one number. `step` exchanges that of several matrices together; their rests are then in memory at
+    once, up to 16 MiB and one more. `immediate` exchanges each alone. Of stacks each rank has whole matrices.
+    `state_dict` has DTensors, which load with another number of ranks.
 
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,
             "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}`.
         lr: learning rate, a number or a tensor.
         betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         rank: directions; None for no projection. More than the shorter side are that side's length.
         update_proj_gap: steps from one basis of a matrix to its next.
         scale: factor of the projected update P N.

@@ -29,7 +29,7 @@ COMPAT = (None, "galore-torch")
 class GaLoreAdamW(ProjectedOptimizer):
     r"""AdamW in low-rank subspaces that follow the gradients.
 
-    A gradient G of shape `m x n` is projected on r directions in which it is large, AdamW's moments are kept of the
+    A gradient G of shape `m x n` is projected on r directions in which it is large. AdamW keeps moments of the
     projection only, and their quotient is projected back. From the left, with P of shape `m x r`::
 
         R = P^T G
@@ -37,13 +37,13 @@ class GaLoreAdamW(ProjectedOptimizer):
         N = (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
         W = (1 - lr wd) W - lr scale P N
 
-    and likewise from the right, `R = G Q`. Every `update_proj_gap` steps a matrix gets a new P.
+    From the right, `R = G Q`. Every `update_proj_gap` steps a matrix gets a new P.
 
     Source: Zhao et al., "GaLore: Memory-efficient LLM training by gradient low-rank projection" (2024), Algorithm 2
-    with the projection from one side of section 4.2. Deviations, each with an option that takes it back: P comes from
+    with the projection from one side of section 4.2. Deviations, each with an option that turns it off: P comes from
     one warm subspace iteration, not from a full singular value decomposition (`method`); moments are rotated into the
-    new basis (`rotate_moments`); matrices take turns in getting theirs (`stagger`). Without the first two a run is not
-    reproducible: singular vectors have any sign, and a change of 1e-7 in the data changes the result by as much as
+    new basis (`rotate_moments`); matrices get new bases in different steps (`stagger`). Without the first two a run is
+    not reproducible: singular vectors have any sign, and a change of 1e-7 in the data changes the result by as much as
     training does.
 
     State of a projected `m x n` parameter, std, m <= n, in float32 also for weights of lower precision: `basis_left`
@@ -51,23 +51,23 @@ class GaLoreAdamW(ProjectedOptimizer):
     4096 x 11008 and r = 128 that is 12.8 against 344 MiB. For m > n it is `basis_right` `n x r` and `m x r`. Stacks of
     matrices have one more dimension in front. Other parameters have AdamW's state.
 
-    What is kept of gradients between backward and step, beside that of other parameters: `step` all; `deferred` `r x n`
-    of a matrix, and with accumulation the whole of those that get a new basis in this step;
-    `immediate` nothing, with accumulation as `deferred`.
+    Between backward and step, `step` keeps all gradients. `deferred` keeps `r x n` of a matrix, and with accumulation
+    the whole gradients of matrices that get a new basis in this step. `immediate` keeps nothing, and with accumulation
+    the same as `deferred`. The gradients of other parameters are kept too.
 
-    Of a matrix whose rows FSDP2's `fully_shard` divides over ranks, no gradient is gathered; only `method="svd"` does
-    that, with one matrix at a time, which gets a new basis. From the right each rank projects its rows, and keeps their
-    moments and the whole `basis_right`; only bases take exchanges, of `n x r`. From the left each keeps its rows of
-    `basis_left`, and all the same moments, `2 r n`; projections are added up once a step. Of stacks each rank has whole
-    matrices. `basis_dtype` may be `int8` or `int4` of matrices from the right. `state_dict` has DTensors.
+    With FSDP2's `fully_shard`, no gradient is gathered, except by `method="svd"`: one matrix at a time, for its new
+    basis. From the right, each rank projects its rows, and keeps their moments and the whole `basis_right`; only bases
+    need exchanges, of `n x r`. From the left, each rank keeps its rows of `basis_left`, and all keep the same moments,
+    `2 r n`; projections are summed once a step. Of stacks each rank has whole matrices. `basis_dtype` may be `int8` or
+    `int4` for matrices projected from the right. `state_dict` has DTensors.
 
     Args:
         params: parameters or groups. Groups with a `rank` are projected: `{"params": matrices, "rank": 128,
             "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}`, as for galore-torch.
         lr: learning rate, a number or a tensor.
         betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         rank: directions; None for no projection. More than the shorter side are that side's length.
         update_proj_gap: steps from one basis of a matrix to its next.
         scale: factor of a projected update.
@@ -78,15 +78,15 @@ class GaLoreAdamW(ProjectedOptimizer):
         rotate_moments: carry moments over to a new basis.
         stagger: let matrices take turns in finding a new basis.
         seed: of random starts and sketches.
-        reduction: what ranks exchange: `projected` gradients, `r / m` of the bytes, the norm then being estimated if
-            it is asked for, with `deferred`; or `whole` ones, with `deferred` and `immediate`.
-        refresh_from: with micro-batches, what a new basis is found from: the sum of `all`, so that they equal one big
-            batch, for which the whole gradients of the matrices that get one are kept until the last, in the first step
-            those of all matrices; the `first`, which keeps none; or `all_but_first`, which takes the first micro-batch
-            for the first basis of each matrix, and the sum of all from then on: they equal one big batch but for the
-            subspaces of the first `update_proj_gap` steps.
-        sketch_rows: the norm is estimated by so many rows and columns of random mixtures of all gradients that are
-            never there at once. Where it is asked for, ranks exchange their squared number for the whole model.
+        reduction: what ranks exchange. `projected` gradients, with `deferred`: `r / m` of the bytes, and an estimated
+            norm if one is requested. `whole` gradients, with `deferred` and `immediate`.
+        refresh_from: the micro-batches that a new basis is found from. `all`: their sum, so that they equal one big
+            batch; the whole gradients of matrices that get a basis are kept until the last one, in the first step those
+            of all matrices. `first`: the first one, which keeps no whole gradient. `all_but_first`: the first
+            micro-batch for the first basis of each matrix, and the sum afterwards. Then they equal one big batch,
+            except for the subspaces of the first `update_proj_gap` steps.
+        sketch_rows: rows and columns of the random mixtures of gradients that estimate the norm. When the norm is
+            requested, ranks exchange their squared number for the whole model.
         refresh: `fixed` finds a matrix's basis every `update_proj_gap` steps; `lazy` doubles that gap with each refresh
             while bases hardly change, as Q-GaLore does (see `tr_optim.projection.refresh.LazyRefresh`).
         refresh_cosine: with `lazy`, mean cosine of successive bases from which the gap doubles; 1 is no change.
@@ -163,7 +163,7 @@ class GaLoreAdafactor(ProjectedOptimizer):
         clip_threshold: greatest root mean square of an update before the learning rate.
         decay_rate: negative; after t steps the second moment takes in `t ** decay_rate` of the newest squares.
         beta1: decay of a first moment of the updates; None keeps none.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         scale_parameter: multiply the learning rate by the parameter's root mean square.
         relative_step: take `min(1e-2, 1 / sqrt(step))` for the learning rate.
         warmup_init: with `relative_step`, begin with `1e-6 * step` instead of 1e-2.

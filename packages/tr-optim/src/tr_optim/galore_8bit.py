@@ -78,10 +78,10 @@ class GaLoreAdamW8bit(GaLoreAdamW):
         check_least_size(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as copies: as it is, or of `GaLoreAdamW` with its moments rounded to the nearest codes.
+        """Load a state as copies; moments of a `GaLoreAdamW` state are rounded to the nearest codes.
 
         Raises:
-            ValueError: it is of other shapes or of another kind of projection.
+            ValueError: its shapes or its kind of projection are different.
         """
         super().load_state_dict(state_dict)
         convert_loaded_state(self, state_dict["param_groups"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# Biases and norms' scales are no weights to be shrunk. Matched anywhere in the parameter's whole name.
+# Biases and norms' scales get no weight decay. Matched anywhere in the parameter's full name.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 
 

@@ -16,9 +16,9 @@ def input_embedding(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, nn.Embedding):
         return model
-    told = _told(model)
-    if told is not None:
-        return told
+    named = _named_by_model(model)
+    if named is not None:
+        return named
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     if len(found) == 1:
         return next(iter(found.values()))
@@ -31,7 +31,7 @@ def input_embedding(model: nn.Module) -> nn.Module:
     )
 
 
-def _told(model: nn.Module) -> nn.Module | None:
+def _named_by_model(model: nn.Module) -> nn.Module | None:
     get = getattr(model, "get_input_embeddings", None)
     if get is None:
         return None

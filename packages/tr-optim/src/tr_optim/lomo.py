@@ -1,4 +1,4 @@
-"""LOMO: plain gradient descent that is applied during the backward pass, so that gradients are never all there."""
+"""LOMO: apply plain gradient descent during the backward pass, so that never all gradients are in memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tr_optim.engine.shards import local_part
 
 
 class Lomo(FusedOptimizer):
-    """Subtract each gradient, times the learning rate, from its parameter while the backward pass goes on.
+    """Subtract each gradient, times the learning rate, from its parameter during the backward pass.
 
-    For a parameter p with gradient g: `p <- p (1 - lr * weight_decay) - lr * c * g`, where c is 1 or what clipping
-    says. There is no state. Beside the weights and activations, memory holds one or two gradients at a time.
+    For a parameter p with gradient g: `p <- p (1 - lr * weight_decay) - lr * c * g`, where c is 1 or the clip
+    coefficient. There is no state. Memory holds one or two gradients at a time, beside weights and activations.
 
         optimizer = Lomo(model.parameters(), lr=1e-2, clip_grad_norm=1.0)
         loss = model(**batch).loss
         optimizer.backward(loss)  # in place of loss.backward()
         optimizer.step()
 
-    A plain `loss.backward()` changes nothing but `.grad`. Half-precision weights are updated in float32 and rounded
-    once, without a float32 copy: to nearest, or stochastically (see `tr_optim.engine.precision.Rounding`), for which
-    groups count steps, as `rounded_steps`. Clipping by norm is exact and makes two backward passes over one graph: the
-    first measures, the second applies; what the forward pass kept stays in memory for both. Several micro-batches in a
-    step are refused, for their gradients could not add up; `accumulate="store"` adds them up in `.grad` until the last
-    one, in the memory that ordinary gradients take, and then clips in one pass.
+    A plain `loss.backward()` only fills `.grad`. Half-precision weights are updated in float32 and rounded once,
+    without a float32 copy: to nearest, or stochastically (see `tr_optim.engine.precision.Rounding`). For the latter,
+    groups count steps as `rounded_steps`. Clipping by norm is exact and makes two backward passes through one graph.
+    The first measures, the second applies; activations stay in memory for both. Several micro-batches in a step are
+    refused, because their gradients cannot add up. `accumulate="store"` adds them up in `.grad`, in the memory of
+    ordinary gradients, and then clips in one pass.
 
-    Weights that are used several times in one forward pass are updated once: at the end of the backward pass, where
-    reentrant activation checkpointing brings their gradients in parts. To know which those are, the first backward
-    pass under such checkpointing is preceded by one that only counts.
+    Weights that are used several times in one forward pass are updated once. Under reentrant activation checkpointing
+    their gradients come in parts, and the update follows at the end of the backward pass. To find such weights, the
+    first backward pass under such checkpointing is preceded by one that only counts.
 
-    With several ranks, `bind` gives it what knows them. Each gradient is then averaged as it comes, and replicas stay
-    equal bit for bit. The model must not be in a wrapper that averages too. Of parameters that FSDP2's `fully_shard`
-    has divided, each rank updates its rows, by gradients that come averaged.
+    With several ranks, call `bind`. Each gradient is then averaged as it comes, and replicas stay equal bit for bit. Do
+    not wrap the model in something that averages too. With FSDP2's `fully_shard`, each rank updates its own rows;
+    gradients come averaged.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (2023,
     arXiv 2306.09782), Algorithm 1 and section 3.3. Deviations: hooks run after a gradient is accumulated, one call for
@@ -48,19 +48,19 @@ class Lomo(FusedOptimizer):
     Args:
         params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
         lr: learning rate, a number or a tensor; what a group holds at the time of `backward` counts.
-        weight_decay: share of the weights, times the learning rate, that every step takes away before the update.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts before the update.
         clip_grad_norm: greatest total 2-norm of all gradients; None for no clipping.
         clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`, in one pass.
         accumulate: `refuse` or `store`.
-        nonfinite: what is left out where a gradient is infinite or NaN. `skip_step`: the whole step, exactly, for a
-            second backward pass. `skip_tensor`: the tensors concerned, an approximation, for the others are updated;
-            but the whole step where all gradients are measured first anyway.
-            None is `skip_step` where there is a loss scale, and else leaves out nothing, as any optimizer.
+        nonfinite: what is skipped if a gradient is infinite or NaN. `skip_step`: the whole step, exactly, at the cost
+            of a second backward pass. `skip_tensor`: only its tensor, an approximation; but the whole step if all
+            gradients are measured first anyway. None is `skip_step` with a loss scale; without one it skips nothing,
+            like any optimizer.
         stochastic_rounding: round weights in bfloat16 or float16 up or down, so that small updates are not lost.
         seed: of that rounding.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another.
+        ValueError: an argument is out of range or contradicts another.
     """
 
     ordinary = "sgd"
@@ -94,21 +94,21 @@ class Lomo(FusedOptimizer):
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> Lomo:
-        """Build as training arguments say: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
+        """Build from training arguments: `learning_rate`, `max_grad_norm`, and `optim_args` for the rest.
 
-        `optim_args` takes clip_grad_value, accumulate, nonfinite and stochastic_rounding. Weight decay is that of each
-        group.
+        `optim_args` takes clip_grad_value, accumulate, nonfinite and stochastic_rounding. Each group has its own weight
+        decay.
 
         Raises:
-            ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
+            ValueError: `optim_args` has an unknown option, or an argument is not supported.
         """
         return cls(params, args.learning_rate, **fused_options(args, "lomo", cls.ordinary, {}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the options of groups.
+        """Load the options of groups.
 
         Raises:
-            ValueError: it is the state of another kind of optimizer; nothing has changed then.
+            ValueError: it is the state of another kind of optimizer; nothing is changed then.
         """
         complete, _ = checked_state_dict(state_dict, self.param_groups, refuse_any_state("Lomo"))
         super().load_state_dict(complete)

@@ -1,4 +1,4 @@
-"""NEFTune: add noise to the input embeddings while a model is fine-tuned, by hand or by a Trainer's callback."""
+"""NEFTune: add noise to the input embeddings during fine-tuning, by a context or by a Trainer's callback."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _REMEMBERED = 64
 
 
 class NEFTune:
-    """Add uniform noise to an embedding's output as long as the context is open and the embedding is in training mode.
+    """Add uniform noise to an embedding's output while the context is open and the embedding is in training mode.
 
-    The noise of a sequence of L tokens with d channels lies within `alpha / sqrt(L * d)`, so that its expected norm,
-    `alpha / sqrt(3)`, does not depend on the length. L is the number of real tokens, and padding gets no noise: where
-    the model that is called gets an `attention_mask` of the tokens' shape, its positive entries count, and where it
-    gets `position_ids`, each sequence of a packed row counts by itself. A batch without either is as long as it looks.
+    The noise of a sequence of L tokens with d channels is within `alpha / sqrt(L * d)`. So its expected norm,
+    `alpha / sqrt(3)`, does not depend on the length. L is the number of real tokens, and padding gets no noise. If the
+    model gets an `attention_mask` of the tokens' shape, its positive entries count. If it gets `position_ids`, each
+    sequence of a packed row counts separately. Without either, L is the length of the batch.
 
-    Numbers come from a generator of their own, whose seed is (seed, rank, step, call within the step): torch's default
-    generators are not drawn from, micro-batches get different noise, and a run that goes on from a step gets the noise
-    that it would have got. `set_step` says which step it is; a loop that never does is in step 0 throughout.
-    Activations that are computed again in the backward pass get the noise that they had.
+    Its own generator draws the numbers; the seed is (seed, rank, step, call within the step). So torch's default
+    generators are not used, micro-batches get different noise, and a resumed run gets the noise of an uninterrupted
+    one. `set_step` sets the step; without it the step is always 0. Activations that are recomputed in the backward pass
+    get their first noise again.
 
-    On leaving the context, by an exception too, nothing of it remains on the model. Copies of the model made within
-    have no noise. One object can be entered again after it was left. Under torch.compile there is neither a graph break
-    nor a compilation for each length; what was compiled before is compiled anew, for it would not see the noise.
+    On leaving the context, also by an exception, the model is as it was before. Copies of the model made inside have no
+    noise. An object can be entered again after it was left. Under torch.compile there is neither a graph break nor a
+    compilation for each length. Models that were compiled before are recompiled, or they would have no noise.
 
     Source: Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (2023, arXiv 2310.05914), Algorithm
     1, with the lengths of the authors' runs. Common implementations count padding as tokens, which gives short rows of
     a batch too little noise: `length="padded"`.
 
     Args:
-        model_or_embedding: an `nn.Embedding`, or a model whose input embedding `input_embedding` finds. Of an
-            embedding alone no mask is known.
+        model_or_embedding: an `nn.Embedding`, or a model whose input embedding `input_embedding` finds. An embedding
+            alone has no mask.
         alpha: size of the noise; the paper uses 5, 10 and 15.
-        length: what L is: `real` tokens, or all positions of the `padded` batch, which then all get noise.
+        length: meaning of L: `real` tokens, or all positions of the `padded` batch, which then all get noise.
         seed: of the numbers; None takes them from torch's default generator of the output's device.
         rank: number of this process among those that have different data.
 
@@ -50,7 +50,7 @@ class NEFTune:
         embedding: the module that gets the noise.
 
     Raises:
-        ValueError: alpha is not positive, `length` is not known, or the model's input embedding cannot be told.
+        ValueError: alpha is not positive, `length` is unknown, or the model's input embedding is not found.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class NEFTune:
         self._handle: RemovableHandle | None = None
 
     def set_step(self, step: int) -> None:
-        """Begin a step of the optimizer: noise depends on its number, and on the calls from here on."""
+        """Start an optimizer step; the noise depends on its number and on the calls since."""
         self._noise.set_step(step)
 
     def __enter__(self) -> NEFTune:
@@ -168,7 +168,7 @@ class NEFTuneCallback:
         self._noise.__enter__()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say which step it is: a resumed run then has the same noise."""
+        """Set the step, so that a resumed run has the same noise."""
         if self._noise is not None:
             self._noise.set_step(state.global_step)
 

@@ -25,7 +25,7 @@ _calls: dict[int, list[tuple[str, dict[str, torch.Tensor | None]]]] = {}
 
 
 class TokenInputs:
-    """Knows, while a module embeds, what the calls around it were given: the innermost that was given a thing decides.
+    """Record the inputs of the calls around an embedding; the innermost call that has an input decides.
 
     Args:
         model: what is called.
@@ -46,14 +46,14 @@ class TokenInputs:
             self._handles.append(self._around[0][1].register_forward_hook(_ClearInputs(id(self))))
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         _calls.pop(id(self), None)
 
     def of(self, embedded: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return mask and positions of embedded tokens, each of shape `(..., L)`; None where not told."""
+        """Return mask and positions of embedded tokens, each of shape `(..., L)`; None if the call had none."""
         shape = embedded.shape[:-1]
         return self._fitting(_NAMES[0], shape), self._fitting(_NAMES[1], shape)
 
@@ -131,7 +131,7 @@ def _modules_around(model: nn.Module, embedding: nn.Module) -> list[tuple[str, n
 
 
 def _positions_of(module: nn.Module) -> dict[str, int]:
-    """Return at which place a module's call takes a thing that is not given by name."""
+    """Return the positions of a module's arguments, for inputs that are not given by name."""
     try:
         names = list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):  # a forward that cannot be inspected

@@ -1,4 +1,4 @@
-"""Read the options of an optimizer that a configuration gives as text, and refuse what it does not take."""
+"""Read an optimizer's options from the text of a configuration, and refuse unknown ones."""
 
 from __future__ import annotations
 

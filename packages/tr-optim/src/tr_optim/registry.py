@@ -1,6 +1,6 @@
-"""Build low-rank optimizers by the names that training arguments have for them.
+"""Build low-rank optimizers by their names in training arguments.
 
-Each function is what an entry point in the group `tr.optimizers` names. It takes parameter groups, the training
+An entry point in the group `tr.optimizers` names each function. It takes parameter groups, the training
 arguments and the model. For APOLLO and Fira, `optim_args` takes the options that transformers has for `apollo_adamw`:
 rank, proj, scale_type, update_proj_gap, scale and proj_type. It takes some more too.
 """
@@ -56,32 +56,32 @@ Groups = list[dict[str, Any]]
 
 
 def galore_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW` that projects what is in `.grad` when it steps."""
+    """Build `GaLoreAdamW` that projects gradients from `.grad` in its step."""
     return _galore_adamw("galore_adamw", groups, args, model, layerwise=False)
 
 
 def galore_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW` that projects each gradient, and frees it, in the backward pass."""
+    """Build `GaLoreAdamW` that projects and frees each gradient in the backward pass."""
     return _galore_adamw("galore_adamw_layerwise", groups, args, model, layerwise=True)
 
 
 def galore_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW8bit` that projects what is in `.grad` when it steps."""
+    """Build `GaLoreAdamW8bit` that projects gradients from `.grad` in its step."""
     return _galore_adamw("galore_adamw_8bit", groups, args, model, layerwise=False, kind=GaLoreAdamW8bit)
 
 
 def galore_adamw_8bit_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW8bit` that projects each gradient, and frees it, in the backward pass."""
+    """Build `GaLoreAdamW8bit` that projects and frees each gradient in the backward pass."""
     return _galore_adamw("galore_adamw_8bit_layerwise", groups, args, model, layerwise=True, kind=GaLoreAdamW8bit)
 
 
 def galore_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdafactor` that projects what is in `.grad` when it steps."""
+    """Build `GaLoreAdafactor` that projects gradients from `.grad` in its step."""
     return _galore_adafactor("galore_adafactor", groups, args, model, layerwise=False)
 
 
 def galore_adafactor_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdafactor` that projects each gradient, and frees it, in the backward pass."""
+    """Build `GaLoreAdafactor` that projects and frees each gradient in the backward pass."""
     return _galore_adafactor("galore_adafactor_layerwise", groups, args, model, layerwise=True)
 
 
@@ -191,12 +191,12 @@ _MINI = {"rank": 1, "scale_type": "tensor", "scale": 128.0}
 
 
 def apollo_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `APOLLOAdamW` that takes gradients from `.grad` when it steps."""
+    """Build `APOLLOAdamW` that reads gradients from `.grad` in its step."""
     return _apollo_or_fira(APOLLOAdamW, "apollo_adamw", _APOLLO, groups, args, model)
 
 
 def apollo_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `APOLLOAdamW` that applies each gradient, and frees it, in the backward pass."""
+    """Build `APOLLOAdamW` that applies and frees each gradient in the backward pass."""
     return _apollo_or_fira(APOLLOAdamW, "apollo_adamw_layerwise", _APOLLO, groups, args, model)
 
 
@@ -206,17 +206,17 @@ def apollo_mini(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
 
 
 def apollo_mini_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build what `apollo_mini` does, applying each gradient, and freeing it, in the backward pass."""
+    """Build `apollo_mini` that applies and frees each gradient in the backward pass."""
     return _apollo_or_fira(APOLLOAdamW, "apollo_mini_layerwise", _APOLLO, groups, args, model)
 
 
 def fira_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `FiraAdamW` that takes gradients from `.grad` when it steps."""
+    """Build `FiraAdamW` that reads gradients from `.grad` in its step."""
     return _apollo_or_fira(FiraAdamW, "fira_adamw", _FIRA, groups, args, model)
 
 
 def fira_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `FiraAdamW` that applies each gradient, and frees it, in the backward pass."""
+    """Build `FiraAdamW` that applies and frees each gradient in the backward pass."""
     return _apollo_or_fira(FiraAdamW, "fira_adamw_layerwise", _FIRA, groups, args, model)
 
 

@@ -30,7 +30,7 @@ class Targets:
         return any(parameter is member for member in self.parameters.values())
 
     def describe(self) -> str:
-        """Say how many parameters are projected, of how many, and which."""
+        """Return how many parameters are projected, of how many, and which."""
         elements = sum(parameter.numel() for parameter in self.parameters.values())
         names = list(self.parameters)
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
@@ -52,8 +52,8 @@ def find_targets(model: nn.Module, names: str | Sequence[str]) -> Targets:
     2. all whose whole path it matches as a regular expression; else
     3. all whose path contains it, unless it would begin or end within a number: `layers.1` is not in `layers.11`.
 
-    `"all-linear"` alone stands for all. An embedding's matrix is found by its exact path only, and through a tied layer
-    by that layer's name: parameters are told apart by identity.
+    `"all-linear"` alone means all. An embedding's matrix is found by its exact path only. If a layer is tied to it, the
+    layer's name finds it too, because parameters are compared by identity.
 
     Args:
         model: where to look.

@@ -1,1 +1,1 @@
-"""Optimizers of other libraries, held to what an optimizer promises; each needs its library, an extra of this one."""
+"""Optimizers of other libraries, with plain states and checks; each needs its library, an extra of this package."""

@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW and Lion of 8 or 32 bits, with a state of plain tensors and settings of their own."""
+"""bitsandbytes' AdamW and Lion with 8 or 32 bits, with a state of plain tensors and their own settings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 
 
 class _Blockwise(Optimizer):
-    """What the library's optimizers share here.
+    """Base of the library's optimizers.
 
     A state is `step`, `state1`, and with AdamW `state2`: float32 of the parameter's shape, or its codes (uint8) with
-    `absmax1`, `absmax2`, the greatest size in each block of 256 elements. The tables of what codes mean, which are the
-    same for all, are not saved.
+    `absmax1`, `absmax2`, the greatest size in each block of 256 elements. The tables of code values, which are the same
+    for all, are not saved.
 
     Attributes:
         num_moments: 1 or 2.
@@ -29,7 +29,7 @@ class _Blockwise(Optimizer):
 
     num_moments = 1
 
-    if TYPE_CHECKING:  # what the library's classes have
+    if TYPE_CHECKING:  # attributes of the library's classes
         is_paged: bool
         args: Any
         name2qmap: dict[str, torch.Tensor]
@@ -70,17 +70,17 @@ class _Blockwise(Optimizer):
                 )
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what a parameter is updated with: its group's options alone.
+        """Return the options of a parameter: only those of its group.
 
-        The library adds what was once registered for another optimizer's parameter at the same place, or for one that
-        had the same address.
+        The library adds options that were registered for another optimizer's parameter with the same number, or with
+        the same address.
         """
         own = ("lr", "betas", "eps", "weight_decay", "optim_bits")
         fixed = {"min_8bit_size": self.args.min_8bit_size, "max_unorm": 0.0, "skip_zeros": False}
         return {**{name: group[name] for name in own}, **fixed, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
 
     def check_overrides(self) -> None:
-        """Take nothing from what was registered for all optimizers."""
+        """Ignore options that were registered for all optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, of plain tensors by the names of the library."""
@@ -89,10 +89,10 @@ class _Blockwise(Optimizer):
         return {**found, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Take over a state, of this class or of the library's own, as copies.
+        """Load a state, of this class or of the library's own, as copies.
 
         Raises:
-            ValueError: it is of other shapes or other bits.
+            ValueError: its shapes or bits are different.
         """
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         before = [dict(group) for group in self.param_groups]
@@ -105,10 +105,10 @@ class _Blockwise(Optimizer):
                 self.state[parameter] = self._restored(states[saved_id], parameter, group)
 
     def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the bytes of all gradients, and those of the state after a step.
+        """Return the bytes of all gradients, and of the state after a step.
 
         Args:
-            micro_batches: how many make a step; gradients of several take no more.
+            micro_batches: micro-batches in a step; gradients of several take no more memory.
         """
         trainable = [(parameter, group) for parameter, group in self._each() if parameter.requires_grad]
         total = 0
@@ -152,7 +152,7 @@ class _Blockwise(Optimizer):
 class BitsAndBytesAdamW(_Blockwise, _LIBRARY.AdamW):
     """bitsandbytes' AdamW, whose moments are codes of 8 bits, with a scale for each 256 of them.
 
-    Mended: the state is plain tensors, and nothing that was registered with the library for other parameters counts
+    Fixed: the state is plain tensors, and nothing that was registered with the library for other parameters counts
     (see `get_config`). A parameter of less than 4096 elements has moments of 32 bits.
 
     Source: Dettmers et al., "8-bit optimizers via block-wise quantization" (2022), by bitsandbytes.
@@ -163,10 +163,10 @@ class BitsAndBytesAdamW(_Blockwise, _LIBRARY.AdamW):
         params: parameters or groups; a group's `optim_bits` may differ.
         lr: learning rate.
         betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         optim_bits: 8, or 32 for moments as they are.
-        is_paged: keep the state in memory that a GPU moves to its host where it needs room.
+        is_paged: keep the state in memory that a GPU can move to its host.
 
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be updated.
@@ -200,9 +200,9 @@ class BitsAndBytesLion(_Blockwise, _LIBRARY.Lion):
         params: parameters or groups; a group's `optim_bits` may differ.
         lr: learning rate.
         betas: share of the moment in the update, and its decay.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         optim_bits: 8, or 32 for a moment as it is.
-        is_paged: keep the state in memory that a GPU moves to its host where it needs room.
+        is_paged: keep the state in memory that a GPU can move to its host.
 
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be updated.

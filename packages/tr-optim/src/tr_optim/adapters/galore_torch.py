@@ -1,4 +1,4 @@
-"""galore-torch's optimizers, with a state of tensors only and without the faults around their arithmetic."""
+"""galore-torch's optimizers, with a state of tensors only and with the faults around their arithmetic fixed."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _ADAMW, _ADAFACTOR, _PROJECTOR = (vars(module) for module in _MODULES)
 
 
 class _Projector(_PROJECTOR["GaLoreProjector"]):
-    """The library's projector of a gradient's one side, or of both, that keeps no more than it uses."""
+    """The library's projector of one or both sides of a gradient, without the memory it does not use."""
 
     def get_orthogonal_matrix(self, weights: torch.Tensor, rank: int, type: str) -> Any:
-        """Return the basis as the library finds it, in memory of its own, rows of the transposed one after another."""
+        """Return the library's basis as a copy, with contiguous rows of its transpose."""
         found = super().get_orthogonal_matrix(weights, rank, type)
-        # The library's are views that keep all singular vectors in memory, and go on in another layout after a resume.
+        # The library's are views that keep all singular vectors in memory, and have another layout after a resume.
         if type == "full":
             return [_own_memory(found[0]), _own_memory(found[1].mT).mT]
         return _own_memory(found) if type == "left" else _own_memory(found.mT).mT
 
 
 class _Projecting(Optimizer):
-    """What the library's optimizers share here: groups that are checked, and a state of tensors.
+    """Base of the library's optimizers: groups that are checked, and a state of tensors.
 
-    A state has the names and shapes of that of `own`, which can go on with it: `basis_left` `m x r`, `basis_right`
-    `n x r`, the moments of the rule, and `step`, a float64 on the CPU. While the library steps, it finds its own in
-    their place.
+    A state has the names and shapes of that of `own`, which can load it: `basis_left` `m x r`, `basis_right`
+    `n x r`, the moments of the rule, and `step`, a float64 on the CPU. During the library's step they are replaced by
+    the library's own state.
     """
 
     own = ""
@@ -52,11 +52,11 @@ class _Projecting(Optimizer):
         self._check(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients. Returns what `closure` returns, if one is given.
+        """Apply the gradients. Returns the result of `closure`, if one is given.
 
         Raises:
             ValueError: the rank or side of a group is not that of the state.
-            RuntimeError: a gradient is none that can be projected.
+            RuntimeError: a gradient is of a kind that is not projected.
         """
         result = None
         if closure is not None:
@@ -67,13 +67,13 @@ class _Projecting(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as copies: of this class, of `own`, or of the library's with its projector objects.
+        """Load a state, as copies: of this class, of `own`, or of the library's with its projector objects.
 
-        A file that the library's state was saved in is read with `torch.load(file, weights_only=True)` within
+        Read a file with the library's state by `torch.load(file, weights_only=True)` within
         `torch.serialization.safe_globals([galore_torch.galore_projector.GaLoreProjector])`.
 
         Raises:
-            ValueError: it is of other shapes or of another kind of projection.
+            ValueError: its shapes or its kind of projection are different.
         """
         before = [dict(group) for group in self.param_groups]
         saved_ids = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
@@ -127,7 +127,7 @@ class _Projecting(Optimizer):
                 if parameter.grad is not None:
                     self._unpack(parameter, group)
                     unpacked.append(parameter)
-            # The library projects where there is a rank, whatever it is.
+            # The library projects every group with a rank, whatever its value.
             self.param_groups = [
                 group if group["projects"] else {name: group[name] for name in group if name != "rank"}
                 for group in groups
@@ -198,7 +198,7 @@ class GaLoreTorchAdamW(_Projecting, _ADAMW["AdamW"]):
         lr: learning rate.
         betas: decay of the two moments.
         eps: added to the root of the second, before its bias correction.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         correct_bias: whether moments are corrected for beginning at 0.
         rank: directions; None for no projection.
         update_proj_gap: steps from one basis of a matrix to its next.
@@ -253,7 +253,7 @@ class GaLoreTorchAdafactor(_Projecting, _ADAFACTOR["Adafactor"]):
         clip_threshold: greatest root mean square of an update before the learning rate.
         decay_rate: negative; after t steps the second moment takes in `t ** decay_rate` of the newest squares.
         beta1: decay of a first moment of the updates; None keeps none.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         scale_parameter: multiply the learning rate by the parameter's root mean square.
         relative_step: take `min(1e-2, 1 / sqrt(step))` for the learning rate.
         warmup_init: with `relative_step`, begin with `1e-6 * step` instead of 1e-2.

@@ -48,7 +48,7 @@ class _OneParameter:
 
 
 class _LibraryOptimizer(FusedOptimizer):
-    """What the library's optimizers share here: hooks, clipping, loss scaling and ranks of this package."""
+    """Base of the library's optimizers: hooks, clipping, loss scaling and ranks of this package."""
 
     own = ""
 
@@ -115,7 +115,7 @@ class _LibraryOptimizer(FusedOptimizer):
     def _apply_by_library(
         self, weights: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor | None, group: dict[str, Any]
     ) -> None:
-        """Have the library update weights in place."""
+        """Update weights in place with the library."""
         library, gradient = self._library, gradient.to(torch.float32)
         if factor is not None:
             gradient.mul_(factor)
@@ -129,31 +129,31 @@ class _LibraryOptimizer(FusedOptimizer):
 
 
 class LomoOptimLomo(_LibraryOptimizer):
-    """lomo_optim's Lomo, used as `tr_optim.Lomo` is.
+    """lomo_optim's Lomo, with the interface of `tr_optim.Lomo`.
 
         optimizer = LomoOptimLomo(model.parameters(), lr=1e-2, clip_grad_norm=1.0)
         optimizer.backward(model(**batch).loss)  # in place of loss.backward()
         optimizer.step()
 
-    Each update is computed by lomo_optim 0.1.1. What surrounds it there is not used, for it is wrong or slow: every
-    hook goes through all parameters; a plain `loss.backward()` trains; a clip coefficient is used again in the next
-    step; ranks apply their own gradients; its loss scale begins with an overflow, only ever shrinks, and is not used
-    under autocast; there is one learning rate and weight decay for all groups. In these `tr_optim.Lomo` and this class
-    are the same, and so is what they refuse; beside that, this one refuses tensors for rates, float64, and shards.
+    lomo_optim 0.1.1 computes each update. The library's own loop is not used, because it is wrong or slow: every hook
+    visits all parameters; a plain `loss.backward()` trains; a clip coefficient is reused in the next step; ranks apply
+    their own gradients; the loss scale starts with an overflow, only shrinks, and is not used under autocast; all
+    groups share one learning rate and weight decay. In all of this the class behaves like `tr_optim.Lomo`, and refuses
+    the same. It also refuses tensors for rates, float64 and shards.
 
     There is no state.
 
     Args:
         params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
         lr: learning rate.
-        weight_decay: share of the weights, times the learning rate, that every step takes away before the update.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts before the update.
         clip_grad_norm: greatest total 2-norm of all gradients; None for no clipping.
         clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`, in one pass.
         accumulate: `refuse` several micro-batches in a step, or `store` their gradients.
         nonfinite: as of `tr_optim.Lomo`.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another.
+        ValueError: an argument is out of range or contradicts another.
         RuntimeError: see `FusedOptimizer.backward`.
     """
 
@@ -176,10 +176,10 @@ class LomoOptimLomo(_LibraryOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, _LIBRARY.Lomo, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the options of groups.
+        """Load the options of groups.
 
         Raises:
-            ValueError: it is the state of another kind of optimizer; nothing has changed then.
+            ValueError: it is the state of another kind of optimizer; nothing is changed then.
         """
         complete, _ = checked_state_dict(state_dict, self.param_groups, refuse_any_state(type(self).__name__))
         super().load_state_dict(complete)
@@ -202,21 +202,21 @@ class LomoOptimLomo(_LibraryOptimizer):
 
 
 class LomoOptimAdaLomo(_LibraryOptimizer):
-    """lomo_optim's AdaLomo, used as `tr_optim.AdaLomo` is, on any device.
+    """lomo_optim's AdaLomo, with the interface of `tr_optim.AdaLomo`, on any device.
 
-    What `LomoOptimLomo` says of the library holds here too. In addition the state is kept, where the library has it in
-    attributes that no checkpoint sees; each parameter has its own count of updates, where the library counts backward
-    passes, so that the moments of a parameter that is used for the first time begin with its gradient; weights of any
-    number of dimensions are updated; and what is infinite or NaN is left out.
+    `LomoOptimLomo` describes what is not used of the library. In addition, the state is saved; the library has it in
+    attributes outside the state dict. Each parameter counts its own updates; the library counts backward passes, so the
+    moments of a parameter used for the first time would be too small. Weights of any number of dimensions are updated,
+    and infinite or NaN gradients are skipped.
 
     lomo_optim waits for the device at every parameter, to compare its root mean square with `eps[1]`;
-    `tr_optim.AdaLomo` does not. The state is that of `tr_optim.AdaLomo`, which can go on with it: `exp_avg_sq_row` and
+    `tr_optim.AdaLomo` does not. The state is that of `tr_optim.AdaLomo`, which can load it: `exp_avg_sq_row` and
     `exp_avg_sq_col`, or `exp_avg_sq` with less than two dimensions, in float32, and `step`, here on the CPU.
 
     Args:
         params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
         lr: learning rate, relative to each parameter's root mean square.
-        weight_decay: share of the weights, times the rate, that every step takes away.
+        weight_decay: share of the weights, times the rate, that each step subtracts.
         eps: added to squared gradients; and the least root mean square that a parameter is taken to have.
         clip_threshold: greatest root mean square of an update before the rate.
         decay_rate: negative; the t-th update takes in `t ** decay_rate` of the newest squares.
@@ -226,7 +226,7 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         nonfinite: as of `tr_optim.AdaLomo`.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another.
+        ValueError: an argument is out of range or contradicts another.
         RuntimeError: see `FusedOptimizer.backward`.
     """
 
@@ -256,10 +256,10 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         super().__init__(params, defaults, _LIBRARY.AdaLomo, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state as copies: of this class, of `tr_optim.AdaLomo`, or of an Adafactor without beta1.
+        """Load a state as copies: of this class, of `tr_optim.AdaLomo`, or of an Adafactor without beta1.
 
         Raises:
-            ValueError: it is of other shapes, or of another kind of optimizer; nothing has changed then.
+            ValueError: its shapes or its kind of optimizer are different; nothing is changed then.
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)

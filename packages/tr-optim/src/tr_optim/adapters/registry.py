@@ -1,7 +1,7 @@
-"""Build optimizers of other libraries by the names that training arguments have for them.
+"""Build optimizers of other libraries by their names in training arguments.
 
-Each function is what an entry point in the group `tr.optimizers` names. A library is imported when its name is asked
-for. `galore_adamw` is this package's own optimizer, and `galore_torch_adamw` is galore-torch's. transformers' names for
+An entry point in the group `tr.optimizers` names each function. A library is imported when its name is used.
+`galore_adamw` is this package's own optimizer, and `galore_torch_adamw` is galore-torch's. transformers' names for
 bitsandbytes and torchao are kept, except `adamw_8bit`, which is this package's own.
 
 galore-torch's optimizers are refused on ranks with different hardware, where replicas would drift apart.
@@ -25,7 +25,7 @@ from tr_optim.registry import Groups, _resolve_targets, divide_groups
 
 
 def check_same_hardware(device: torch.device, name: str, own: str) -> None:
-    """Raise where ranks would get other singular vectors of the same matrix. All ranks call it.
+    """Raise if ranks would compute different singular vectors of the same matrix. Collective.
 
     Args:
         device: where this rank computes.
@@ -33,7 +33,7 @@ def check_same_hardware(device: torch.device, name: str, own: str) -> None:
         own: what to use instead.
 
     Raises:
-        ValueError: they are not all alike; on every rank.
+        ValueError: the ranks have different hardware; raised on every rank.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -95,7 +95,7 @@ def galore_torch_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optim
 
 
 def galore_torch_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Say why galore-torch's GaLoreAdamW8bit is not offered.
+    """Refuse galore-torch's GaLoreAdamW8bit, with the reason.
 
     Raises:
         ValueError: always.
@@ -129,12 +129,12 @@ def adamw_bnb_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
 
 
 def paged_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdamW with moments of 8 bits that a GPU moves to its host where it needs room."""
+    """Build bitsandbytes' AdamW with 8-bit moments that a GPU can move to host memory."""
     return _bitsandbytes_adamw(groups, args, model, 8, is_paged=True)
 
 
 def paged_adamw_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdamW with moments of 32 bits that a GPU moves to its host where it needs room."""
+    """Build bitsandbytes' AdamW with 32-bit moments that a GPU can move to host memory."""
     return _bitsandbytes_adamw(groups, args, model, 32, is_paged=True)
 
 
@@ -149,12 +149,12 @@ def lion_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
 
 
 def paged_lion_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' Lion with a moment of 8 bits that a GPU moves to its host where it needs room."""
+    """Build bitsandbytes' Lion with an 8-bit moment that a GPU can move to host memory."""
     return _bitsandbytes_lion(groups, args, model, 8, is_paged=True)
 
 
 def paged_lion_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' Lion with a moment that a GPU moves to its host where it needs room."""
+    """Build bitsandbytes' Lion with a moment that a GPU can move to host memory."""
     return _bitsandbytes_lion(groups, args, model, 32, is_paged=True)
 
 

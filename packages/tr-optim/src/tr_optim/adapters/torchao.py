@@ -15,13 +15,13 @@ from tr_optim.adapters.required import require
 from tr_optim.engine.checks import all_or_nothing, is_sharded
 
 _LIBRARY = require("torchao.optim", "torchao")
-# Without what torch wraps round the library's class once it is used by itself, by which hooks would be called twice.
+# Without torch's wrapper of the library's class, which would call hooks twice.
 _STEP: Any = inspect.unwrap(_LIBRARY.AdamW8bit.step)
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether it has negative numbers
 
 
 class _Quantized(Optimizer):
-    """What the library's optimizers share here.
+    """Base of the library's optimizers.
 
     A state is `step` and for each moment `exp_avg`, `exp_avg_sq` its codes and the scale of each block, as
     `exp_avg.codes` and `exp_avg.scale`; of less than 4096 elements, or elements that blocks do not divide, the moment.
@@ -32,7 +32,7 @@ class _Quantized(Optimizer):
 
     bits = 8
 
-    if TYPE_CHECKING:  # what the library's classes have
+    if TYPE_CHECKING:  # attributes of the library's classes
         block_size: int
         _new_buffer: Callable[..., Any]
 
@@ -53,7 +53,7 @@ class _Quantized(Optimizer):
                 )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients. Returns what `closure` returns, if one is given."""
+        """Apply the gradients. Returns the result of `closure`, if one is given."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,10 +69,10 @@ class _Quantized(Optimizer):
         return result
 
     def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the bytes of all gradients, and those of the state after a step.
+        """Return the bytes of all gradients, and of the state after a step.
 
         Args:
-            micro_batches: how many make a step; gradients of several take no more.
+            micro_batches: micro-batches in a step; gradients of several take no more memory.
         """
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         total = 0
@@ -95,10 +95,10 @@ class _Quantized(Optimizer):
         return {**found, "state": {number: _plain(state) for number, state in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of this class or of the library's own, as copies.
+        """Load a state, of this class or of the library's own, as copies.
 
         Raises:
-            ValueError: it is of other shapes or other bits.
+            ValueError: its shapes or bits are different.
         """
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         states = {number: _plain(state) for number, state in state_dict["state"].items()}
@@ -131,7 +131,7 @@ class _Quantized(Optimizer):
 class TorchAOAdamW8bit(_Quantized, _LIBRARY.AdamW8bit):
     """torchao's AdamW, whose moments are codes of 8 bits, with a scale for each 256 of them.
 
-    Mended: learning rates are numbers, where the library wants tensors that a schedule may replace; the state is plain
+    Fixed: learning rates are numbers, where the library wants tensors that a schedule may replace; the state is plain
     tensors, and keeps its scales in float32 for weights of lower precision too.
 
     Source: Dettmers et al., "8-bit optimizers via block-wise quantization" (2022), by torchao.
@@ -142,8 +142,8 @@ class TorchAOAdamW8bit(_Quantized, _LIBRARY.AdamW8bit):
         params: parameters or groups.
         lr: learning rate.
         betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         compile: compile the update for each shape, as the library does, in the first step. On a CPU that takes seconds
             for each and a C++ compiler; None does so on other devices only. Results differ by rounding.
 
@@ -175,8 +175,8 @@ class TorchAOAdamW4bit(_Quantized, _LIBRARY.AdamW4bit):
         params: parameters or groups.
         lr: learning rate.
         betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: share of the weights, times the learning rate, that every step takes away.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         compile: compile the update for each shape; see there.
 
     Raises:

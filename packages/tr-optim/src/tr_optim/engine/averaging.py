@@ -15,7 +15,7 @@ _BUCKET_ELEMENTS = 2**22
 
 
 class Collectives(Protocol):
-    """Who this process is among the others; the strategies of tr-core and tr-dist are such."""
+    """This process's rank and its exchanges with the others; strategies of tr-core and tr-dist fit."""
 
     rank: int
     world_size: int
@@ -29,7 +29,7 @@ class Averaging:
     """Means over the ranks.
 
     Args:
-        collectives: how values travel between them.
+        collectives: exchanges values between them.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -41,7 +41,7 @@ class Averaging:
         return self._collectives.sum(tensor) / self.world_size
 
     def average_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors by their means; many travel together. Every rank gives the same shapes in the same order."""
+        """Replace tensors by their means, many in one exchange. Collective: same shapes in the same order."""
         bucket: list[torch.Tensor] = []
         size = 0
         for tensor in tensors:
@@ -60,13 +60,13 @@ class Averaging:
 
 
 class FixedOrder:
-    """Handle gradients in one order on all ranks, whatever the order in which a backward pass has them.
+    """Handle gradients in one order on all ranks, whatever the order of the backward pass.
 
-    What is exchanged while one is handled then meets its counterpart. One that comes early waits for those before it.
+    So exchanges of different ranks match. A gradient that comes early waits for those before it.
 
     Args:
-        order: the parameters whose gradients come, in the order to handle them in.
-        take: what handles one.
+        order: the parameters, in the order to handle them.
+        take: handles one gradient.
     """
 
     def __init__(self, order: Sequence[torch.Tensor], take: Consume) -> None:
@@ -83,7 +83,7 @@ class FixedOrder:
         return id(parameter) not in self._waiting and id(parameter) in {id(p) for p in self._order[self._next :]}
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Handle a gradient, and those that waited for it; or have it wait."""
+        """Handle a gradient and those that waited for it, or keep it waiting."""
         self._waiting[id(parameter)] = gradient
         while self._next < len(self._order) and id(self._order[self._next]) in self._waiting:
             following = self._order[self._next]
@@ -91,17 +91,17 @@ class FixedOrder:
             self._take(following, self._waiting.pop(id(following)))
 
     def finish(self) -> None:
-        """Make sure that all have come.
+        """Check that all gradients have come.
 
         Raises:
-            RuntimeError: one has not.
+            RuntimeError: one is missing.
         """
         if self._next < len(self._order):
             raise RuntimeError(missing_gradient([self._order[self._next]]))
 
 
 def missing_gradient(parameters: Sequence[torch.Tensor]) -> str:
-    """Return what is wrong where parameters got no gradient on this rank."""
+    """Return the message for parameters that got no gradient on this rank."""
     shapes = ", ".join(str(tuple(parameter.shape)) for parameter in parameters[:5])
     return (
         f"{len(parameters)} trainable parameters got no gradient on this rank in the step's backward passes (shapes "
@@ -110,29 +110,28 @@ def missing_gradient(parameters: Sequence[torch.Tensor]) -> str:
     )
 
 
-# Elements of a gradient that travels alone; the smaller ones, biases and norms mostly, travel together at the end.
+# Elements of a gradient that is exchanged alone. Smaller ones, mostly biases and norms, are exchanged at the end.
 _ALONE = 2**14
-# Gradients on their way at a time: one is exchanged while the next is computed.
+# Gradients in exchange at a time: one is exchanged while the next is computed.
 _IN_FLIGHT = 2
 
 Use = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], None]
 
 
 class RankAverage:
-    """Take the gradients of one backward pass after another and hand on their mean over the ranks.
+    """Average the gradients of each backward pass over the ranks, and pass on the means.
 
-    Exchanges are begun in one order on all ranks, whatever order gradients come in: first the reverse of the
-    parameters', then that in which rank 0 got them in its first pass. A gradient that is early waits. A parameter that
-    this rank's loss does not use takes part with zeros; one that no rank's loss uses is handed on as unused.
-    What is handed on, and what it is computed from, does not depend on the order, so that all ranks, and a resumed run,
-    have the same bits.
+    All ranks start exchanges in one order, whatever order gradients come in. At first it is the reverse of the
+    parameters' order, then the order of rank 0's first pass. An early gradient waits. A parameter that this rank's loss
+    does not use counts as zeros. One that no rank's loss uses is passed on as unused. The results do not depend on the
+    order, so all ranks, and a resumed run, have the same bits.
 
     Args:
         collectives: who the ranks are (see `tr_core.protocols.Collectives`): `world_size`, `sum` and `gather_objects`
             are used. Where torch's process group has as many ranks, exchanges go through it without waiting.
-        parameters: those whose gradients will come, in the same order on all ranks.
-        use: called with a parameter, its mean gradient, and a flag on the device that is True where no rank's loss uses
-            the parameter, or None where this rank's does.
+        parameters: the parameters with gradients, in the same order on all ranks.
+        use: called with a parameter, its mean gradient, and a flag on the device that is True if no rank's loss uses
+            the parameter, or None if this rank's does.
     """
 
     def __init__(self, collectives: Any, parameters: Iterable[torch.Tensor], use: Use) -> None:
@@ -147,7 +146,7 @@ class RankAverage:
         self._begin_pass()
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take this rank's gradient of a parameter, at most once in a pass; it may be changed."""
+        """Add this rank's gradient of a parameter, at most once in a pass; it may be changed."""
         self._waiting[id(parameter)] = gradient
         self._came.append(parameter)
         while self._begun < len(self._order) and id(self._order[self._begun]) in self._waiting:
@@ -156,7 +155,7 @@ class RankAverage:
                 self._hand_on(*self._in_flight.popleft(), None)
 
     def finish(self) -> None:
-        """End a pass: exchange what is left and hand on all. Every rank calls it."""
+        """End a pass: exchange the remaining gradients and pass on all. Collective."""
         came = {id(parameter) for parameter in self._came}
         last: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         while self._begun < len(self._order):
@@ -184,7 +183,7 @@ class RankAverage:
     def _begin_next(self, gradient: torch.Tensor) -> None:
         parameter = self._order[self._begun]
         self._begun += 1
-        # Divided before it is added up: in float16 the sum may be out of range where the mean is not.
+        # Divided before the sum, because in float16 the sum may overflow where the mean does not.
         gradient = gradient.contiguous().div_(self._collectives.world_size)
         if self._in_background:
             self._in_flight.append((parameter, gradient, dist.all_reduce(gradient, async_op=True)))
@@ -197,7 +196,7 @@ class RankAverage:
         self._use(parameter, gradient, unused)
 
     def _finish_small(self, came: set[int]) -> dict[int, torch.Tensor]:
-        """Exchange the small gradients in one piece, and who used what; return the flags of what nobody used."""
+        """Exchange small gradients and usage flags in one piece; return the flags of unused parameters."""
         options: dict[str, Any] = {"device": self._parameters[0].device, "dtype": self._dtype}
         used = torch.ones(len(self._parameters), **options)
         for number, parameter in enumerate(self._parameters):

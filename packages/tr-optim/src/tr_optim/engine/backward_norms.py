@@ -1,6 +1,6 @@
-"""Compute norms of gradients, of one backward pass or of a step, and what they are clipped by.
+"""Compute norms of gradients, of one backward pass or of a step, and their clip coefficients.
 
-Where each rank has some rows of a parameter, sums and norms are added up over the ranks.
+For sharded parameters, sums and norms are added up over the ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tr_optim.projection.basis import Basis
 
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's norm, in float32 at least: a float16 holds none above 65504."""
+    """Return a gradient's norm, in float32 at least, because float16 overflows above 65504."""
     dtype = computing_dtype(gradient)
-    # Naming the dtype that a tensor has costs as much as a small norm.
+    # Passing the dtype that a tensor already has costs as much as a small norm.
     return torch.linalg.vector_norm(gradient, **({} if dtype == gradient.dtype else {"dtype": dtype}))
 
 
@@ -29,24 +29,24 @@ def total_norm(norms: Iterable[torch.Tensor], device: torch.device) -> torch.Ten
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of a norm are multiplied by so that it is at most `max_norm`."""
+    """Return the factor that scales gradients of a norm to at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class BackwardNorms:
-    """Take the norm of each gradient as it comes, in float32 at least, and that of all at the end."""
+    """Compute the norm of each gradient as it comes, in float32 at least, and the total at the end."""
 
     def __init__(self) -> None:
         self._of: dict[int, torch.Tensor] = {}
         self._joint: list[torch.Tensor] = []
 
     def add(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Take the norm of each parameter's gradient."""
+        """Add the norm of each parameter's gradient."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._of[id(parameter)] = norm_of(gradient)
 
     def add_joint(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Take the norm of several gradients of one dtype and device as one: a fixed cost for all of them."""
+        """Add the joint norm of several gradients of one dtype and device, at a fixed cost for all."""
         joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self._joint.append(torch.linalg.vector_norm(joined, dtype=computing_dtype(joined)))
 
@@ -67,7 +67,7 @@ class BackwardNorms:
         return shards.sum((~torch.stack(norms).isfinite()).float()) > 0
 
     def total(self, parameters: Sequence[torch.Tensor], sharded: Mapping[int, Shards]) -> torch.Tensor:
-        """Return the norm of all; where there are such parts, all ranks call it.
+        """Return the total norm. Collective if there are sharded parameters.
 
         Args:
             parameters: those whose gradients may have been added; their order is that of the sum, the same on all
@@ -87,7 +87,7 @@ class BackwardNorms:
 
 
 def logical_or(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    """Return where one of two flags, or of two sets of them, is True; None is False."""
+    """Return the logical or of two flags, or of two sets of flags; None is False."""
     if first is None or second is None:
         return second if first is None else first
     return first | second
@@ -96,9 +96,9 @@ def logical_or(first: torch.Tensor | None, second: torch.Tensor | None) -> torch
 def sum_rows(
     window: GradientWindow, parameters: Sequence[torch.Tensor], basis_of: Callable[[torch.Tensor], Basis]
 ) -> None:
-    """Add up projections from the left of gradients in shards, which are of this rank's rows until then.
+    """Sum the projections from the left of sharded gradients; before, each covers this rank's rows only.
 
-    They travel together. All ranks call it.
+    Collective; they are exchanged together.
 
     Args:
         window: what is kept of the step's gradients.
@@ -137,7 +137,7 @@ def norm_over_ranks(
     parameters: Sequence[torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm of all gradients; where parameters are in shards, all ranks call it.
+    """Return the norm of all gradients. Collective if there are sharded parameters.
 
     Args:
         norms: of each parameter's gradient, or of this rank's rows of it.

@@ -1,6 +1,6 @@
-"""Keep the bases that parameters are projected on: read them from a state, find them when due, and store them.
+"""Manage the bases that parameters are projected on: read them from a state, find them when due, and store them.
 
-Random bases are not stored. They are made again from a seed whenever they are needed.
+Random bases are not stored. They are drawn from a seed whenever they are needed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Bases:
         return "basis_left" in state or "basis_right" in state
 
     def is_due(self, parameter: torch.Tensor, state: State, place: Place) -> bool:
-        """Whether a projected parameter finds a basis in this step: it has none, one of another rank, or by turns.
+        """Whether a projected parameter needs a basis in this step: it has none, another rank, or its turn has come.
 
         Raises:
             ValueError: its state is for the other side.
@@ -68,7 +68,7 @@ class Bases:
         if (left is not None, right is not None) != sides(parameter.shape, group["proj_type"]):
             raise ValueError(
                 f"proj_type={group['proj_type']!r} projects a parameter of shape {tuple(parameter.shape)} from another "
-                "side than its state was made for; go on with the proj_type that it was saved with"
+                "side than its state was made for; resume with the proj_type that it was saved with"
             )
         if some.shape[-1] != min(group["rank"], *parameter.shape[-2:]):
             return True
@@ -85,7 +85,7 @@ class Bases:
         place: Place,
         average: Averaging | None,
     ) -> Basis | EncodedBasis:
-        """Return the basis of a gradient, as it is to be kept; with `average` that of the mean over the ranks."""
+        """Return the basis of a gradient, in its stored form; with `average`, that of the mean over the ranks."""
         if self._engine.method == "svd" and average is not None:
             gradient, average = average(gradient.contiguous()), None
         shards = shards_of(parameter)
@@ -110,17 +110,17 @@ class Bases:
     def store(self, state: State, basis: Basis | EncodedBasis) -> None:
         """Put a basis into a state."""
         kept = encode(basis, self._engine.basis_dtype) if isinstance(basis, Basis) else basis
-        for name in ENTRIES:  # also the scales of integers, where there are none any more
+        for name in ENTRIES:  # also drops scales of integers that are not used any more
             state.pop(name, None)
         state.update(kept.tensors)
 
     def note_change(self, parameter: torch.Tensor, state: State, place: Place, rotation: Rotation | None) -> None:
-        """Note that a parameter got a basis: `rotation` from the one before, None if there was none."""
+        """Record a new basis: `rotation` is relative to the previous one, None for the first."""
         if self._lazy is not None:
             self._lazy.note(parameter, state, rotation, self._phase(place))
 
     def check_saved(self, saved: State, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Raise where a saved state does not fit its parameter and the projection that its group asks for.
+        """Raise if a saved state does not fit its parameter and the projection that its group asks for.
 
         Raises:
             ValueError: the message says in what.
@@ -140,13 +140,12 @@ PROJECTIONS = ("random", "svd", "subspace")
 
 
 class RandomBases(Bases):
-    """Bases of which the state has nothing where a group's `proj` is `random`; else found in gradients, and kept.
+    """Bases that are not stored if a group's `proj` is `random`; others are found in gradients and stored.
 
-    The columns of a random basis are not orthonormal: each number has a variance of 1/r, so that the norm of what is
-    projected is in the mean that of the gradient. They depend on the seed, the parameter's number, and
-    `step // update_proj_gap` alone, so that all ranks and a resumed run have the same, and of rows that are divided
-    over ranks each has its part of what is drawn for all. Devices of another kind make
-    other numbers of the same seed.
+    The columns of a random basis are not orthonormal. Each number has a variance of 1/r, so the projection has the
+    gradient's norm on average. They depend only on the seed, the parameter's number and `step // update_proj_gap`. So
+    all ranks and a resumed run have the same, and each rank has its part for sharded rows. Devices of different kinds
+    draw different numbers from the same seed.
 
     Args:
         engine: its seed, and how bases are found in gradients.
@@ -195,7 +194,7 @@ class RandomBases(Bases):
         return self._found[place.group["proj"]].find(parameter, gradient, state, place, average)
 
     def check_saved(self, saved: State, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Raise where a saved state does not fit its parameter and group.
+        """Raise if a saved state does not fit its parameter and group.
 
         Raises:
             ValueError: the message says in what.
@@ -224,5 +223,5 @@ def _check_moments(state: State, shape: torch.Size, expected: tuple[int, ...], g
         raise ValueError(
             f"the state of a parameter of shape {tuple(shape)} has moments of shape {found}, and rank={rank} with "
             f"proj_type={proj_type!r} needs {expected}: moments of random directions cannot be carried over to others; "
-            "go on with the rank and the proj_type that it was saved with, or with a new optimizer"
+            "resume with the rank and the proj_type that it was saved with, or with a new optimizer"
         )

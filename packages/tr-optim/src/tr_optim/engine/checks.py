@@ -21,9 +21,9 @@ Add = TypeVar("Add", bound=Callable[..., None])
 
 
 def all_or_nothing(add: Add) -> Add:
-    """Return an `add_param_group` that takes back a group which it raises about.
+    """Return an `add_param_group` that removes the group again if it raises.
 
-    Checks need the group with all its options, as torch makes it when it adds it.
+    Checks need the group with all its options, which torch fills in when it adds it.
     """
 
     @wraps(add)
@@ -39,7 +39,7 @@ def all_or_nothing(add: Add) -> Add:
 
 
 def check_group(group: dict[str, Any], owner: str) -> None:
-    """Raise where a group's options are out of range, or its parameters cannot be projected.
+    """Raise if a group's options are out of range, or its parameters cannot be projected.
 
     Raises:
         ValueError: the message says what is needed.
@@ -77,7 +77,7 @@ def _check_projectable(parameter: torch.Tensor, owner: str) -> None:
 
 
 def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Raise where a gradient is of a kind that is not projected.
+    """Raise if a gradient is of a kind that is not projected.
 
     Raises:
         RuntimeError: the message says what is needed.
@@ -98,7 +98,7 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def check_saved_state(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    """Raise where a saved state does not fit its parameter and the projection that its group asks for.
+    """Raise if a saved state does not fit its parameter and the projection that its group asks for.
 
     Raises:
         ValueError: the message says in what.
@@ -124,7 +124,7 @@ def check_saved_state(saved: dict[str, Any], parameter: torch.Tensor, group: dic
 
 
 def refuse_codes(saved: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Raise where a saved state has moments in 8 bits.
+    """Raise if a saved state has moments in 8 bits.
 
     Raises:
         ValueError: the message says what can load it.
@@ -137,7 +137,7 @@ def refuse_codes(saved: dict[str, Any], parameter: torch.Tensor) -> None:
 
 
 def refuse_late_clipping(max_norm: float | None, used: float | None, *, can_clip: bool) -> None:
-    """Raise where updates that were made in the backward pass are to be clipped.
+    """Raise if updates that were made in the backward pass are to be clipped.
 
     Args:
         max_norm: what they are to be clipped to, or None.
@@ -167,7 +167,7 @@ _REPLICAS = "train with replicas (strategy='ddp')"
 
 
 def check_shards(groups: Sequence[Mapping[str, Any]], owner: str, engine: Engine, rule: Rule) -> None:
-    """Raise where groups, projected or not, have parameters in shards, and their optimizer cannot update parts.
+    """Raise if groups, projected or not, have parameters in shards, and their optimizer cannot update parts.
 
     Raises:
         ValueError: the message says what to change.
@@ -198,16 +198,16 @@ Check = Callable[[State, torch.Tensor, dict[str, Any]], None]
 def checked_state_dict(
     state_dict: dict[str, Any], own: Groups, check: Check
 ) -> tuple[dict[str, Any], list[State | None]]:
-    """Look at a whole saved state before anything of it is taken over.
+    """Check a whole saved state before any of it is loaded.
 
     Args:
-        state_dict: what an optimizer's `state_dict` returned.
-        own: groups of the one that is to go on with it.
+        state_dict: the `state_dict` of an optimizer.
+        own: groups of the optimizer that loads it.
         check: called with the saved state of a parameter, the parameter, and its saved group; raises.
 
     Returns:
-        The state with those options in its groups that they lack, as the optimizer's own have them; and what is saved
-        of each parameter, in their order, None where nothing is.
+        The state, with missing options of its groups taken from the optimizer's own; and the saved state of each
+        parameter, in their order, None where there is none.
     """
     lacking = [{name: value for name, value in group.items() if name != "params"} for group in own]
     lacking += [{}] * (len(state_dict["param_groups"]) - len(own))
@@ -229,13 +229,13 @@ def checked_state_dict(
 
 
 def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], rule: Rule, owner: str) -> None:
-    """Raise where a saved state lacks what a rule remembers.
+    """Raise if a saved state lacks moments of a rule.
 
     Args:
         saved: the state of a parameter.
-        parameter: whose it is.
+        parameter: the parameter.
         group: its group, with all options.
-        rule: what is to go on with it.
+        rule: the rule that will use it.
         owner: the optimizer, for the message.
 
     Raises:
@@ -250,20 +250,20 @@ def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], 
 
 
 def refuse_any_state(owner: str) -> Check:
-    """Return what raises about any saved state, for an optimizer that has none."""
+    """Return a check that refuses any saved state, for an optimizer without one."""
 
     def refuse(saved: State, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         raise ValueError(
             f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has "
             f"{', '.join(sorted(saved))}, which {owner} would keep in memory and not use; resume with the optimizer "
-            "that saved it, or begin anew"
+            "that saved it, or start with a new state"
         )
 
     return refuse
 
 
 def check_names(saved: State, needed: Sequence[str], parameter: torch.Tensor, owner: str) -> None:
-    """Raise where a saved state lacks something.
+    """Raise if a saved state lacks something.
 
     Raises:
         ValueError: the message says what.
@@ -278,7 +278,7 @@ def check_names(saved: State, needed: Sequence[str], parameter: torch.Tensor, ow
 
 
 def check_shapes(saved: State, needed: Mapping[str, torch.Size], parameter: torch.Tensor, owner: str) -> None:
-    """Raise where a saved state lacks something, or has it in another shape.
+    """Raise if a saved state lacks something, or has it in another shape.
 
     Raises:
         ValueError: the message says what.

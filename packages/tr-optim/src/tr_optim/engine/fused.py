@@ -1,4 +1,4 @@
-"""Update every parameter in the backward pass as soon as its gradient is there, and free the gradient.
+"""Update every parameter in the backward pass as soon as its gradient is computed, and free the gradient.
 
 `LossScaler` scales losses for float16 with optimizers that free their gradients in the backward pass.
 """
@@ -21,9 +21,9 @@ from tr_optim.engine.shards import local_part
 class FusedOptimizer(FusedPasses):
     """An optimizer without gradients: `backward(loss)` computes, applies and frees them one by one.
 
-    A subclass has `update`. What is the same for all: `backward` makes one pass, or two where the updates depend on all
-    gradients (clipping by norm, leaving out a whole step): the first measures and frees them and keeps the graph, the
-    second applies. Nothing is read back to the host. With several ranks, each gradient is averaged before it is used.
+    A subclass implements `update`. `backward` makes one pass, or two if the updates depend on all gradients (clipping
+    by norm, skipping a whole step). The first measures and frees them and keeps the graph, the second applies them.
+    Nothing is read back to the host. With several ranks, each gradient is averaged before it is used.
 
     Args:
         params: parameters or parameter groups.
@@ -52,7 +52,7 @@ class FusedOptimizer(FusedPasses):
     # What a loop calls
 
     def bind(self, collectives: Any) -> None:
-        """Take over who this process is among the others, and how values travel between them.
+        """Set the ranks, and how values are exchanged between them.
 
         Args:
             collectives: a `tr_core.protocols.Collectives`, as `tr_dist.DDP()` is one; used are `world_size`, `sum`
@@ -63,7 +63,7 @@ class FusedOptimizer(FusedPasses):
         self._hooked = []
 
     def clip_to(self, max_norm: float | None) -> None:
-        """Have gradients clipped to a total norm from the next `backward` on; None leaves it as it is.
+        """Clip gradients to a total norm from the next `backward` on; None changes nothing.
 
         Raises:
             ValueError: it was built with another norm.
@@ -82,7 +82,7 @@ class FusedOptimizer(FusedPasses):
         """Compute the gradients of a micro-batch's loss and apply them.
 
         Args:
-            loss: scalar, already divided by what the step's losses are to be divided by.
+            loss: scalar, already divided for the micro-batches of the step.
             last: whether it is the last micro-batch of its step.
             scale: scalar on the device that the loss is multiplied by, and gradients are divided by in float32.
 
@@ -117,7 +117,7 @@ class FusedOptimizer(FusedPasses):
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Return the total 2-norm of the last `backward`'s gradients before clipping, a new scalar tensor.
 
-        They were clipped in that pass, so this can no longer do it.
+        They were clipped in that pass, and cannot be clipped any more.
 
         Raises:
             ValueError: they were clipped to another norm than `max_norm`, or not at all.
@@ -131,10 +131,10 @@ class FusedOptimizer(FusedPasses):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """End a step, whose updates `backward` has made.
+        """End a step; `backward` has already applied its updates.
 
         Raises:
-            RuntimeError: `backward` has made none since the last step.
+            RuntimeError: `backward` was not called since the last step.
             ValueError: a closure is given.
         """
         if closure is not None:
@@ -144,13 +144,13 @@ class FusedOptimizer(FusedPasses):
         self._is_applied = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that are stored, or that a plain `loss.backward()` has left."""
+        """Drop stored gradients, and those of a plain `loss.backward()`."""
         super().zero_grad(set_to_none=True)
         self._is_applied, self._num_stored = False, 0
         self._norm = self._bad_loss = None
 
     def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the bytes of the gradients that are there at a time, and those of the state after a step."""
+        """Return the bytes of gradients in memory at a time, and of the state after a step."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         sizes = sorted(local_part(p).numel() * p.element_size() for p in parameters)
         at_a_time = sizes if self._accumulate == "store" else sizes[-2:]
@@ -176,7 +176,7 @@ class FusedOptimizer(FusedPasses):
 
     @torch.no_grad()
     def _apply_stored(self) -> None:
-        """Apply what the step's micro-batches have left in `.grad`: as all of it is there, no second pass is needed."""
+        """Apply the sums of the step's micro-batches in `.grad`; they are complete, so one pass is enough."""
 
         def keep(parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
             self._measure(parameters, gradients, unused)
@@ -205,19 +205,19 @@ class FusedOptimizer(FusedPasses):
 
 
 class LossScaler(GradScaler):
-    """torch's `GradScaler` for optimizers that leave no gradient to look at.
+    """torch's `GradScaler` for optimizers that free their gradients in the backward pass.
 
-    torch's looks for overflows in `.grad`, and raises where there is none. This one takes the flag that the optimizer's
-    hooks have found, `optimizer.found_inf`. Scale, growth, backoff and the saved state are torch's, and so is what it
-    does with any other optimizer.
+    torch's looks for overflows in `.grad`, and raises if there is none. This one reads the flag of the optimizer's
+    hooks, `optimizer.found_inf`. Scale, growth, backoff and the saved state are torch's. With any other optimizer it
+    behaves like torch's.
 
         scaler = LossScaler("cuda")
         scaler.backward(optimizer, loss)  # in place of scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
-    An optimizer that updates during the backward pass has left out by itself an update that overflowed, and `step`
-    reads nothing back; of another one, `step` reads the flag, as torch's does.
+    An optimizer that updates during the backward pass skips an update with an overflow by itself, and `step` reads
+    nothing back. For other optimizers `step` reads the flag, as torch's does.
 
     Args:
         device: type of the device that losses are on.
@@ -229,7 +229,7 @@ class LossScaler(GradScaler):
         self._one: torch.Tensor | None = None
 
     def backward(self, optimizer: Any, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Compute the gradients of a scaled loss, and have the optimizer consume them.
+        """Compute the gradients of a scaled loss; the optimizer consumes them.
 
         Args:
             optimizer: one that consumes gradients in its own `backward`.
@@ -242,7 +242,7 @@ class LossScaler(GradScaler):
         optimizer.backward(loss, last=last, scale=scale)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer's flag; its gradients were divided by the scale as they came."""
+        """Read the optimizer's flag; its gradients were already divided by the scale."""
         if not _consumes_gradients(optimizer) or not self.is_enabled():
             super().unscale_(optimizer)
             return
@@ -260,7 +260,7 @@ class LossScaler(GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Apply what the backward passes have left, unless it overflowed."""
+        """Apply the gradients of the backward passes, unless one overflowed."""
         if not _consumes_gradients(optimizer) or not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]

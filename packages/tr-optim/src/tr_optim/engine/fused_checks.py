@@ -16,7 +16,7 @@ _NONFINITE = ("skip_tensor", "skip_step")
 def check_settings(
     clip_grad_norm: float | None, clip_grad_value: float | None, accumulate: str, nonfinite: str | None
 ) -> None:
-    """Check what is the same for all of them.
+    """Check the settings that all of these optimizers share.
 
     Raises:
         ValueError: a value is out of range or not known, or two contradict each other.
@@ -72,9 +72,9 @@ def second_backward(name: str) -> str:
 
 
 def unknown_ranks(name: str, world_size: int) -> str:
-    """Return what is missing where there are other ranks."""
+    """Return the message for several ranks without `bind`."""
     return (
-        f"{world_size} ranks train together, and {name} would apply each one's own gradients; call "
+        f"{world_size} ranks train together, and {name} would apply the gradients of each rank alone; call "
         "optimizer.bind(strategy) first, with what knows the ranks, as tr_dist.DDP() does"
     )
 
@@ -96,7 +96,7 @@ def no_closure(name: str) -> str:
 
 
 def nothing_to_apply(name: str) -> str:
-    """Return what is missing before `step`."""
+    """Return the message for a `step` without a `backward`."""
     return (
         f"step() has nothing to apply: {name} updates during its own backward pass; call optimizer.backward(loss) in "
         "place of loss.backward()"
@@ -115,7 +115,7 @@ def clipped_too_late(name: str, max_norm: float, built_with: float | None) -> st
 def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Converter]) -> dict[str, Any]:
     """Return the options of an optimizer that updates during the backward pass.
 
-    Clipping is that of `max_grad_norm`; `on_nonfinite="skip"` leaves out steps that are not finite.
+    `max_grad_norm` sets the clipping; `on_nonfinite="skip"` leaves out steps that are not finite.
 
     Args:
         args: training arguments.
@@ -124,7 +124,7 @@ def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Conv
         takes: what it takes in `optim_args` beside clip_grad_value, accumulate, nonfinite and stochastic_rounding.
 
     Raises:
-        ValueError: `optim_args` has what it does not take, or the arguments ask for what it cannot do.
+        ValueError: `optim_args` has an unknown option, or an argument is not supported.
     """
     own = {"clip_grad_value": optional_number, "accumulate": str, "nonfinite": str, "stochastic_rounding": flag}
     options = read_options(args.optim_args, {**own, **takes}, owner)

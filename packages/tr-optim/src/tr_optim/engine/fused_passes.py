@@ -24,10 +24,10 @@ Use = Callable[[Tensors, Tensors, torch.Tensor | None], None]
 
 
 class ShardQueue:
-    """Parts of gradients, whose statistics over ranks are exchanged together.
+    """Queue parts of gradients whose statistics over ranks are exchanged together.
 
-    They wait until they are as many numbers as the largest parameter has. That depends on shapes alone, so that all
-    ranks exchange the same at the same time, and what waits is no more than what one more gradient takes.
+    Parts wait until they have as many numbers as the largest parameter. That depends on shapes only, so all ranks
+    exchange the same at the same time. The queue takes no more memory than one more gradient.
 
     Args:
         largest: numbers of the largest parameter.
@@ -41,7 +41,7 @@ class ShardQueue:
         self._count = 0
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take this rank's part of a gradient."""
+        """Add this rank's part of a gradient."""
         self._parameters.append(parameter)
         self._gradients.append(gradient)
         self._count += parameter.numel()  # of the whole: the same on all ranks
@@ -57,7 +57,7 @@ class ShardQueue:
 
 
 class SmallGradientQueue:
-    """Small gradients: used by themselves, each would cost as many calls as a large one.
+    """Queue small gradients; used alone, each would need as many calls as a large one.
 
     Args:
         largest: numbers of a gradient that waits, at most; -1 for none.
@@ -95,13 +95,13 @@ _JOINED, _JOINED_AT_A_TIME = 2**13, 64
 
 
 class FusedPasses(Optimizer):
-    """What `FusedOptimizer` makes of backward passes; see there for the arguments.
+    """The backward passes of `FusedOptimizer`; see there for the arguments.
 
     Attributes:
-        nonfinite_unscaled: what `nonfinite=None` stands for where there is no loss scale; None applies all gradients.
-        takes_shards: whether it can update parts of parameters, of which each rank holds some rows.
-        exchanges_statistics: whether it needs numbers about the whole of such a parameter (see `update_parts`).
-        ordinary: the name of what does the same with ordinary gradients.
+        nonfinite_unscaled: meaning of `nonfinite=None` without a loss scale; None applies all gradients.
+        takes_shards: whether it can update sharded parameters, of which each rank holds some rows.
+        exchanges_statistics: whether it needs statistics of whole sharded parameters (see `update_parts`).
+        ordinary: name of an optimizer that does the same with ordinary gradients.
     """
 
     ordinary = ""
@@ -126,7 +126,7 @@ class FusedPasses(Optimizer):
         self._begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: not the hooks, nor who the ranks are, nor what is kept of a step."""
+        """Return the attributes of a copy: without hooks, ranks and gradients of a step."""
         names = ("_max_norm", "_max_value", "_accumulate", "_nonfinite", "_rounding_seed")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in names}}
 
@@ -167,10 +167,10 @@ class FusedPasses(Optimizer):
         """Apply a gradient to its parameter.
 
         Args:
-            parameter: what is changed in place, not by `.data`.
+            parameter: is changed in place, not through `.data`.
             gradient: its gradient, which may be changed.
-            factor: what the gradient is to be multiplied by, a scalar on the device; None for 1.
-            leave_out: scalar on the device; where it is True nothing changes, bit for bit. None for False.
+            factor: factor of the gradient, a scalar on the device; None for 1.
+            leave_out: scalar on the device; if it is True nothing changes, bit for bit. None for False.
         """
         raise NotImplementedError
 
@@ -188,12 +188,12 @@ class FusedPasses(Optimizer):
         factor: torch.Tensor | None,
         leave_out: list[torch.Tensor | None],
     ) -> None:
-        """Apply this rank's parts of gradients to those of their parameters; all ranks call it with the same ones."""
+        """Apply this rank's parts of gradients to its parts of the parameters. Collective, for the same parameters."""
         for parameter, gradient, leave_it in zip(parameters, gradients, leave_out, strict=True):
             self.update(parameter, gradient, factor, leave_it)
 
     def detach(self) -> None:
-        """Take the hooks off the parameters; the next `backward` puts them on again."""
+        """Remove the hooks from the parameters; the next `backward` adds them again."""
         if self._hooks is not None:
             self._hooks.detach()
         self._hooked = []
@@ -218,12 +218,12 @@ class FusedPasses(Optimizer):
             self._average = RankAverage(self._collectives, replicated, self._hand_on)
 
     def _pass(self, loss: torch.Tensor, use: Any, *, then_another: bool = False) -> None:
-        """Make a backward pass and use its gradients; if another follows, those of other parameters wait for that."""
+        """Make a backward pass and use its gradients; if another follows, it computes those of other parameters."""
         self._begin_pass(use)
         self.num_passes += 1
         assert self._hooks is not None
         try:
-            # Where parameters are not in the graph themselves, a backward pass cannot be told to reach these alone.
+            # If parameters are not in the graph themselves, a backward pass cannot be limited to them.
             if then_another and (self._is_reentrant or self._sharded):
                 with other_gradients_kept(loss, self._hooked):
                     self._hooks.run(loss, retain_graph=True)
@@ -286,7 +286,7 @@ class FusedPasses(Optimizer):
             self.update_all(parameters, gradients, self._factor, leave_out)
 
     def _skips(self) -> str | None:
-        """Return what is left out where a gradient is not finite."""
+        """Return what is skipped if a gradient is not finite."""
         return self._nonfinite or (self.nonfinite_unscaled if self._scale is None else "skip_step")
 
     def _note_norm(self) -> torch.Tensor:
@@ -296,14 +296,14 @@ class FusedPasses(Optimizer):
         return norm
 
     def _decide(self) -> None:
-        """Say by what the gradients are multiplied, and whether they are applied at all."""
+        """Compute the factor of the gradients, and whether they are applied at all."""
         norm = self._note_norm()
         factor = None if self._scale is None else self._scale.reciprocal()
         if self._max_norm is not None:
             coefficient = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
             factor = coefficient if factor is None else coefficient * factor
         self._factor = factor
-        # Also where single tensors were to be left out: there is no coefficient for the others.
+        # Also if single tensors were to be skipped, because the others have no coefficient.
         self._leave_out = None if self._skips() is None else ~norm.isfinite()
         if self._bad_loss is not None:
             bad, self._bad_loss = self._bad_loss.to(torch.int32), None

@@ -1,4 +1,4 @@
-"""Collect, over the backward passes of a step, what the step needs of the gradients."""
+"""Collect over the backward passes of a step the parts of the gradients that the step needs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Owner(Protocol):
     state: Any
 
     def numbered(self) -> Iterator[tuple[torch.Tensor, Place]]:
-        """Give each parameter with its place."""
+        """Yield each parameter with its place."""
         ...
 
     def apply_gathered(self, parameter: torch.Tensor, place: Place) -> None:
-        """Update a parameter by what the window has of it, and take that out of the window."""
+        """Update a parameter with its gradient in the window, and remove that from the window."""
         ...
 
 
 class GradientStore:
-    """Consume gradients in backward passes, and keep of them what the step needs.
+    """Consume gradients in backward passes, and keep the parts that the step needs.
 
     Args:
         owner: the optimizer.
@@ -45,10 +45,10 @@ class GradientStore:
         needs_whole: whether the gradients of projected parameters are kept too, until they are applied.
 
     Attributes:
-        window: what is kept of the step's gradients.
-        norm_is_estimated: whether the norm that was measured last is an estimate.
-        max_norm: what gradients are clipped to before they are applied in the backward pass, for which a pass before it
-            measures them; None for no clipping.
+        window: the kept parts of the step's gradients.
+        norm_is_estimated: whether the last measured norm is an estimate.
+        max_norm: norm to clip gradients to before the backward pass applies them, after a first pass that measures
+            them; None for no clipping.
     """
 
     def __init__(self, owner: Owner, engine: Engine, bases: Bases, *, needs_whole: bool) -> None:
@@ -78,21 +78,21 @@ class GradientStore:
         self._averaging = Averaging(collectives) if collectives.world_size > 1 else None
 
     def forget(self) -> None:
-        """Forget the step's gradients."""
+        """Drop the step's gradients."""
         self.window = GradientWindow()
 
     def detach(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         if self._hooks is not None:
             self._hooks.detach()
 
     def renew_hooks(self) -> None:
-        """Look at the parameters again before the next backward pass."""
+        """Check the parameters again before the next backward pass."""
         self.detach()
         self._hooks = None
 
     def backward(self, loss: torch.Tensor, *, last: bool, scale: torch.Tensor | None) -> None:
-        """Compute the gradients of one micro-batch, and consume those that are the owner's to consume.
+        """Compute the gradients of one micro-batch, and consume those that the owner consumes.
 
         Raises:
             RuntimeError: the step's last micro-batch was there already, or a parameter cannot be consumed.
@@ -118,9 +118,9 @@ class GradientStore:
         self._finish_backward()
 
     def measure(self) -> torch.Tensor:
-        """Return the norm of all gradients of the step, and note whether it is an estimate.
+        """Return the norm of all gradients of the step, and record whether it is an estimate.
 
-        If it is one and there are several ranks, they exchange what it is made of, and all call it.
+        Collective if it is an estimate and there are several ranks.
         """
         window, parameters = self.window, [p for p, _ in self._owner.numbered()]
         norms = {p: norm_of(local_part(p.grad)) for p in parameters if p.grad is not None} | window.norms
@@ -131,7 +131,7 @@ class GradientStore:
         return norm_over_ranks(norms, rests, parameters, parameters[0].device)
 
     def _rests(self, sketch: Sketch, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return estimates of the norms of what is outside of the bases, of all ranks."""
+        """Return estimates of the norms outside the bases, over all ranks."""
         found, shards = [], next(filter(None, map(shards_of, parameters)), None)
         for (_, _, is_of_rows), rest in sketch.rest(self.window.projected, self._basis, self._key).items():
             if is_of_rows and shards is not None:
@@ -142,19 +142,19 @@ class GradientStore:
         return found
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """Scale what is kept of the step's gradients from a norm to at most `max_norm`."""
+        """Scale the kept gradients of the step from a norm to at most `max_norm`."""
         coefficient, window = clip_coefficient(norm, max_norm), self.window
         kept = [local_part(p.grad) for p, _ in self._owner.numbered() if p.grad is not None]
-        # Without what is known of their norms, a second call would clip again.
+        # The known norms are updated too, or a second call would clip again.
         sketched = {} if window.sketch is None else window.sketch.sums
         parts = (window.projected, window.whole, window.norms, sketched)
         for tensor in chain(kept, *(part.values() for part in parts)):
             tensor.mul_(coefficient.to(tensor.device))
 
     def _current_hooks(self, loss: torch.Tensor) -> BackwardHooks:
-        """Return hooks on those parameters that are trainable now, others if some were frozen or unfrozen since.
+        """Return hooks on the currently trainable parameters; new ones if some were frozen or unfrozen since.
 
-        A first look at the loss's graph shows which gradients come in several parts.
+        The loss's graph shows which gradients come in several parts.
         """
         numbered = [(p, place) for p, place in self._numbered if p.requires_grad]
         # Parts of gradients are pieces of one tensor of many parameters: one that stayed in .grad would keep them all.
@@ -188,7 +188,7 @@ class GradientStore:
         assert self._hooks is not None
         self._order, self._take = self._fixed_order(note), note
         try:
-            # Where parameters are not in the graph themselves, a backward pass cannot be told to reach these alone.
+            # If parameters are not in the graph themselves, a backward pass cannot be limited to them.
             if self._has_shards or is_reentrant(loss):
                 with other_gradients_kept(loss, parameters):
                     self._hooks.run(loss, retain_graph=True)
@@ -202,7 +202,7 @@ class GradientStore:
         return norm_over_ranks(norms, [], parameters, loss.device)
 
     def _fixed_order(self, take: Consume) -> FixedOrder | None:
-        """Return the order in which gradients are handled that are exchanged while they are."""
+        """Return the order of gradients whose handling includes an exchange."""
         if self._averaging is None:
             return None
         numbered = [(p, place) for p, place in self._owner.numbered() if p.requires_grad]
@@ -224,10 +224,10 @@ class GradientStore:
         return refresh_from == "all" or has_basis
 
     def _settle(self) -> dict[int, Basis]:
-        """Return the bases of those parameters of which a norm and a projection are all that is kept, by their ids.
+        """Return the bases of parameters that keep only a norm and a projection, by their ids.
 
-        In the usual case, one micro-batch on one process, these are all that find no basis. Decided for all at once,
-        and not in each hook, it takes a third of the time.
+        In the usual case, one micro-batch on one process, these are all that find no basis. Deciding for all at once,
+        and not in each hook, takes a third of the time.
         """
         is_usual = self._is_last and self.window.num_micro_batches == 1 and self._averaging is None
         is_coded = self._engine.basis_dtype != "float32"  # to be decoded one by one
@@ -253,7 +253,7 @@ class GradientStore:
             self._take(parameter, gradient)
 
     def _keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep of a micro-batch's gradient what the step needs."""
+        """Keep the parts of a micro-batch's gradient that the step needs."""
         place, window, engine = self._places[id(parameter)], self.window, self._engine
         gradient = prepare_gradient(parameter, gradient, self._inverse_scale)
         average = None if is_distributed(parameter) else self._averaging
@@ -306,7 +306,7 @@ class GradientStore:
         self.window.sketch.add(parameter, gradient, self._key(parameter))
 
     def _take_out_of_sketch(self, parameter: torch.Tensor) -> None:
-        """Use, for the norm, a projection before it is used up."""
+        """Subtract a projection from the sketch, before it is used up."""
         window = self.window
         if window.sketch is not None and parameter in window.sketch.waiting:
             basis, projected = self._basis(parameter), window.projected[parameter]
@@ -318,7 +318,7 @@ class GradientStore:
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
-        """Settle what had a gradient earlier in the step and none now; at the end, average what was not exchanged."""
+        """Add zeros for parameters without a gradient in this pass; after the last, average what was not exchanged."""
         window, order = self.window, self._order
         self._settled = {}  # or bases would be kept longer than their states keep them
         if self._is_last:
@@ -331,14 +331,14 @@ class GradientStore:
             self._finish_step()
 
     def _supply(self, parameters: list[torch.Tensor]) -> None:
-        """Give a gradient of zeros to parameters that had one earlier in the step and none now."""
+        """Add a gradient of zeros to parameters that had one earlier in the step and none now."""
         order = self._order
         for parameter in parameters:
             if order is None or parameter not in order or order.lacks(parameter):
                 self._consume(parameter, torch.zeros_like(parameter))
 
     def _finish_step(self) -> None:
-        """Undo the loss's scale and average over the ranks, of what is not done yet."""
+        """Divide by the loss's scale and average over the ranks, where it is not done yet."""
         if self._inverse_scale is not None:
             for parameter, place in self._numbered:
                 if parameter.grad is not None and not place.is_projected and parameter.requires_grad:
@@ -351,7 +351,7 @@ class GradientStore:
         sum_rows(window, projected, self._basis)
         if self._averaging is None or self._applies:
             return
-        # What is in shards was averaged when it was divided.
+        # Sharded gradients were averaged when they were divided.
         kept, projected = ([p for p in found if not is_distributed(p)] for found in (kept, projected))
         missing = [p for p in kept if p.grad is None] + [p for p in projected if p not in window.projected]
         if missing:

@@ -1,6 +1,6 @@
-"""Hold what is kept of the gradients of one step until it is applied.
+"""Hold the kept parts of one step's gradients until they are applied.
 
-`Sketch` estimates the norm of what lies outside the bases, for gradients that are never all in memory.
+`Sketch` estimates the norm outside the bases, for gradients that are never all in memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ KeyOf = Callable[[torch.Tensor], Sequence[object]]
 class Sketch:
     """Random mixtures of gradients of all shapes, in one tensor of `(rows, rows)` for the whole model.
 
-    Each matrix is mixed from both sides by normal random numbers of its own, and folded with random signs, so that the
-    expected squared norm of the sum is the sum of the squared norms. Mixtures add up as gradients do, over
-    micro-batches and over ranks. What a projection has in its basis is taken out at the end, for its norm is known
-    exactly; the squared norm of what is left has a relative error of about `2 ** 0.5 / rows` of root mean square, and
-    more where there are few matrices and what is left of them is of very low rank. In a small language model the norm
-    was off by 0.5 to 2.1 % of root mean square with 64 rows.
+    Each matrix is mixed from both sides by its own normal random numbers, and folded with random signs. So the expected
+    squared norm of the sum is the sum of the squared norms. Mixtures add up as gradients do, over micro-batches and
+    ranks. The part inside a basis is subtracted at the end, because its norm is known exactly. The squared norm of the
+    rest has a root mean square relative error of about `2 ** 0.5 / rows`; it is larger with few matrices and rests of
+    very low rank. In a small language model the error of the norm was 0.5 to 2.1 % with 64 rows.
 
     Args:
         rows: of the tensor, and columns.
@@ -101,7 +100,7 @@ class _Mixing:
 
     Attributes:
         left: `(..., a, m)`; its columns have an expected squared norm of 1.
-        right: `(..., b, n)`, likewise.
+        right: `(..., b, n)`; its columns have one of 1 too.
     """
 
     def __init__(

@@ -53,9 +53,9 @@ def repeated_parameters(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) 
 
 @contextmanager
 def other_gradients_kept(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Have a backward pass leave the gradients of other leaves of its graph as they were.
+    """Keep the gradients of other leaves of the graph as they were before a backward pass.
 
-    Leaves that only reentrant segments know are not in the graph, and not found.
+    Leaves that occur only in reentrant segments are not in the graph, and not found.
     """
     own = {id(parameter) for parameter in parameters}
     leaves = [node.variable for node in _nodes(loss) if hasattr(node, "variable")]
@@ -84,22 +84,21 @@ Consume = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class BackwardHooks:
-    """Hand every parameter's gradient to a function during a backward pass, and free it.
+    """Pass every parameter's gradient to a function during a backward pass, and free it.
 
     The hooks act only inside `run`: a plain `loss.backward()` fills `.grad` as if they were not there. Their cost is
     one Python call for each parameter, whatever the number of parameters.
 
-    A parameter that a backward pass reaches in several parts gets them one after another: its hook is called for each,
-    with a part of the gradient. That is so where non-reentrant graphs do not end in one sum, which is the case for
-    weights that several modules share under reentrant activation checkpointing. Such parameters belong into `shared`:
-    their gradients add up in `.grad` and are handed over when the backward pass is through.
+    Some parameters get their gradient in several parts, and the hook is called for each part. That happens with weights
+    that several modules share under reentrant activation checkpointing. List such parameters in `shared`: their
+    gradients add up in `.grad` and are passed on at the end of the backward pass.
 
     Args:
-        parameters: those whose gradients are consumed. The others keep theirs.
-        consume: called with a parameter and its gradient, whose `.grad` is None by then; what it returns is not used.
-            It runs without recording a graph. It must not change the parameter by `.data`, for autograd could then not
-            tell that a graph still needs the old value.
-        shared: those of `parameters` that are handed over at the end of the backward pass, in this order.
+        parameters: the parameters whose gradients are consumed. Others keep theirs.
+        consume: called with a parameter and its gradient; `.grad` is already None. Its result is not used. It runs
+            without recording a graph. It must not change the parameter through `.data`, or autograd could not notice
+            that a graph still needs the old value.
+        shared: those of `parameters` that are passed on at the end of the backward pass, in this order.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class BackwardHooks:
         """Compute the gradients of a scalar loss, and consume those of the parameters as they come.
 
         Args:
-            loss: what to begin from.
+            loss: the loss.
             retain_graph: keep the graph for another pass.
             only_own: leave the `.grad` of all others as it is; not under reentrant activation checkpointing.
 
@@ -144,14 +143,14 @@ class BackwardHooks:
             self._is_armed = False
 
     def detach(self) -> None:
-        """Remove the hooks; the next `run` puts them on again."""
+        """Remove the hooks; the next `run` adds them again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _attach(self) -> None:
         if not self._handles:
-            this = weakref.ref(self)  # a parameter must not keep an optimizer alive that nobody else has
+            this = weakref.ref(self)  # a parameter must not keep an optimizer alive
             self._handles = [p.register_post_accumulate_grad_hook(_hook(this)) for p in self._parameters]
 
     def _refuse_leftovers(self) -> None:
@@ -181,7 +180,7 @@ class BackwardHooks:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if torch.is_grad_enabled():  # not within a backward pass, where it would only cost time
+        if torch.is_grad_enabled():  # not within a backward pass, where it only costs time
             with torch.no_grad():
                 self._consume(parameter, gradient)
         else:
@@ -189,9 +188,9 @@ class BackwardHooks:
 
 
 def find_repeated(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of all parameters of an optimizer whose gradient comes in parts; gradients stay as they are.
+    """Return the parameters of an optimizer whose gradient comes in parts; gradients stay as they are.
 
-    Without reentrant checkpointing none does, and no backward pass is made to see.
+    Without reentrant checkpointing there are none, and no backward pass is made to find out.
     """
     if not is_reentrant(loss):
         return []

@@ -1,4 +1,4 @@
-"""Compute how many bytes gradients and optimizer states will take, before anything is trained."""
+"""Estimate the bytes of gradients and optimizer states before training."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Placed = Sequence[tuple[torch.Tensor, Place]]
 
 
 def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_whole: bool) -> int:
-    """Return the bytes of gradients, and of what is kept of them, that are there at once in the step with the most.
+    """Return the peak bytes of gradients and their kept parts, over all steps.
 
-    Between backward passes and step that is what the mode keeps; to it come the two largest gradients that are consumed
-    in backward, for the next one may be computed before one is freed, and a copy of one where they are computed with in
-    a higher precision. In a first step of several micro-batches all matrices find a basis, from their whole sums.
-    Of parameters that are divided over ranks it is this rank's parts.
+    The mode keeps some between backward passes and step. The two largest gradients consumed in backward are added,
+    because the next one may be computed before one is freed. A copy of one is added if they are computed in a higher
+    precision. In a first step of several micro-batches all matrices find a basis, from their whole sums. For sharded
+    parameters, this rank's parts count.
 
     Args:
         placed: parameters with their places.
         engine: how gradients are projected.
         micro_batches: backward passes of a step.
-        needs_whole: whether updates are made of whole gradients too.
+        needs_whole: whether updates need whole gradients too.
     """
     trainable = [(p, place) for p, place in placed if p.requires_grad]
     if engine.mode == "step":
@@ -38,7 +38,7 @@ def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_
     for parameter, place in trainable:
         size, numel, dtype = _size(parameter), local_part(parameter).numel(), computing_dtype(parameter)
         if not (applies or place.is_projected):
-            # A part of a gradient is copied, out of the tensor of many, in the dtype that it is applied in.
+            # A part of a gradient is copied out of the tensor of many, in the dtype of its update.
             total += size if local_part(parameter) is parameter else numel * dtype.itemsize
             continue
         sizes.append(size)
@@ -52,12 +52,12 @@ def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_
 
 
 def state_bytes(optimizer: Any, step: Callable[[Any], Any]) -> int:
-    """Return the bytes of an optimizer's state after its first step; or, where it has one, of the one that it has.
+    """Return the bytes of an optimizer's state; without one, of the state after its first step.
 
-    A copy of it makes a step over parameters that have a shape and no numbers, one of each shape in a group.
+    A copy of it makes a step on meta parameters, one of each shape in a group.
 
     Args:
-        optimizer: can be copied without its state.
+        optimizer: an optimizer that can be copied without its state.
         step: makes the step of a copy whose parameters have gradients.
     """
     if optimizer.state:
@@ -78,7 +78,7 @@ def state_bytes(optimizer: Any, step: Callable[[Any], Any]) -> int:
 
 
 def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
-    """Return the bytes of all gradients of an optimizer that finds them in `.grad`, and those of its state."""
+    """Return the bytes of all gradients of an optimizer that reads them from `.grad`, and of its state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return sum(map(_size, parameters)), state_bytes(optimizer, type(optimizer).step)
 

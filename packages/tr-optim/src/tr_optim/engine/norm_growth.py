@@ -1,4 +1,4 @@
-"""Scale gradients by what an adaptive rule does to their projections, without sudden growth."""
+"""Scale gradients by the effect of an adaptive rule on their projections, without sudden growth."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tr_optim.moments.adam import bias_correction
 
 
 class NormGrowthLimiter:
-    """Let the norm of a scaled gradient grow by a factor of at most `norm_growth` from one step to the next.
+    """Limit the growth of a scaled gradient's norm to a factor of `norm_growth` from one step to the next.
 
-    The norm that it is limited to is what the next step is compared with. A norm of zero, or one that is not finite,
-    is no measure: the state keeps the last that was, so that neither a step without a gradient nor one that overflowed
-    holds back those that follow. Nothing is read from the device.
+    The limited norm is compared with that of the next step. A norm of zero, or one that is not finite, is not stored;
+    the state keeps the one before. So a step without a gradient or with an overflow does not limit later steps. Nothing
+    is read from the device.
 
-    Source: the norm-growth limiter of Chen et al., "Fira" (2024). Deviations: what is kept after a norm of
-    zero, from which nothing could grow again; and the norm is that of bias-corrected updates, where the authors' code
-    takes them before the correction, so that the limit acts on the correction's course in the first steps.
+    Source: the norm-growth limiter of Chen et al., "Fira" (2024). Deviations: a norm of zero, from which nothing could
+    grow again, is not stored. The norm is that of bias-corrected updates; the authors' code uses those before the
+    correction, so their limit changes the correction in the first steps.
 
     Args:
-        before_correction: take norms before Adam's bias correction.
+        before_correction: use norms before Adam's bias correction.
     """
 
     def __init__(self, *, before_correction: bool = False) -> None:
         self._before_correction = before_correction
 
     def __call__(self, norm: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-        """Return what scaled gradients are to be multiplied by, and remember their norms.
+        """Return the factor of scaled gradients, and store their norms.
 
         Args:
             norm: of each matrix's scaled gradient, without the learning rate.
@@ -50,15 +50,15 @@ class NormGrowthLimiter:
 
 
 def scaling(update: torch.Tensor, projected: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the norms of an update's channels, divided by those of the gradient that it was made of.
+    """Return the norms of an update's channels, divided by those of its gradient.
 
-    They are zero where the gradient is too small to have a norm. Channels that are rows are all of a rank's, and of
-    columns that were projected from the left all ranks have the whole: nothing is added up.
+    They are zero if the gradient is too small to have a norm. Nothing is summed over ranks: a rank has whole rows, and
+    all ranks have the whole columns of projections from the left.
 
     Args:
         update: of the projected gradient's shape.
         projected: the projected gradient.
-        dim: that the norms are over; it is kept as 1.
+        dim: dimension of the norms; it is kept as 1.
     """
     return _quotient(*(torch.linalg.vector_norm(tensor, dim=dim, keepdim=True) for tensor in (update, projected)))
 
@@ -66,12 +66,12 @@ def scaling(update: torch.Tensor, projected: torch.Tensor, dim: int) -> torch.Te
 def scaled_norm(
     ratio: torch.Tensor, gradient: torch.Tensor, dim: int, parts: Shards | None
 ) -> Generator[list[torch.Tensor], None, torch.Tensor]:
-    """Return the norm of each matrix whose channels are multiplied by `ratio`; give its square to be added up.
+    """Return the norm of each matrix with channels multiplied by `ratio`; yield its square to sum over ranks.
 
     Args:
         ratio: what `scaling` returned for the same `dim`.
         gradient: this rank's rows, or all.
-        dim: that norms of channels are over.
+        dim: dimension of the channels' norms.
         parts: see `tr_optim.engine.updates.BackProjector`.
     """
     own = torch.linalg.vector_norm(ratio * torch.linalg.vector_norm(gradient, dim=dim, keepdim=True), dim=(-2, -1))
@@ -82,14 +82,14 @@ def scaled_norm(
 def matrix_scaling(
     update: torch.Tensor, projected: torch.Tensor, gradient: torch.Tensor, parts: Shards | None, *, has_rows: bool
 ) -> Generator[list[torch.Tensor], None, tuple[torch.Tensor, torch.Tensor]]:
-    """Return as `scaling` a ratio for each matrix, `(..., 1, 1)`, and the norm of the matrix multiplied by it.
+    """Return a ratio for each matrix, `(..., 1, 1)`, as `scaling` does, and the norm of the matrix multiplied by it.
 
     Args:
         update: of the projected gradient's shape.
         projected: the projected gradient.
         gradient: this rank's rows, or all.
         parts: see `tr_optim.engine.updates.BackProjector`.
-        has_rows: whether `update` and `projected` are of the same rows as `gradient`, else all ranks have the same.
+        has_rows: whether `update` and `projected` have the same rows as `gradient`; otherwise all ranks have the same.
     """
     new, own, norm = (torch.linalg.vector_norm(tensor, dim=(-2, -1)) for tensor in (update, projected, gradient))
     if has_rows:
@@ -103,7 +103,7 @@ def matrix_scaling(
 def _of_all_rows(
     norms: list[torch.Tensor], parts: Shards | None
 ) -> Generator[list[torch.Tensor], None, list[torch.Tensor]]:
-    """Return norms of whole matrices, of those of this rank's rows."""
+    """Return norms of whole matrices from those of this rank's rows."""
     if parts is None:
         return norms
     squares = [norm.to(torch.float64).square() for norm in norms]  # of a float32 they can be out of range

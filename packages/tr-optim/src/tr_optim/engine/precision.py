@@ -1,4 +1,4 @@
-"""Compute with large tensors in pieces, in a precision that sums need, and store weights in a lower one."""
+"""Compute with large tensors in pieces, in a precision high enough for sums, and store weights in a lower one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def computing_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a tensor is computed with."""
+    """Return the dtype to compute with a tensor in."""
     return torch.float32 if tensor.dtype in _LOW_PRECISION else tensor.dtype
 
 
 def piece_size(tensor: torch.Tensor) -> int:
-    """Return how many elements to compute with at a time, so that what it takes does not grow with the tensor."""
+    """Return the number of elements to compute with at a time, so that work space does not grow with the tensor."""
     return _ON_CPU if tensor.device.type == "cpu" else _ON_ACCELERATOR
 
 
 def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield tensors of one shape piece by piece, as views, or whole where their layout does not allow that.
+    """Yield tensors of one shape piece by piece, as views, or whole if their layout has no such views.
 
-    A piece is some rows, or of a row that is too large alone a part, flat. Among the tensors may be scales, one for
-    each block of 256 elements of a row (see `tr_optim.moments.blockwise_int8`); parts begin and end with a block.
+    A piece has some rows, or a flat part of a row that is too large. The tensors may include scales, one for each block
+    of 256 elements of a row (see `tr_optim.moments.blockwise_int8`); parts begin and end with a block.
     """
     size, count = piece_size(tensors[0]), tensors[0].numel()
     if count <= size or not all(tensor.is_contiguous() for tensor in tensors):
@@ -55,12 +55,12 @@ _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24
 class Rounding:
     """Round stochastically: up or down, each with the probability that makes the expected value exact.
 
-    bfloat16 has 8 significant bits, so that rounding to nearest leaves a weight as it is wherever an update is less
-    than about 2^-9 of it, in every step anew. Rounded stochastically such a step moves the weight seldom, and then by
-    as much more: over many steps nothing is lost. Numbers that the lower precision has stay as they are.
+    bfloat16 has 8 significant bits. Rounded to nearest, a weight never changes if each update is less than about 2^-9
+    of it. Rounded stochastically, such updates change the weight seldom, but by more: over many steps nothing is lost.
+    Numbers that the lower precision can represent stay as they are.
 
-    The random numbers depend on the seed, the parameter's number and the step alone. So they are the same on all ranks,
-    whose replicas stay equal, and after a resume; torch's own generators are left alone.
+    The random numbers depend only on the seed, the parameter's number and the step. So they are the same on all ranks,
+    whose replicas stay equal, and after a resume. torch's own generators are not used.
 
     Source: Gupta et al., "Deep learning with limited numerical precision" (2015), section 3; for bfloat16 weights as in
     Zamirai et al., "Revisiting BFloat16 training" (2020), section 4, without the remainder that they keep too.
@@ -73,11 +73,11 @@ class Rounding:
         self._seed = seed
 
     def generator(self, parameter: torch.Tensor, *place: int | torch.Tensor) -> torch.Generator | None:
-        """Return what draws for a parameter in one step; None where it is rounded to nearest, or not at all.
+        """Return the generator for a parameter in one step; None if it is rounded to nearest, or not at all.
 
         Args:
-            parameter: whose weights are put back, or this rank's rows of them, which draw others than other rows do.
-            place: its number, and that of the step, on the CPU: what the random numbers depend on beside the seed.
+            parameter: the parameter to round, or this rank's rows of it; other rows draw other numbers.
+            place: its number and the step's, on the CPU. With the seed, they determine the random numbers.
         """
         if self._seed is None or parameter.dtype not in _BITS_LEFT_OUT or parameter.is_meta:
             return None
@@ -92,7 +92,7 @@ class CountedRounding(Rounding):
     They are counted in its groups, as `rounded_steps`, which its `state_dict` has.
 
     Args:
-        optimizer: whose steps are counted.
+        optimizer: the optimizer.
         seed: of the random numbers; None rounds to nearest.
 
     Raises:
@@ -109,7 +109,7 @@ class CountedRounding(Rounding):
     def generator_of(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict[str, Any]
     ) -> torch.Generator | None:
-        """Return what draws for a parameter, or this rank's rows of one, in the step that is being made."""
+        """Return the generator for a parameter, or this rank's rows of one, in the current step."""
         if self._seed is None:
             return None
         if id(parameter) not in self._numbers:
@@ -124,9 +124,9 @@ def store_rounded(parameter: torch.Tensor, values: torch.Tensor, generator: torc
     """Store values in a tensor of lower precision.
 
     Args:
-        parameter: takes them.
+        parameter: the tensor of lower precision.
         values: of its shape; they are changed.
-        generator: what rounds them stochastically; None rounds to nearest.
+        generator: draws numbers for stochastic rounding; None rounds to nearest.
     """
     if generator is None:
         parameter.copy_(values)
@@ -136,12 +136,12 @@ def store_rounded(parameter: torch.Tensor, values: torch.Tensor, generator: torc
 
 
 def round_stochastically(values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return float32 values rounded to those that a dtype has, in float32; what is not finite stays so.
+    """Return float32 values rounded to those of a dtype, in float32; values that are not finite stay.
 
     Args:
         values: float32.
         dtype: bfloat16 or float16.
-        generator: what draws, one number of 32 bits for each value.
+        generator: draws one number of 32 bits for each value.
     """
     left_out = _BITS_LEFT_OUT[dtype]
     noise = torch.randint(
@@ -149,7 +149,7 @@ def round_stochastically(values: torch.Tensor, dtype: torch.dtype, generator: to
     )
     small = _on_grid(values, noise / (1 << _NOISE_BITS)) if dtype == torch.float16 else None
     noise.bitwise_and_((1 << left_out) - 1)
-    # Floats of one sign are ordered as their bits are: what the noise carries over is the next number away from zero.
+    # Floats of one sign are ordered like their bits, so a carry of the noise gives the next number away from zero.
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << left_out).view(torch.float32)
     if small is not None:
         rounded = torch.where(values.abs() < _SMALLEST_NORMAL, small, rounded)
@@ -157,7 +157,7 @@ def round_stochastically(values: torch.Tensor, dtype: torch.dtype, generator: to
 
 
 def check_has_low_precision(parameters: Iterable[torch.Tensor], owner: str) -> None:
-    """Raise where stochastic rounding was asked for and there is nothing to round.
+    """Raise if stochastic rounding was requested and there is nothing to round.
 
     Raises:
         ValueError: no parameter is bfloat16 or float16.

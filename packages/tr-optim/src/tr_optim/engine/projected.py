@@ -1,4 +1,4 @@
-"""Optimize by projections of gradients: after the backward pass, between its hooks and the step, or in its hooks."""
+"""Optimize with projections of gradients: after the backward pass, between its hooks and the step, or in its hooks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ from tr_optim.projection.row_shards import is_divided
 
 
 class ProjectedOptimizer(Optimizer):
-    """An optimizer over low-rank projections of gradients; the base of those that say how an update is made.
+    """An optimizer over low-rank projections of gradients; the base of classes that define the update.
 
-    Groups whose `rank` is not None are projected, unless they have `"projects": False`: matrices and stacks of
-    matrices. The others are updated by the same
-    rule without a projection. The state is tensors only: `step` (a float64 on the CPU), `basis_left` and/or
-    `basis_right`, and what the rule remembers.
+    Groups with a `rank` are projected, unless they have `"projects": False`: matrices and stacks of matrices. The
+    others are updated by the same rule without a projection. The state is tensors only: `step` (a float64 on the CPU),
+    `basis_left` and/or `basis_right`, and the rule's moments.
 
-    In the modes `deferred` and `immediate` gradients are consumed by `backward`; a loop of one's own calls
+    In the modes `deferred` and `immediate`, `backward` consumes gradients; your own loop calls
 
         optimizer.backward(loss)             # last=False for all micro-batches of a step but the last
         optimizer.clip_grad_norm(1.0)        # if wanted; not with `immediate`
@@ -58,7 +57,7 @@ class ProjectedOptimizer(Optimizer):
         rule: how a projected gradient becomes an update.
         engine: how gradients are projected.
         bases: where the bases are kept, and how they are found; as `Bases` if not given.
-        returning: how a projected update changes the weights; projected back if not given.
+        returning: how a projected update changes the weights; by default it is projected back.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class ProjectedOptimizer(Optimizer):
         self._gathering = GradientStore(self, self._engine, self._bases, needs_whole=needs_whole)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: not the hooks, nor what is kept of an unfinished step."""
+        """Return the attributes of a copy: without hooks and gradients of an unfinished step."""
         own = {name: vars(self)[name] for name in ("_rule", "_engine", "_bases", "_returning")}
         return {**super().__getstate__(), **own, "_max_norm": self._gathering.max_norm}
 
@@ -132,11 +131,11 @@ class ProjectedOptimizer(Optimizer):
         self._gathering.renew_hooks()
 
     def bind(self, collectives: Collectives) -> None:
-        """Take over who this process is among the others.
+        """Set the ranks.
 
-        It averages over them what it keeps of gradients of whole parameters. Those of parameters that `fully_shard`
-        divides come averaged, in every micro-batch (leave set_requires_gradient_sync on); what is summed over their
-        rows goes through their own mesh, also where this is not called.
+        The optimizer averages the gradients of whole parameters over them. Gradients of parameters under `fully_shard`
+        come averaged, in every micro-batch (leave set_requires_gradient_sync on). Sums over their rows use their own
+        mesh, also without this call.
 
         Args:
             collectives: used are `world_size` and `sum`.
@@ -185,13 +184,13 @@ class ProjectedOptimizer(Optimizer):
         return (~self._gathering.measure().isfinite()).float()
 
     def clip_to(self, max_norm: float | None) -> None:
-        """Say what gradients are to be clipped to with `immediate`, before a step; None for no clipping.
+        """Set the norm to clip gradients to with `immediate`, before a step; None for no clipping.
 
-        Where updates are made of whole gradients, a step's last micro-batch then has two backward passes, of which the
-        first measures them. The other modes clip in `clip_grad_norm`, without a second pass.
+        If updates need whole gradients, a step's last micro-batch then has two backward passes; the first measures
+        them. The other modes clip in `clip_grad_norm`, without a second pass.
 
         Raises:
-            ValueError: updates are made of projections, which with accumulation have no exact norm to be clipped by.
+            ValueError: updates use projections, which have no exact norm with accumulation.
         """
         if not self.updates_in_backward:
             return
@@ -201,9 +200,9 @@ class ProjectedOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        """Scale what is kept of the step's gradients to a norm of at most `max_norm`; None measures only.
+        """Scale the kept gradients of the step to a norm of at most `max_norm`; None measures only.
 
-        All ranks call it, or none: what the norm is estimated by is exchanged here, and only here.
+        Collective: it exchanges the sketch that estimates the norm.
 
         Returns:
             The norm before, a scalar tensor; nothing is read back.
@@ -221,7 +220,7 @@ class ProjectedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients, or what is kept of them. Returns what `closure` returns, if one is given."""
+        """Apply the gradients, or their kept parts. Returns the result of `closure`, if one is given."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -240,29 +239,29 @@ class ProjectedOptimizer(Optimizer):
         return result
 
     def apply_gathered(self, parameter: torch.Tensor, place: Place) -> None:
-        """Update a parameter by what its step's window has of it, and take that out of the window."""
+        """Update a parameter with its gradient in the window, and remove that from the window."""
         window = self._gathering.window
         gradient, fresh = window.projected.pop(parameter), window.bases.pop(parameter, None)
         self._apply(parameter, self.state[parameter], place, gradient, fresh, window.whole.pop(parameter, None))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the step's gradients and what is kept of them."""
+        """Drop the step's gradients and what is kept of them."""
         super().zero_grad(set_to_none)
         self._gathering.forget()
 
     def detach(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self._gathering.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; of parameters in shards as DTensors, though `state` has this rank's parts."""
+        """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""
         return in_layout(super().state_dict(), self.param_groups, is_divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as copies.
+        """Load a state, as copies.
 
         Raises:
-            ValueError: it is of other shapes, of another kind of projection or optimizer; nothing has changed then.
+            ValueError: its shapes, projection or optimizer are different; nothing is changed then.
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, self._check_saved)
         super().load_state_dict(complete)
@@ -283,7 +282,7 @@ class ProjectedOptimizer(Optimizer):
         check_moments(saved, parameter, group, self._rule, type(self).__name__)
 
     def numbered(self) -> Iterator[tuple[torch.Tensor, Place]]:
-        """Give each parameter with its place."""
+        """Yield each parameter with its place."""
         count = sum(len(group["params"]) for group in self.param_groups if group["projects"])
         index = turn = 0
         for group in self.param_groups:
@@ -293,9 +292,9 @@ class ProjectedOptimizer(Optimizer):
                 turn += group["projects"]
 
     def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the most bytes of gradients that are there at once in a step, and those of the state after one.
+        """Return the most bytes of gradients in memory during a step, and those of the state after one.
 
-        Of parameters that are divided over ranks it is this rank's parts.
+        For sharded parameters, it counts this rank's parts.
         """
         placed, needs_whole = list(self.numbered()), self._returning.needs_whole
         gradients = gradient_bytes(placed, self._engine, micro_batches, needs_whole=needs_whole)

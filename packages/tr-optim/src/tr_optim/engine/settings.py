@@ -1,6 +1,6 @@
-"""Define what a projected optimizer is made of: its rule, its settings, and the place of each parameter.
+"""Define the parts of a projected optimizer: its rule, its settings, and the place of each parameter.
 
-APOLLO and Fira use the full gradient, not its projection alone. `full_gradient_engine` makes their settings.
+APOLLO and Fira use the full gradient, not only its projection. `full_gradient_engine` makes their settings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ REFRESH_COSINE, REFRESH_WINDOW = 0.4, 5
 
 
 class Rule(Protocol):
-    """What an update is made of; `tr_optim.moments` has them.
+    """Compute updates from gradients; `tr_optim.moments` has the rules.
 
     Attributes:
         decays_after: whether weight decay follows the update.
-        is_elementwise: whether each number of an update depends on its own gradients only, so that a large gradient may
-            be given in pieces.
+        is_elementwise: whether each number of an update depends only on its own gradients. Then a large gradient may be
+            given in pieces.
     """
 
     decays_after: bool
@@ -37,23 +37,23 @@ class Rule(Protocol):
     def start(
         self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
     ) -> None:
-        """Give a new state what the rule remembers of gradients like `like`; `shards` if they are some rows of all."""
+        """Add moments for gradients like `like` to a new state; with `shards`, they are some rows of all."""
         ...
 
     def rotate(self, state: dict[str, Any], rotation: Rotation) -> None:
-        """Carry a state over to another basis."""
+        """Rotate a state's moments to another basis."""
         ...
 
     def update(
         self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], weights: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Return what is to be subtracted, and the rate of weight decay."""
+        """Return the update to subtract, and the rate of weight decay."""
         ...
 
 
 @runtime_checkable
 class RowRule(Protocol):
-    """A rule that needs numbers about whole parameters, and can add them up over ranks that have some rows each."""
+    """A rule that needs statistics of whole parameters, and can sum them over ranks with some rows each."""
 
     def update_rows(
         self,
@@ -65,7 +65,7 @@ class RowRule(Protocol):
         *,
         has_rows: bool,
     ) -> tuple[torch.Tensor, Any]:
-        """Return as `Rule.update` what is to be subtracted, and the rate of weight decay; all ranks call it.
+        """Return the update to subtract, and the rate of weight decay, as `Rule.update`. Collective.
 
         Args:
             gradient: the (projected) gradient.
@@ -73,7 +73,7 @@ class RowRule(Protocol):
             group: its group.
             weights: this rank's rows.
             shards: how rows are divided.
-            has_rows: whether `gradient` is of this rank's rows too, else it is the same on all ranks.
+            has_rows: whether `gradient` has this rank's rows too; otherwise it is the same on all ranks.
         """
         ...
 
@@ -83,22 +83,22 @@ class Engine:
     """How projected gradients are made and applied.
 
     Attributes:
-        mode: `step` projects what the backward pass left in `.grad`; `deferred` projects in hooks and applies in
-            `step`; `immediate` applies in hooks.
+        mode: `step` projects gradients in `.grad`; `deferred` projects in hooks and applies in `step`; `immediate`
+            applies in hooks.
         method: `subspace` or `svd`; see `tr_optim.projection.basis.find_basis`.
-        rotates: whether moments are carried over to a new basis, or stay as they are.
+        rotates: whether moments are rotated to a new basis, or stay as they are.
         staggers: whether matrices take turns in finding a new basis.
-        keeps_signs: whether singular vectors are given a sign of their own.
+        keeps_signs: whether singular vectors get a fixed sign.
         seed: of random bases and sketches.
         reduction: what ranks exchange: `projected` gradients, or `whole` ones.
-        refresh_from: what of several micro-batches a basis is found from: `all`, the `first`, or with `all_but_first`
-            all, but for a matrix's first basis.
-        sketch_rows: rows that the norm is estimated by, where it must be.
+        refresh_from: the micro-batches that a basis is found from: `all`, the `first`, or `all_but_first`: the first
+            for a matrix's first basis, later all.
+        sketch_rows: rows of the sketch that estimates the norm, if needed.
         stochastic_rounding: whether weights of low precision are rounded stochastically.
         refresh: when bases are found: by a `fixed` schedule, or `lazy`; see `tr_optim.projection.refresh`.
         refresh_cosine: mean cosine of successive bases from which the gap doubles.
-        refresh_window: refreshes that the mean is over.
-        basis_dtype: what bases are kept in; see `tr_optim.projection.encoded`.
+        refresh_window: number of refreshes in the mean.
+        basis_dtype: storage dtype of bases; see `tr_optim.projection.encoded`.
     """
 
     mode: str = "step"
@@ -119,7 +119,7 @@ class Engine:
 
 @dataclass(slots=True)  # not frozen, which would take twice the time: each step makes one for every parameter
 class Place:
-    """Where a parameter is: its group, its number among all, and among those projected, of which there are `count`."""
+    """Identify a parameter: its group, its number among all, and among the `count` projected ones."""
 
     group: dict[str, Any]
     index: int
@@ -140,11 +140,11 @@ def full_gradient_engine(engine: Engine, compat: str | None, known: tuple[str | 
 
     Args:
         engine: how gradients are projected.
-        compat: not None for what the authors' code does: bases by svd, all in the same steps, and moments as they are.
-        known: what `compat` may be.
+        compat: not None for the behaviour of the authors' code: bases by svd, all in the same steps, no rotation.
+        known: the values of `compat`.
 
     Raises:
-        ValueError: one is not known, or cannot be.
+        ValueError: a setting is unknown or not available.
     """
     if engine.mode == "deferred":
         raise ValueError(
@@ -165,12 +165,12 @@ def full_gradient_engine(engine: Engine, compat: str | None, known: tuple[str | 
 
 
 def check_full_gradient_group(group: dict[str, Any], owner: str, choices: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise where options of a projected group are not known or out of range.
+    """Raise if options of a projected group are not known or out of range.
 
     Args:
         group: a parameter group.
-        owner: whose it is, for messages.
-        choices: what options may be, by name.
+        owner: name of the optimizer, for messages.
+        choices: the values of options, by name.
 
     Raises:
         ValueError: the message says what is needed.

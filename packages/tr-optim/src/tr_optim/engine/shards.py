@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds some rows, as FSDP2 makes them."""
+"""Handle parameters of which each rank holds some rows, as with FSDP2."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TOGETHER = 2**22
 
 @dataclass(frozen=True)
 class Shards:
-    """Which rows of a parameter this rank holds, and who holds the others.
+    """The rows of a parameter that this rank holds, and the ranks that hold the others.
 
-    Rows are divided as by `torch.chunk`: the last ranks may hold fewer, or none. Of a stack of matrices, whole ones
-    are divided.
+    Rows are divided as by `torch.chunk`: the last ranks may hold fewer, or none. A stack is divided into whole
+    matrices.
 
     Attributes:
         mesh: the ranks.
@@ -56,9 +56,9 @@ class Shards:
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by its sum over the ranks that hold other rows, equal bit for bit on all.
 
-        Many travel together. All ranks call it, with tensors of the same shapes in the same order.
+        Collective: same shapes in the same order on all ranks. Several tensors share one exchange.
         """
-        if self.count == 1 or any(tensor.is_meta for tensor in tensors):  # the latter where bytes are reckoned
+        if self.count == 1 or any(tensor.is_meta for tensor in tensors):  # meta tensors estimate bytes
             return
         bucket: list[torch.Tensor] = []
         size = 0

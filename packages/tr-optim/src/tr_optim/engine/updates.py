@@ -1,7 +1,7 @@
 """Apply a parameter's gradient, or its projection, to the parameter and its state.
 
-An update that was made of a projected gradient is projected back to the weights. Updates that need sums over ranks are
-made together, so that one exchange has the sums of many.
+The update of a projected gradient is projected back to the weights. Updates that need sums over ranks are made
+together, so that one exchange serves many.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tr_optim.projection.basis import Basis
 from tr_optim.projection.encoded import EncodedBasis
 from tr_optim.projection.refresh import Rotation
 
-# What an update, or a part of one, gives before it goes on: tensors that are to be replaced by their sums over ranks.
+# An update, or a part of one, yields tensors; they are replaced by their sums over ranks before it continues.
 Sums = Generator[list[torch.Tensor]]
 
-# Numbers of this rank's parts of gradients whose updates wait for each other, from which they wait no longer.
+# Updates wait for each other until this rank's parts of their gradients have so many numbers.
 _TOGETHER = 2**22
 
 
 def run_updates(updates: Sequence[Sums], shards: Shards | None) -> None:
-    """Make updates to their ends; all ranks call it, with those of the same parameters in the same order.
+    """Run updates to their ends. Collective: updates of the same parameters in the same order.
 
     Args:
-        updates: none of them has begun.
-        shards: who adds up; None where nothing is to be added up.
+        updates: updates that have not started.
+        shards: sums over the ranks; None if there is nothing to sum.
     """
     going = list(updates)
     while going:
@@ -41,14 +41,14 @@ def run_updates(updates: Sequence[Sums], shards: Shards | None) -> None:
         going = [update for update, tensors in given if tensors is not None]
         tensors = list(chain.from_iterable(tensors or () for _, tensors in given))
         if tensors and shards is not None:
-            shards.add_up(sorted(tensors, key=lambda tensor: tensor.itemsize))  # those of a dtype travel together
+            shards.add_up(sorted(tensors, key=lambda tensor: tensor.itemsize))  # those of a dtype share an exchange
 
 
 class BatchedReductions:
-    """Updates of parameters in shards, which wait for each other; those of whole parameters are made at once.
+    """Queue updates of sharded parameters for joint exchanges; updates of whole parameters are made at once.
 
-    What waits depends on shapes alone, so that all ranks exchange the same at the same time. It is no more than what
-    the update of one more gradient takes, or 16 MiB of float32 numbers for each such tensor.
+    The queue depends on shapes only, so all ranks exchange the same at the same time. It takes no more memory than the
+    update of one more gradient, or 16 MiB of float32 numbers for each such tensor.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class BatchedReductions:
         self._count = 0
 
     def add(self, parameter: torch.Tensor, update: Sums) -> None:
-        """Take a parameter's update."""
+        """Add a parameter's update."""
         shards = shards_of(parameter)
         if shards is None:
             run_updates([update], None)
@@ -69,7 +69,7 @@ class BatchedReductions:
             self.finish()
 
     def finish(self) -> None:
-        """Make those that wait."""
+        """Run the waiting updates."""
         waiting, self._waiting, self._count = self._waiting, [], 0
         run_updates(waiting, self._shards)
 
@@ -78,7 +78,7 @@ class BackProjector(Protocol):
     """How a projected update changes the weights.
 
     Attributes:
-        needs_whole: whether it is made of the gradient itself too, which must then be there when the update is applied.
+        needs_whole: whether it needs the gradient itself too, which is then kept until the update is applied.
     """
 
     needs_whole: bool
@@ -95,18 +95,17 @@ class BackProjector(Protocol):
         whole: torch.Tensor | None,
         parts: Shards | None,
     ) -> Sums:
-        """Subtract an update from the weights, in place, and give what is to be added up over the ranks before that.
+        """Subtract an update from the weights, in place; yield tensors to sum over the ranks before that.
 
         Args:
-            weights: `(..., m, n)`, in the dtype that is computed in.
-            update: what the rule makes of the projected gradient, times the learning rate; it may be changed.
-            basis: that the gradient was projected on.
+            weights: `(..., m, n)`, in the computing dtype.
+            update: the rule's update of the projected gradient, times the learning rate; it may be changed.
+            basis: the basis that the gradient was projected on.
             group: the parameter's group.
             state: the parameter's state.
             projected: the projected gradient; None unless `needs_whole`.
             whole: the gradient; None unless `needs_whole`. It may be changed.
-            parts: how rows are divided of a matrix of which `weights`, and what else has its rows, are this rank's;
-                None where there are all.
+            parts: how rows are divided, if `weights` and other tensors have this rank's rows; None if they have all.
         """
         ...
 
@@ -143,9 +142,9 @@ class BackProjection:
 def prepare_gradient(
     parameter: torch.Tensor, gradient: torch.Tensor, inverse_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a gradient in the dtype that is computed in, without its loss's scale; refuse what is not projected.
+    """Return a gradient in the computing dtype, divided by its loss's scale; refuse kinds that are not projected.
 
-    Of a parameter in shards it is this rank's part.
+    For a sharded parameter, return this rank's part.
     """
     check_gradient(parameter, gradient)
     gradient, dtype = local_part(gradient), computing_dtype(parameter)
@@ -155,14 +154,14 @@ def prepare_gradient(
 
 
 class UpdateApplier:
-    """Make updates of gradients.
+    """Compute and apply updates.
 
     Args:
-        rule: how an update is made of a (projected) gradient.
+        rule: computes the update of a (projected) gradient.
         bases: where the bases are.
         returning: how a projected update changes the weights.
         rounding: how weights of low precision are rounded.
-        rotates: whether moments are carried over to a new basis.
+        rotates: whether moments are rotated to a new basis.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class UpdateApplier:
         fresh: Basis | EncodedBasis | None = None,
         whole: torch.Tensor | None = None,
     ) -> None:
-        """Update a parameter and its state; all ranks that have rows of it call it."""
+        """Update a parameter and its state. Collective on the ranks that have rows of it."""
         run_updates([self.steps(parameter, state, place, gradient, fresh, whole)], shards_of(parameter))
 
     def steps(
@@ -192,13 +191,13 @@ class UpdateApplier:
         fresh: Basis | EncodedBasis | None = None,
         whole: torch.Tensor | None = None,
     ) -> Sums:
-        """Update a parameter and its state, and give what is to be added up over the ranks before it goes on.
+        """Update a parameter and its state; yield tensors to sum over the ranks before it continues.
 
         Args:
-            parameter: whose weights change.
+            parameter: the parameter to update.
             state: its state, empty before the first update.
             place: its group.
-            gradient: its gradient, or the projection of that; it may be changed.
+            gradient: its gradient, or the projection; it may be changed.
             fresh: the basis from now on; None keeps the one in `state`.
             whole: the gradient of a projected parameter, where `returning` needs it; it may be changed.
         """
@@ -288,7 +287,7 @@ class UpdateApplier:
 
 
 def _divided(parameter: torch.Tensor, basis: Basis | None) -> Shards | None:
-    """Return how the rows of a parameter's (projected) gradients are divided; None where all ranks have the same."""
+    """Return how the rows of a parameter's (projected) gradients are divided; None if all ranks have the same."""
     shards = shards_of(parameter)
     if shards is None or basis is None or not shards.divides_matrix:
         return shards

@@ -1,1 +1,1 @@
-"""Rules that turn a gradient, or its projection, into an update by what they remember of earlier ones."""
+"""Rules that compute an update from a gradient, or its projection, and from moments of earlier ones."""

@@ -34,11 +34,11 @@ class AdafactorRule:
     def start(
         self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
     ) -> None:
-        """Give a new state what this rule remembers."""
+        """Add this rule's moments to a new state."""
         start_moments(state, like, group["beta1"] is not None)
 
     def rotate(self, state: dict[str, Any], rotation: Rotation) -> None:
-        """Carry the state over to another basis."""
+        """Rotate the moments to another basis."""
         if "exp_avg" in state:
             state["exp_avg"] = rotation.first(state["exp_avg"])
         state["exp_avg_sq_row"] = rotation.second_rows(state["exp_avg_sq_row"])
@@ -47,11 +47,10 @@ class AdafactorRule:
     def update(
         self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], weights: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Take in a gradient.
+        """Update the moments with a gradient, and return the update.
 
         Returns:
-            What is to be subtracted from the weights, in the gradient's coordinates, and the rate that weight decay is
-            multiplied by.
+            The update to subtract from the weights, in the gradient's coordinates, and the rate for weight decay.
         """
         update = normalised(gradient, state, group)
         return self._limited(update, rms(update), step_size(weights, group, state["step"]), state, group)
@@ -95,7 +94,7 @@ class AdafactorRule:
 
 
 def start_moments(state: dict[str, Any], gradient: torch.Tensor, with_first_moment: bool) -> None:
-    """Give a new state its moments, all zero."""
+    """Add moments of zero to a new state."""
     if with_first_moment:
         state["exp_avg"] = torch.zeros_like(gradient)
     if gradient.dim() >= 2:
@@ -112,9 +111,9 @@ def normalised(
     shards: Shards | None = None,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Take the squared gradient into the second moment and divide the gradient by its root.
+    """Update the second moment with the squared gradient, and divide the gradient by its root.
 
-    Where it is of some rows, sums over rows are added up over the ranks, and with them, in place, `others`.
+    For a gradient of some rows, sums over rows are summed over the ranks, together with `others`, in place.
     """
     share = state["step"].pow(group["decay_rate"])  # 0-dim on the CPU: other devices take it as a number
     new, old = share.to(gradient.dtype), (1.0 - share).to(gradient.dtype)
@@ -138,9 +137,9 @@ def normalised(
 def step_size(
     weights: torch.Tensor, group: dict[str, Any], step: torch.Tensor, size: torch.Tensor | None = None
 ) -> float | torch.Tensor:
-    """Return the learning rate of a step: relative to the step's number, and to the weights, where a group says so.
+    """Return the learning rate of a step: relative to the step's number and to the weights, if the group asks for it.
 
-    `size` is the root mean square of the whole parameter, where `weights` are some of its rows.
+    `size` is the root mean square of the whole parameter, if `weights` are some of its rows.
     """
     rate = group["lr"]
     if group["relative_step"]:
@@ -157,7 +156,7 @@ def rms(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_step_size(lr: float | torch.Tensor | None, relative_step: bool, warmup_init: bool) -> None:
-    """Raise where arguments contradict each other about the step size."""
+    """Raise if arguments contradict each other about the step size."""
     if lr is not None and relative_step:
         raise ValueError(f"lr={lr} and relative_step=True both set the step size; set relative_step=False to use lr")
     if lr is None and not relative_step:
@@ -169,7 +168,7 @@ def check_step_size(lr: float | torch.Tensor | None, relative_step: bool, warmup
 
 
 def check_ranges(eps: tuple[float, float], clip_threshold: float, decay_rate: float, beta1: float | None) -> None:
-    """Raise where an argument is out of range."""
+    """Raise if an argument is out of range."""
     if len(eps) != 2 or min(eps) < 0:
         raise ValueError(f"eps={eps} must be two numbers from 0: added to squared gradients, least parameter scale")
     if clip_threshold <= 0:
@@ -185,15 +184,15 @@ def check_ranges(eps: tuple[float, float], clip_threshold: float, decay_rate: fl
 class BlockedUpdate:
     """One tensor's update, computed block by block: no copy of the tensor is made.
 
-    `measure`, `take_in` and `apply` follow each other. The first two return what is to be added up, in place, over the
-    ranks that hold other rows of the tensor, if there are such.
+    Call `measure`, `take_in` and `apply` in this order. The first two return tensors to sum, in place, over the ranks
+    that hold other rows, if there are any.
 
     Args:
         weights: the parameter, changed in place.
         gradient: of the same shape.
-        factor: what the gradient is multiplied by.
-        max_value: what its numbers are limited to then.
-        whole: shape of the tensor of which these are some rows; None if these are all.
+        factor: factor of the gradient.
+        max_value: limit of its numbers after that.
+        whole: shape of the whole tensor, if these are some of its rows; None if these are all.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class BlockedUpdate:
     def take_in(
         self, state: dict[str, Any], group: dict[str, Any], leave_out: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Take the squared gradient into the second moment, and sum up the squares of the update."""
+        """Update the second moment with the squared gradient, and sum the squares of the update."""
         before = state["exp_avg_sq_col" if self._has_rows else "exp_avg_sq"].view_as(self._columns)
         column = torch.lerp(before, self._columns.div_(self._num_rows), self._share)
         before.copy_(_unless(leave_out, column, before))
@@ -270,7 +269,7 @@ class BlockedUpdate:
             self._parameter.copy_(self._weights.view(self._parameter.shape))
 
     def _part(self, block: tuple[slice, slice]) -> torch.Tensor:
-        """Return a block of the gradient, a copy in the dtype it is computed with."""
+        """Return a block of the gradient, a copy in the computing dtype."""
         part = self._gradient[block].to(self._dtype, copy=True)
         if self._factor is not None:
             part.mul_(self._factor)
@@ -300,7 +299,7 @@ class BlockedUpdate:
 
 
 def start(state: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Give a new state its moments, all zero, and its step count; `parameter` may be some rows of a whole one."""
+    """Add moments of zero to a new state, and its step count; `parameter` may be some rows of a whole one."""
     options: dict[str, Any] = {"device": parameter.device, "dtype": computing_dtype(parameter)}
     state["step"] = torch.zeros((), **options)
     state |= {name: torch.zeros(shape, **options) for name, shape in state_shapes(parameter.shape).items()}
@@ -324,7 +323,7 @@ def _as_matrices(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield which matrices and which of their rows to compute with at a time: several matrices, or a part of one."""
+    """Yield the matrices and rows to compute with at a time: several matrices, or a part of one."""
     count, rows, columns = tensor.shape
     limit = precision.piece_size(tensor)
     if tensor.numel() == 0:

@@ -44,23 +44,22 @@ class AdamRule:
     def start(
         self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
     ) -> None:
-        """Give a new state what this rule remembers."""
+        """Add this rule's moments to a new state."""
         state["exp_avg"] = torch.zeros_like(like)
         state["exp_avg_sq"] = torch.zeros_like(like)
 
     def rotate(self, state: dict[str, Any], rotation: Rotation) -> None:
-        """Carry the state over to another basis."""
+        """Rotate the moments to another basis."""
         state["exp_avg"] = rotation.first(state["exp_avg"])
         state["exp_avg_sq"] = rotation.second(state["exp_avg_sq"])
 
     def update(
         self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], weights: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Take in a gradient.
+        """Update the moments with a gradient, and return the update.
 
         Returns:
-            What is to be subtracted from the weights, in the gradient's coordinates, and the rate that weight decay is
-            multiplied by.
+            The update to subtract from the weights, in the gradient's coordinates, and the rate for weight decay.
         """
         beta1, beta2 = group["betas"]
         steps = int(state["step"])  # on the CPU
@@ -78,7 +77,7 @@ class AdamRule:
 
 
 def check_adam(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raise where an option is out of range.
+    """Raise if an option is out of range.
 
     Raises:
         ValueError: the message says what is needed.
@@ -94,9 +93,9 @@ def check_adam(lr: float | torch.Tensor, betas: tuple[float, float], eps: float,
 
 
 class AdamDirection(AdamRule):
-    """Leave the learning rate of projected parameters to what returns their updates; others as `AdamRule`.
+    """Like `AdamRule`, but the back projection applies the learning rate of projected parameters.
 
-    State of a projected parameter, beside the moments: `scaled_norm`, the norm that the next is limited by (see
+    State of a projected parameter, beside the moments: `scaled_norm`, the norm that limits the next one (see
     `NormGrowthLimiter`), one for each matrix of a stack, and 0 before the first.
 
     Args:
@@ -109,7 +108,7 @@ class AdamDirection(AdamRule):
     def start(
         self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
     ) -> None:
-        """Give a new state what this rule remembers."""
+        """Add this rule's moments to a new state."""
         super().start(state, like, group, shards)
         if group["projects"]:
             state["scaled_norm"] = like.new_zeros(like.shape[:-2])
@@ -117,11 +116,10 @@ class AdamDirection(AdamRule):
     def update(
         self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], weights: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Take in a gradient.
+        """Update the moments with a gradient, and return the update.
 
         Returns:
-            What is to be subtracted; of a projected parameter, what is to be multiplied by the learning rate before.
-            And the rate that weight decay is multiplied by.
+            The update to subtract; for a projected parameter, without the learning rate. And the rate for weight decay.
         """
         if not group["projects"]:
             return super().update(gradient, state, group, weights)
@@ -130,7 +128,7 @@ class AdamDirection(AdamRule):
 
 
 def bias_correction(state: dict[str, Any], group: dict[str, Any]) -> float:
-    """Return what Adam multiplies the quotient of its moments by in the early steps, without which it is larger."""
+    """Return Adam's factor of the quotient of its moments, which keeps early steps from being too large."""
     beta1, beta2 = group["betas"]
     steps = int(state["step"])  # on the CPU
     return math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
@@ -140,19 +138,19 @@ _CODES: dict[str, Code] = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
 
 class Adam8bitRule(AdamRule):
-    """Scale a gradient by decaying means of it and of its square, which are kept in 8 bits between steps.
+    """Scale a gradient by decaying means of it and of its square, stored in 8 bits between steps.
 
     State of a (projected) gradient R: `exp_avg` int8 and `exp_avg_sq` uint8, of its shape, `exp_avg_scale` and
     `exp_avg_sq_scale` float32, one for each 256 elements of a row: for m rows of n that is `2 m n + 8 m ceil(n / 256)`
     bytes, 2.03 an element. With less than `min_8bit_size` (of its group) elements it is that of `AdamRule`.
 
-    An update is made of the moments before they are rounded. What it takes beside the update does not grow with n.
+    An update uses the moments before they are rounded. Its work space does not grow with n.
     """
 
     def start(
         self, state: dict[str, Any], like: torch.Tensor, group: dict[str, Any], shards: Shards | None = None
     ) -> None:
-        """Give a new state what this rule remembers."""
+        """Add this rule's moments to a new state."""
         if not is_to_be_quantized(like, group, shards):
             super().start(state, like, group, shards)
             return
@@ -160,7 +158,7 @@ class Adam8bitRule(AdamRule):
             state[name], state[f"{name}_scale"] = new_codes(like, code)
 
     def rotate(self, state: dict[str, Any], rotation: Rotation) -> None:
-        """Carry the state over to another basis."""
+        """Rotate the moments to another basis."""
         if not is_quantized(state):
             super().rotate(state, rotation)
             return
@@ -172,11 +170,10 @@ class Adam8bitRule(AdamRule):
     def update(
         self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], weights: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Take in a gradient.
+        """Update the moments with a gradient, and return the update.
 
         Returns:
-            What is to be subtracted from the weights, in the gradient's coordinates, and the rate that weight decay is
-            multiplied by.
+            The update to subtract from the weights, in the gradient's coordinates, and the rate for weight decay.
         """
         if not is_quantized(state):
             return super().update(gradient, state, group, weights)
@@ -194,9 +191,9 @@ class Adam8bitRule(AdamRule):
 
 
 def is_to_be_quantized(like: torch.Tensor, group: dict[str, Any], shards: Shards | None) -> bool:
-    """Whether moments of gradients like `like` are kept in 8 bits: the same on all ranks, also on those with few rows.
+    """Whether moments of gradients like `like` are kept in 8 bits; all ranks decide the same, also with few rows.
 
-    Of parameters with one dimension that are divided over ranks they are not: parts of a row have no blocks in common.
+    Sharded parameters with one dimension keep float32 moments, because parts of a row have no common blocks.
     """
     if shards is None:
         return like.numel() >= group["min_8bit_size"]
@@ -223,11 +220,11 @@ def quantized(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_loaded_state(optimizer: Optimizer, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Settle an optimizer's state after it was loaded: that of one with float32 moments is rounded to codes.
+    """Convert an optimizer's loaded state: float32 moments are rounded to codes.
 
     Args:
         optimizer: one whose groups have `min_8bit_size`.
-        saved_groups: what the groups were loaded from; those that lack it have float32 moments.
+        saved_groups: the saved groups; those without `min_8bit_size` have float32 moments.
 
     Raises:
         ValueError: codes are there without their scales, or in another dtype.
@@ -249,7 +246,7 @@ def convert_loaded_state(optimizer: Optimizer, saved_groups: Sequence[Mapping[st
 
 
 def check_least_size(group: dict[str, Any]) -> None:
-    """Raise where a group's `min_8bit_size` is out of range.
+    """Raise if a group's `min_8bit_size` is out of range.
 
     Raises:
         ValueError: the message says what is needed.

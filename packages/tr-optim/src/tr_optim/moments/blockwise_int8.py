@@ -1,8 +1,8 @@
-"""Keep tensors in 8 bits an element, with one scale for each block of 256.
+"""Store tensors in 8 bits an element, with one scale for each block of 256.
 
-Blocks are made of rows: of what has the same first index, flat, in row-major order, each 256 elements are a block, the
-last of a row may be shorter; a tensor with one dimension is one row. So rows can be divided over ranks, and be put
-together again, as those of the parameter are.
+A row is everything with the same first index, flat, in row-major order; a tensor with one dimension is one row. Each
+256 elements of a row are a block, and its last block may be shorter. So ranks can divide and join rows like those of
+the parameter.
 """
 
 from __future__ import annotations

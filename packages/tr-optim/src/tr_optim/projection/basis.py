@@ -54,7 +54,7 @@ class Basis:
         return gradient if self.right is None else gradient @ self.right
 
     def up(self, projected: torch.Tensor) -> torch.Tensor:
-        """Return what was projected in the gradient's own coordinates."""
+        """Project back to the gradient's own coordinates."""
         if self.left is not None:
             projected = self.left @ projected
         return projected if self.right is None else projected @ self.right.mT
@@ -93,13 +93,13 @@ def find_basis(
 ) -> Basis:
     """Return a basis of the directions in which a gradient is largest; nothing is read from the device.
 
-    `subspace` begins with random columns, of a seed that is `key`, and makes two iterations. From an old basis, and
-    random columns added to it, it makes one: without these a basis comes to new directions slowly, and a run
-    sees less of the space than with the singular vectors of each gradient. The columns follow the gradient without a
-    jump, for the triangular factor of each orthonormalisation has a positive diagonal: where the gradient changes by
-    rounding, so does the basis. `svd` takes singular vectors.
+    `subspace` starts with random columns, seeded by `key`, and makes two iterations. From an old basis with random
+    columns added to it, it makes one. Without the random columns, a basis reaches new directions slowly, and a run sees
+    less of the space than with singular vectors. The columns follow the gradient continuously, because the triangular
+    factor of each orthonormalisation has a positive diagonal. So a change by rounding in the gradient changes the basis
+    by rounding. `svd` uses singular vectors.
 
-    A gradient that is not finite leaves the old basis as it is, and so does one of zeros.
+    A gradient that is zero or not finite keeps the old basis.
 
     Source: subspace iteration as in Halko, Martinsson and Tropp, "Finding structure with randomness" (2011), section
     4.5; the basis of Zhao et al., "GaLore" (2024), equation 12, with the singular vectors that it names.
@@ -110,9 +110,9 @@ def find_basis(
         proj_type: one of `PROJ_TYPES`.
         old: the basis until now.
         method: one of `METHODS`.
-        key: what the random columns depend on; equal on all ranks.
-        average: averages a tensor over the ranks, whose gradients then differ: the basis is that of their mean, which
-            is never formed. Only for `subspace`.
+        key: seed of the random columns; equal on all ranks.
+        average: averages a tensor over ranks with different gradients. The basis is that of their mean, which is never
+            formed. Only for `subspace`.
         keeps_signs: with `svd`, make the largest entry of each column positive.
     """
     rank = min(rank, *gradient.shape[-2:])
@@ -132,7 +132,7 @@ def find_basis(
 
 
 def fresh_columns(shape: Sequence[int], like: torch.Tensor, key: Sequence[object]) -> torch.Tensor:
-    """Return what is added to columns of a shape before they follow a gradient; the same for each matrix of a stack."""
+    """Return the random columns that are added to old ones; the same for each matrix of a stack."""
     return seeded_normal(shape[-2:], like, (*key, "fresh")) * (FRESH * shape[-2] ** -0.5)
 
 
@@ -185,11 +185,11 @@ def _start(
 
 
 def _iterate(matrix: torch.Tensor, columns: torch.Tensor, kept: torch.Tensor, average: Average | None) -> torch.Tensor:
-    """Make one subspace iteration; where it fails, or the gradient is zero, the result is `kept`.
+    """Make one subspace iteration; if it fails, or the gradient is zero, return `kept`.
 
-    A little of the old columns is added: the operator `A A^T + shift` has the same invariant subspaces as `A A^T`, and
-    the columns stay independent whatever the gradient's rank, so that the orthonormalisation cannot fail, nor make
-    directions out of rounding.
+    A small share of the old columns is added: the operator `A A^T + shift` has the same invariant subspaces as `A A^T`.
+    So the columns stay independent for gradients of any rank, and the orthonormalisation neither fails nor turns
+    rounding errors into directions.
     """
     inner = matrix.mT @ columns
     inner, norm = _of_norm_one(inner if average is None else average(inner.contiguous()))
@@ -203,8 +203,8 @@ def _iterate(matrix: torch.Tensor, columns: torch.Tensor, kept: torch.Tensor, av
 def orthonormalise(columns: torch.Tensor, add_up: Average | None = None) -> torch.Tensor:
     """Return an orthonormal basis of the columns' span whose triangular factor has a positive diagonal.
 
-    Columns that are not finite or not independent give NaN, and no error. Where each rank has some of the rows,
-    `add_up` adds up over the ranks.
+    Columns that are not finite or not independent give NaN, and no error. If each rank has some of the rows, `add_up`
+    sums over the ranks.
 
     Source: CholeskyQR2, Yamamoto et al. (2015); its first Gram matrix in double precision as of Yamazaki, Tomov and
     Dongarra, "Mixed-precision Cholesky QR factorization" (2015), where the device has that.

@@ -1,4 +1,4 @@
-"""Keep a basis in fewer bits than it is computed with."""
+"""Store a basis in fewer bits than it is computed with."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class EncodedBasis:
-    """A basis as a state holds it: `basis_left` and/or `basis_right`, and with integers the scales of their blocks.
+    """A basis as stored in a state: `basis_left` and/or `basis_right`, and for integers the scales of their blocks.
 
     Integers are evenly spaced codes, with a float32 scale for each 256 of them in row-major order, by which the
     greatest is 127 or 7; two of 4 bits share a byte, of rows half the rows apart. The dtype of `basis_left` and
     `basis_right` tells the form: floats, int8, or uint8 for 4 bits. Their last dimension is the rank in each.
 
-    What is projected on is the decoded basis, whose columns are orthonormal but for the rounding. Of random columns,
+    Gradients are projected on the decoded basis, whose columns are orthonormal except for rounding. For random columns,
     4096 x 128, inner products are off by at most 2e-4 (bfloat16), 7e-4 (int8) and 3e-2 (int4), and the 2-norm of
     `Q^T Q - 1` is 9e-4, 3e-3 and 8e-2. A number takes 2, 1.02 and 0.52 bytes.
 
     Attributes:
         tensors: entries of a state.
         rows: of the left and of the right columns.
-        dtype: that the basis is computed with.
+        dtype: the computing dtype.
     """
 
     tensors: State
@@ -63,7 +63,7 @@ class EncodedBasis:
 
 
 def encode(basis: Basis, form: str) -> EncodedBasis:
-    """Return a basis as a state is to hold it.
+    """Return a basis in the form that a state stores.
 
     Args:
         basis: orthonormal, in the dtype that is computed with; not changed.
@@ -85,7 +85,7 @@ def encode(basis: Basis, form: str) -> EncodedBasis:
 
 
 def read_encoded(state: State, parameter: torch.Tensor, dtype: torch.dtype) -> EncodedBasis | None:
-    """Return the basis that a parameter's state holds; None if there is none."""
+    """Return the basis in a parameter's state; None if there is none."""
     if not any(name in state for name in _NAMES):
         return None
     own = {name: state[name] for name in ENTRIES if name in state}

@@ -1,4 +1,4 @@
-"""Decide when a parameter gets a new basis, and carry its moments over from the old basis.
+"""Decide when a parameter gets a new basis, and rotate its moments from the old basis.
 
 The schedule is fixed, or lazy: then bases that hardly change are found less often.
 """
@@ -16,16 +16,16 @@ from tr_optim.projection.basis import Basis
 def is_due(steps_done: int, gap: int, *, index: int, count: int, staggers: bool) -> bool:
     """Whether a matrix that has a basis finds a new one in the step after `steps_done`.
 
-    Staggered, the matrices take turns, so that no step has the work, or the full gradients, of all: every matrix has
-    its turn each `gap` steps, and at most `ceil(count / gap)` of them in the same step. It depends on these numbers
-    alone, so that a resumed run goes on as it would have.
+    Staggered matrices take turns, so that no step has the work, or the full gradients, of all. Every matrix has its
+    turn each `gap` steps, and at most `ceil(count / gap)` of them in the same step. It depends only on these numbers,
+    so a resumed run has the same schedule.
 
     Args:
-        steps_done: updates that the matrix has had.
+        steps_done: updates of the matrix so far.
         gap: steps from one basis to the next.
-        index: place of the matrix among those that are projected.
-        count: how many are.
-        staggers: whether they take turns; else all are due in every `gap`-th step.
+        index: number of the matrix among the projected ones.
+        count: number of projected matrices.
+        staggers: whether they take turns; otherwise all are due in every `gap`-th step.
     """
     return steps_done > 0 and (steps_done + phase(gap, index=index, count=count, staggers=staggers)) % gap == 0
 
@@ -36,18 +36,19 @@ def phase(gap: int, *, index: int, count: int, staggers: bool) -> int:
 
 
 class Rotation:
-    """The change from one basis to another, for what lies in the coordinates of the first.
+    """The change from one basis to another, for moments in the coordinates of the first.
 
-    With `C = new^T old` a first moment M becomes `C M`, and a second moment V becomes `(C * C) V`, elementwise squares,
-    so that it stays positive. What lies outside the new basis is lost. The number of columns may change.
+    With `C = new^T old`, a first moment M becomes `C M`. A second moment V becomes `(C * C) V`, with elementwise
+    squares, so that it stays positive. The part outside the new basis is lost. The number of columns may change.
 
     Source: the idea of Robert et al., "LDAdam" (2024), section 3; their second moment has a correction by the first.
 
     Args:
-        old: the basis until now.
-        new: the one from now on, of the same sides.
-        shards: how the parameter's rows are divided over ranks, each of which has those of the left columns, or of a
-            stack whole matrices; None for a whole parameter. All ranks make it then, and ask it the same.
+        old: the old basis.
+        new: the new one, of the same sides.
+        shards: how the parameter's rows are divided over ranks; each rank has its rows of the left columns, or whole
+            matrices of a stack. None for a whole parameter. Collective with shards: all ranks make it and call the same
+            methods.
     """
 
     def __init__(self, old: Basis, new: Basis, shards: Shards | None = None) -> None:
@@ -62,11 +63,11 @@ class Rotation:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in: that of the bases."""
+        """The dtype of the bases, which it computes in."""
         return next((change.dtype for change in (self._left, self._right) if change is not None), torch.float32)
 
     def cosine(self) -> torch.Tensor:
-        """Return how alike the two subspaces are, a scalar: 1 for the same, 0 in the mean for random ones.
+        """Return the similarity of the two subspaces, a scalar: 1 for equal ones, 0 on average for random ones.
 
         It is the root of the mean squared cosine of the principal angles, `|C|^2 / r`, less the `r / m` that two random
         subspaces of m dimensions have; the mean over both sides and all matrices of a stack.
@@ -83,7 +84,7 @@ class Rotation:
         """Return the mean of both sides' cosines of all matrices, with the same bits on all ranks."""
         if self._shards is None:
             return cosines.mean()
-        # Also of what all ranks have: by one number in the last place they could find their next bases in other steps.
+        # Averaged even if all ranks have it: a difference in the last digit could change the steps of their next bases.
         number = self._shards.count if self._shards.divides_matrix else self._shards.shape[0]
         return (self._shards.sum(cosines.sum().to(torch.float64)) / (number * len(cosines))).to(cosines.dtype)
 
@@ -112,27 +113,26 @@ State = dict[str, Any]
 
 
 class LazyRefresh:
-    """Double a matrix's gap from one basis to its next once its last few bases were alike.
+    """Double a matrix's gap between two bases once its last few bases were similar.
 
-    After each refresh the cosine between the old and the new subspace is noted; once as many as `window` were, and
-    while their mean is at least `cosine`, the gap doubles with every refresh. The first of them are those of the fixed
-    schedule, matrices taking turns.
+    Each refresh records the cosine between the old and the new subspace. Once there are `window` cosines, and while
+    their mean is at least `cosine`, the gap doubles with every refresh. The first refreshes follow the fixed schedule,
+    with matrices in turn.
 
-    State of a matrix: `overlaps`, the last `window` cosines (-inf before there are so many), float32 on its device, and
-    `refreshed`, the step of its last refresh and how often the gap was doubled by then, float64 on the CPU: `4 window +
-    16` bytes. The schedule depends on them alone, so that ranks, whose bases are equal, have the same, and so has a
-    resumed run. Of parameters in shards the cosine is that of the whole matrix, or stack, added up over the ranks. The
-    cosines are copied to the host as the basis is found, and looked at a gap later: only after a resume does that wait
-    for the device, once for each matrix.
+    State of a matrix: `overlaps`, the last `window` cosines (-inf before there are so many), float32 on its device; and
+    `refreshed`, the step of its last refresh and the number of doublings so far, float64 on the CPU: `4 window + 16`
+    bytes. The schedule depends only on them. So all ranks, whose bases are equal, have the same schedule, and a resumed
+    run too. For sharded parameters the cosine is that of the whole matrix or stack, summed over the ranks. Cosines are
+    copied to the host when the basis is found, and read one gap later. Sync: only after a resume, once for each matrix.
 
     Source: Zhang et al., "Q-GaLore" (2024), section 3.2, with the values of its code: 5 refreshes, a cosine of 0.4, a
-    factor of 2. Deviation: theirs is the cosine of the first singular vectors, whose sign is arbitrary and which turn
-    among themselves where singular values are close; here it is that of all principal angles (see
-    `Rotation.cosine`), which is 0 in the mean for subspaces that have nothing to do with each other.
+    factor of 2. Deviation: theirs is the cosine of the first singular vectors. Their sign is arbitrary, and they rotate
+    among themselves if singular values are close. Here it is the cosine of all principal angles (see
+    `Rotation.cosine`), which is 0 on average for unrelated subspaces.
 
     Args:
         cosine: mean from which the gap doubles.
-        window: refreshes that the mean is over.
+        window: number of refreshes in the mean.
     """
 
     def __init__(self, cosine: float, window: int) -> None:
@@ -140,17 +140,17 @@ class LazyRefresh:
         self._copies: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: not what is on its way from the device."""
+        """Return the attributes of a copy, without pending copies from the device."""
         return {**vars(self), "_copies": {}}
 
     def is_due(self, parameter: torch.Tensor, state: State, gap: int, phase: int) -> bool:
-        """Whether a matrix that has a basis finds a new one in the step that comes.
+        """Whether a matrix that has a basis finds a new one in the coming step.
 
         Args:
             parameter: the matrix.
             state: its state.
             gap: steps from one basis to the next at first.
-            phase: how many steps earlier than the first matrix it has its turns.
+            phase: number of steps by which its turns precede those of the first matrix.
         """
         steps_done = int(state["step"])
         if "refreshed" not in state:  # the last basis was found when the schedule was not lazy
@@ -160,12 +160,12 @@ class LazyRefresh:
         return steps_done > 0 and waited >= wait and (waited >= 2 * wait or not self._is_steady(parameter, state))
 
     def note(self, parameter: torch.Tensor, state: State, rotation: Rotation | None, phase: int) -> None:
-        """Note that a matrix finds a basis in the step that comes.
+        """Record that a matrix finds a basis in the coming step.
 
         Args:
             parameter: the matrix.
             state: its state; it is changed.
-            rotation: from the basis until now, None if there is none.
+            rotation: from the old basis, None if there is none.
             phase: see `is_due`.
         """
         if rotation is None:
@@ -182,7 +182,7 @@ class LazyRefresh:
         self._begin_copy(parameter, state["overlaps"])
 
     def _is_steady(self, parameter: torch.Tensor, state: State) -> bool:
-        """Whether the last bases of a matrix were alike."""
+        """Whether the last bases of a matrix were similar."""
         return float(self._read(parameter, state["overlaps"]).mean()) >= self._cosine
 
     def _begin_copy(self, parameter: torch.Tensor, overlaps: torch.Tensor) -> None:

@@ -37,20 +37,19 @@ def find_basis_of_rows(
     method: str = "subspace",
     keeps_signs: bool = True,
 ) -> Basis:
-    """Return the basis that `find_basis` finds of the whole gradient, to rounding; all ranks call it.
+    """Return the basis that `find_basis` finds for the whole gradient, within rounding. Collective.
 
-    Columns from the left lie with the rows, so that an iteration exchanges `(n, r)` sums and three small ones; those
-    from the right are the same on all ranks, and it exchanges `(n, r)` sums and one number. `svd` decomposes the whole
-    gradient of this one matrix, which every rank gets for that. Of a stack of matrices each rank has whole ones, and
-    nothing is exchanged.
+    Left columns are divided like the rows, and an iteration exchanges `(n, r)` sums and three small ones. Right columns
+    are the same on all ranks, and an iteration exchanges `(n, r)` sums and one number. `svd` gathers the whole gradient
+    of this one matrix on every rank. Of a stack each rank has whole matrices, and nothing is exchanged.
 
     Args:
         gradient: this rank's rows, in the dtype to compute in.
         shards: how rows are divided.
         rank: columns; at most the shorter side of the whole.
         proj_type: one of `PROJ_TYPES`.
-        old: the basis until now; its left columns are of this rank's rows.
-        key: what the random columns depend on.
+        old: the old basis; its left columns have this rank's rows.
+        key: seed of the random columns.
         method: one of `tr_optim.projection.basis.METHODS`.
         keeps_signs: see `find_basis`.
     """
@@ -104,11 +103,11 @@ def _singular_of_rows(
 
 
 def is_divided(name: str, shards: Shards, group: Mapping[str, Any]) -> bool | None:
-    """Whether a tensor of a parameter's state has the parameter's rows; the others are the same on all ranks.
+    """Whether a tensor of a parameter's state has the parameter's rows; others are the same on all ranks.
 
-    None of those that are in no layout, for whether a basis is due is asked of them on the host.
+    None for tensors without a layout, which are read on the host to decide whether a basis is due.
 
-    Left columns have the rows of a matrix, and what is remembered of a projection that is not from the left, but for
+    Left columns have the rows of a matrix. So have the moments of a projection that is not from the left, except for
     means over its rows.
 
     Args:
@@ -129,15 +128,15 @@ def _iterate(
 ) -> torch.Tensor:
     """Make one subspace iteration, as `tr_optim.projection.basis` does.
 
-    Where it fails, sums that all ranks have make it fail on all: they keep the old columns together, and so they do
-    where the gradient is zero.
+    It fails on all ranks or on none, because they have the same sums. Then, and if the gradient is zero, all keep the
+    old columns.
 
     Args:
         matrix: its rows are those of `columns`.
-        columns: those to begin with.
-        kept: the old ones.
-        add_up: adds up over the ranks; None where nothing is divided.
-        are_divided: whether the rows of `columns` are divided, else the columns of `matrix` are.
+        columns: the columns to start with.
+        kept: the old columns.
+        add_up: sums over the ranks; None if nothing is divided.
+        are_divided: whether the rows of `columns` are divided; otherwise the columns of `matrix` are.
     """
     of_inner, of_outer = (add_up, None) if are_divided else (None, add_up)
     inner = matrix.mT @ columns
