@@ -185,7 +185,7 @@ def by_trainer(folder, name, resume=False, **options):
     )
     trainer = Trainer(Network(), args, train_dataset=rows)
     trainer.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-2" if resume else None)
-    weights = trainer.strategy.whole_state(trainer.model_wrapped)
+    weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
     found = {key: value.detach().clone() for key, value in weights.items()}
     trainer.strategy.close()
     return found

@@ -102,7 +102,7 @@ def train(options: argparse.Namespace, striker: Striker) -> None:
     trainer = Attacked(args=TrainingArguments(**settings), **build_parts(striker, record, options.rows))
     trainer.attach(striker, record)
     trainer.train()
-    weights = trainer.strategy.whole_state(trainer.model_wrapped)
+    weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         record.end(trainer, weights)
     trainer.predict(trainer.eval_dataset)

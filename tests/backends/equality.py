@@ -103,7 +103,7 @@ def train(case, options, world_size=1, exact=False):
         trainer = Trainer(model, args, train_dataset=rows(SHORT if is_short else EVEN, masks))
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
-        weights = trainer.strategy.whole_state(trainer.model_wrapped)
+        weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
         weights = {name: value.detach().double().clone() for name, value in weights.items()}
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         trainer.strategy.close()

@@ -169,8 +169,8 @@ def substitute_for_mps():
     torch.backends.mps.is_macos_or_newer = lambda major, minor: True
     mps._DEVICE = torch.device(NAME)
     strategies.choose_device = lambda use_cpu: torch.device("cpu" if use_cpu else "mps")
-    stateful = mps.MPS.stateful
-    mps.MPS.stateful = lambda self, *given: {name: Held(part) for name, part in stateful(self, *given).items()}
+    stateful = mps.MPS.state_parts
+    mps.MPS.state_parts = lambda self, *given: {name: Held(part) for name, part in stateful(self, *given).items()}
     for module in (metric_window, scalars):
         module.accumulator_dtype = lambda device: torch.float32 if device.type == NAME else torch.float64
     return mps.MPS

@@ -45,7 +45,7 @@ def train(folder, options):
     trainer = Trainer(Deep(), args, train_dataset=rows)
     trainer.train()
     history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "grad_norm" in e]
-    weights = {k: v.detach().clone() for k, v in trainer.strategy.whole_state(trainer.model_wrapped).items()}
+    weights = {k: v.detach().clone() for k, v in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
     trainer.strategy.close()
     return history, weights, Layer.forwards / 4
 

@@ -65,7 +65,7 @@ def train(folder, deepspeed, stop_at=None, resume=None, **options):
         trainer.train(resume_from_checkpoint=resume)
     names = ("loss", "grad_norm", "learning_rate")
     history = [[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry]
-    weights = {k: v.float().clone() for k, v in trainer.strategy.whole_state(trainer.model_wrapped).items()}
+    weights = {k: v.float().clone() for k, v in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
     trainer.save_model(f"{folder}/out")
     trainer.strategy.close()
     return history, weights
@@ -261,7 +261,7 @@ def leave_out(folder, zero):
     trainer.add_callback(Spoil(trainer.strategy.rank))
     trainer.train()
     skipped = [entry.get("skipped_steps", 0) for entry in trainer.state.log_history if "loss" in entry]
-    finite = all(bool(v.isfinite().all()) for v in trainer.strategy.whole_state(trainer.model_wrapped).values())
+    finite = all(bool(v.isfinite().all()) for v in trainer.strategy.full_state_dict(trainer.model_wrapped).values())
     trainer.strategy.close()
     return skipped, finite
 

@@ -139,7 +139,7 @@ def train(folder, deepspeed, swap=".", stop_at=None, resume=None, model=Wide, **
         trainer.train(resume_from_checkpoint=resume)
     names = ("loss", "grad_norm", "eval_loss")
     history = [[entry[name] for name in names if name in entry] for entry in trainer.state.log_history]
-    weights = {k: v.float().clone() for k, v in trainer.strategy.whole_state(trainer.model_wrapped).items()}
+    weights = {k: v.float().clone() for k, v in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
     trainer.save_model(f"{folder}/out")
     trainer.strategy.close()
     return [entry for entry in history if entry], weights, measure.sizes

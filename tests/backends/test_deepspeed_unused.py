@@ -60,7 +60,7 @@ def train(folder, deepspeed):
     trainer = Trainer(Branching(), args, train_dataset=rows)
     trainer.train()
     logged = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
-    weights = {name: value.clone() for name, value in trainer.strategy.whole_state(trainer.model_wrapped).items()}
+    weights = {name: value.clone() for name, value in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
     trainer.strategy.close()
     return logged, weights
 

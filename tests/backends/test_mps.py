@@ -74,7 +74,9 @@ def train(folder, on_mac, resume, options):
     trainer.train(resume_from_checkpoint=resume)
     names = ("loss", "grad_norm", "eval_loss")
     history = [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
-    weights = {name: value.cpu().clone() for name, value in trainer.strategy.whole_state(trainer.model_wrapped).items()}
+    weights = {
+        name: value.cpu().clone() for name, value in trainer.strategy.full_state_dict(trainer.model_wrapped).items()
+    }
     return type(trainer.strategy).__name__, str(trainer.args.device.type), history, weights
 
 
@@ -124,7 +126,7 @@ def overflow():
             applied.append(strategy.step(optimizer))
             optimizer.zero_grad()
             seen.append((norm.item(), model.weight.tolist()))
-        state = strategy.stateful(model, optimizer)["scaler"].state_dict()
+        state = strategy.state_parts(model, optimizer)["scaler"].state_dict()
     assert optimizer._step_supports_amp_scaling is True
     return applied, seen, state["scale"]
 

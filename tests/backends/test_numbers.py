@@ -97,7 +97,7 @@ def train(folder, model_name, number, options, stop_at=None, resume=None):
         for entry in trainer.state.log_history
         if "train_loss" not in entry
     ]
-    weights = trainer.strategy.whole_state(trainer.model_wrapped)
+    weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
     result = history, {name: value.detach().clone() for name, value in weights.items()}, seen
     trainer.strategy.close()
     return result

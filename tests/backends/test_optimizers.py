@@ -109,7 +109,7 @@ def train(folder, names, options):
                 trainer = Trainer(Network(), args, train_dataset=rows)
                 stack.callback(trainer.strategy.close)
                 trainer.train()
-                weights = trainer.strategy.whole_state(trainer.model_wrapped)
+                weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
                 found[name] = {key: value.detach().float().clone() for key, value in weights.items()}
             except ValueError as error:
                 found[name] = str(error)

@@ -60,7 +60,7 @@ def train(folder, options, total=12, stop_at=None, resume=None, strategy=None):
     with contextlib.suppress(Stop):
         trainer.train(resume_from_checkpoint=resume)
     losses = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
-    left = {k: v.detach().clone() for k, v in trainer.strategy.whole_state(trainer.model_wrapped).items()}
+    left = {k: v.detach().clone() for k, v in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
     trainer.save_model(f"{folder}/out")
     trainer.strategy.close()
     return losses, left

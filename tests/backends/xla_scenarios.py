@@ -85,7 +85,7 @@ def trainer_of(folder, options, model=None, number=24, callbacks=(), **parts):
 
 
 def weights(trainer):
-    state = trainer.strategy.whole_state(trainer.model_wrapped)
+    state = trainer.strategy.full_state_dict(trainer.model_wrapped)
     assert all(value.device.type == "cpu" for value in state.values())
     return {name: value.detach().clone() for name, value in state.items()}
 

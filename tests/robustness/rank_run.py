@@ -147,7 +147,7 @@ def train(options: argparse.Namespace) -> None:
     watch.gather = trainer.strategy.gather_objects
     break_files(fault, record)
     trainer.train()
-    weights = trainer.strategy.whole_state(trainer.model_wrapped)
+    weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         record.end(trainer, weights)
     fault.reach("end")

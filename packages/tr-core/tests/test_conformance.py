@@ -23,14 +23,24 @@ def test_an_object_that_lacks_methods_is_named_with_them():
 class OfTheUser:
     """A strategy by composition, which leaves out what `StrategyDefaults` has."""
 
-    forwards_together = False
+    forward_is_collective = False
 
     def __init__(self):
         self._single = SingleDevice("cpu")
         for name in (
-            *("device", "rank", "local_rank", "world_size", "sum", "gather", "gather_objects", "agree", "barrier"),
+            *(
+                "device",
+                "rank",
+                "local_rank",
+                "world_size",
+                "sum",
+                "gather",
+                "gather_objects",
+                "all_reduce_max",
+                "barrier",
+            ),
             *("prepare", "unwrap", "accumulate", "autocast", "backward", "clip_grad_norm", "step"),
-            *("stateful", "whole_state", "close"),
+            *("state_parts", "full_state_dict", "close"),
         ):
             setattr(self, name, getattr(self._single, name))
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from tr_core.evaluation.generation import synced_generation
 
-RANKS = SimpleNamespace(forwards_together=True, world_size=2)
-ONE = SimpleNamespace(forwards_together=True, world_size=1)
-APART = SimpleNamespace(forwards_together=False, world_size=2)
+RANKS = SimpleNamespace(forward_is_collective=True, world_size=2)
+ONE = SimpleNamespace(forward_is_collective=True, world_size=1)
+APART = SimpleNamespace(forward_is_collective=False, world_size=2)
 
 
 class DynamicLayer:

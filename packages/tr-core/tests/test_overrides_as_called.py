@@ -158,7 +158,7 @@ def test_it_is_not_asked_where_its_own_weights_are_not_whole(make_trainer, tmp_p
 
     trainer = make_trainer(8, model=SavesAlone())
     whole = {name: torch.ones(3, 5) for name in trainer.model.state_dict()}
-    monkeypatch.setattr(trainer.strategy, "whole_state", lambda model: whole)
+    monkeypatch.setattr(trainer.strategy, "full_state_dict", lambda model: whole)
     trainer.save_model(tmp_path / "saved")
     assert not (tmp_path / "saved" / "own.pt").exists()
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(whole)

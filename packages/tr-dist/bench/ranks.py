@@ -146,7 +146,7 @@ def measure(strategy: FSDP, model: nn.Module, build: Build) -> Held:
     with exchanges:
         if getattr(optimizer, "fused_in_backward", False):
             optimizer.bind(strategy)
-            with strategy.hand_over(model):
+            with strategy.accumulate_fused(model, last=True):
                 optimizer.backward(model(tokens))
         else:
             with strategy.accumulate(model, sync=True):

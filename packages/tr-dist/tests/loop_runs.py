@@ -116,5 +116,5 @@ def distributed(strategy, number, batch_size, options):
             model.eval()
             with torch.no_grad():
                 predictions = [loop.gather(model(batch["x"])) for batch in eval_loader]
-        weights = loop.strategy.whole_state(model)
+        weights = loop.strategy.full_state_dict(model)
         return {k: v.float().clone() for k, v in weights.items()}, torch.cat(predictions).float(), seen

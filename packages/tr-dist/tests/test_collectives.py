@@ -72,10 +72,10 @@ def test_a_single_number_cannot_be_concatenated():
 def _agree():
     with DDP(use_cpu=True) as strategy:
         rank = strategy.rank
-        first = strategy.agree([10 * (rank + 1), -rank])
-        second = strategy.agree([0])
+        first = strategy.all_reduce_max([10 * (rank + 1), -rank])
+        second = strategy.all_reduce_max([0])
         between = strategy.sum(torch.ones(()))  # other exchanges may come in between
-        third = strategy.agree([5 if rank == 1 else 0])
+        third = strategy.all_reduce_max([5 if rank == 1 else 0])
         return [third(), first(), second(), first()], between.item()
 
 
@@ -87,8 +87,8 @@ def _begin_before_the_other():
     with DDP(use_cpu=True) as strategy:
         if strategy.rank == 1:
             strategy.gather_objects(None)  # the first rank comes here after it has begun to agree
-            return strategy.agree([1])()
-        read = strategy.agree([7])
+            return strategy.all_reduce_max([1])()
+        read = strategy.all_reduce_max([7])
         strategy.gather_objects(None)
         return read()
 
@@ -99,7 +99,7 @@ def test_beginning_to_agree_waits_for_nobody_the_first_time_too():
 
 def test_one_process_agrees_with_itself():
     with DDP(use_cpu=True) as strategy:
-        assert strategy.agree([3, 1])() == [3, 1]
+        assert strategy.all_reduce_max([3, 1])() == [3, 1]
 
 
 @pytest.mark.cuda
@@ -108,7 +108,7 @@ def test_ranks_that_have_nothing_but_nccl_agree_on_the_host():
     with DDP(backend="nccl") as strategy:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            reads = [strategy.agree([value]) for value in (3, 4)]
+            reads = [strategy.all_reduce_max([value]) for value in (3, 4)]
             assert [read() for read in reads] == [[3], [4]]
         finally:
             torch.cuda.set_sync_debug_mode("default")

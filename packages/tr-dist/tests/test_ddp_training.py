@@ -42,7 +42,7 @@ def _train(strategy, micro_batches, max_norm):
         assert strategy.step(optimizer) is True
         optimizer.zero_grad()
         losses.append(strategy.sum(step_loss) / strategy.world_size)
-    weights = copy.deepcopy(strategy.stateful(model, optimizer)["model"].state_dict())
+    weights = copy.deepcopy(strategy.state_parts(model, optimizer)["model"].state_dict())
     return torch.stack(losses), torch.stack(norms), weights
 
 
@@ -232,9 +232,9 @@ def test_a_checkpoint_holds_the_unwrapped_model_and_the_optimizer():
         inner = _model()
         model = strategy.prepare(inner)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        parts = strategy.stateful(model, optimizer)
+        parts = strategy.state_parts(model, optimizer)
         assert parts == {"model": inner, "optimizer": optimizer}
-        assert list(strategy.stateful(model, None)) == ["model"]
+        assert list(strategy.state_parts(model, None)) == ["model"]
 
 
 def test_the_norm_without_gradients_is_zero():

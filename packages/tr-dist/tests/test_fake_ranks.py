@@ -148,7 +148,7 @@ def test_what_a_strategy_asks_is_answered_as_by_ranks_alike():
     with fake_rank(3, 64), FSDP(use_cpu=True) as strategy:
         assert strategy.sum(torch.tensor(2)) == 128
         assert strategy.gather_objects("a") == ["a"] * 64
-        assert strategy.agree([3])() == [3]
+        assert strategy.all_reduce_max([3])() == [3]
 
 
 def test_nothing_is_left_of_a_rank_that_was_played():

@@ -93,9 +93,9 @@ def train(form, max_norm, optimizer_name, dtype, clips=True):
             if clips:
                 norms.append(strategy.clip_grad_norm(model, optimizer, max_norm))
             applied.append(strategy.step(optimizer))
-            scales.append(strategy.stateful(model, optimizer)["scaler"].get_scale())
+            scales.append(strategy.state_parts(model, optimizer)["scaler"].get_scale())
             optimizer.zero_grad()
-        return strategy.whole_state(model), torch.stack(norms) if clips else None, applied, scales, found
+        return strategy.full_state_dict(model), torch.stack(norms) if clips else None, applied, scales, found
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def overflow_in_one_rank():
             with strategy.accumulate(model, sync=True), strategy.autocast():
                 x = torch.full((2, 4), large if strategy.rank == 1 else 1.0)
                 strategy.backward(model(x).float().sum())
-            scales.append((strategy.step(optimizer), strategy.stateful(model, None)["scaler"].get_scale()))
+            scales.append((strategy.step(optimizer), strategy.state_parts(model, None)["scaler"].get_scale()))
             optimizer.zero_grad()
         return scales, all(bool(p.to_local().isfinite().all()) for p in model.parameters())
 

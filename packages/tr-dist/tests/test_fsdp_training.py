@@ -81,7 +81,7 @@ def train(form, micro_batches, max_norm, precision="no"):
         assert all(isinstance(p, DTensor) for p in model.parameters())
         with torch.no_grad():
             evaluated = model(batch(9)[:, 0])
-        state = strategy.whole_state(model)
+        state = strategy.full_state_dict(model)
         tied = not state or state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
         held = sum(p.to_local().numel() for p in model.parameters())
         return torch.stack(norms), {name: value.clone() for name, value in state.items()}, tied, evaluated, held
@@ -136,7 +136,7 @@ def load_on_rank_0():
             with torch.device("meta"):
                 model = Network()
         model = strategy.prepare(model)
-        return model(batch(0)[:, 0]).detach(), model.offsets, strategy.whole_state(model)
+        return model(batch(0)[:, 0]).detach(), model.offsets, strategy.full_state_dict(model)
 
 
 def test_ranks_without_weights_get_those_of_rank_0_buffers_too():
@@ -155,7 +155,7 @@ def prepare_unequal_weights():
             model.up.weight.add_(strategy.rank)
             model.offsets.add_(strategy.rank)
         model = strategy.prepare(model)
-        return strategy.whole_state(model), model.offsets
+        return strategy.full_state_dict(model), model.offsets
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_0():
@@ -167,11 +167,11 @@ def test_all_ranks_begin_with_the_weights_of_rank_0():
 def load_a_whole_state():
     with FSDP(whole_checkpoints=True, use_cpu=True) as strategy:
         model = strategy.prepare(Network())
-        part = strategy.stateful(model, None)["model"]
+        part = strategy.state_parts(model, None)["model"]
         saved = part.state_dict()
         assert (saved == {}) == (strategy.rank > 0)
         part.load_state_dict({name: value + 1 for name, value in Network().state_dict().items()})
-        return saved, strategy.whole_state(model)
+        return saved, strategy.full_state_dict(model)
 
 
 def test_a_checkpoint_may_hold_whole_weights():

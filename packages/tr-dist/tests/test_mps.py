@@ -39,7 +39,7 @@ def test_the_precision_is_that_of_the_arguments(mac, given, dtype, scales):
     strategy = MPS.from_arguments(arguments(**given))
     assert (strategy.device.type, strategy._precision.dtype) == ("mps", dtype)
     assert (strategy._precision.scaler is not None) == scales
-    assert ("scaler" in strategy.stateful(nn.Linear(1, 1), None)) == scales
+    assert ("scaler" in strategy.state_parts(nn.Linear(1, 1), None)) == scales
 
 
 def test_bfloat16_needs_macos_14(mac, monkeypatch):

@@ -47,7 +47,7 @@ def begin(name):
     return model, optimizer
 
 
-def whole_state(optimizer):
+def full_state_dict(optimizer):
     saved = optimizer.state_dict()
     return {n: {name: whole(value) for name, value in values.items()} for n, values in saved["state"].items()}
 
@@ -77,7 +77,7 @@ def train_all(ranks):
         model, optimizer = begin(name)
         train(model, optimizer, 0, 4, ranks.rank, ranks.world_size)
         saved = optimizer.state_dict()
-        states = whole_state(optimizer)
+        states = full_state_dict(optimizer)
         found[name] = {
             "middle": {"weights": weights_of(model), "states": states},
             "layout": {
@@ -90,6 +90,6 @@ def train_all(ranks):
         # As from a checkpoint of another number of ranks, where whole tensors are read.
         model, optimizer = begin(name)
         train(model, optimizer, 0, 4, ranks.rank, ranks.world_size)
-        gathered = {**optimizer.state_dict(), "state": whole_state(optimizer)}
+        gathered = {**optimizer.state_dict(), "state": full_state_dict(optimizer)}
         found[name]["whole"] = goes_on_alike(name, model, optimizer, gathered, ranks)
     return found

@@ -26,7 +26,7 @@ def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stat
         model: the unwrapped model.
         wrapped: the model as the strategy wrapped it.
     """
-    part = strategy.stateful(wrapped, None)["model"]
+    part = strategy.state_parts(wrapped, None)["model"]
     return WholeState(part, model) if _gives_another_state(model) else part
 
 

@@ -59,7 +59,7 @@ class Collectives(Protocol):
         """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
         ...
 
-    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begin to find the largest of each of `values` over all ranks, on the host alone, and return without waiting.
 
         Returns:
@@ -86,13 +86,13 @@ class Strategy(Collectives, Protocol):
     those of `tr_core.single_device.StrategyDefaults`.
 
     Attributes:
-        forwards_together: whether a forward is an exchange between the ranks, so that all make as many: also those that
-            have nothing left to generate.
+        forward_is_collective: whether a forward is an exchange between the ranks, so that all make as many: also those
+            that have nothing left to generate.
         binds_optimizer: whether `bind_optimizer` checks, or exchanges, what an optimizer holds. Then the loop does not
             look for the model's parameters in it.
     """
 
-    forwards_together: bool
+    forward_is_collective: bool
     binds_optimizer: bool
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -156,14 +156,14 @@ class Strategy(Collectives, Protocol):
         """
         ...
 
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
+    def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
         """Return what a checkpoint of this strategy holds, by name: `model`, `optimizer`, `scaler` where there is one.
 
         `model` is what `prepare` returned. The `model` entry gives the state dict of the unwrapped module.
         """
         ...
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of the unwrapped module with whole tensors, as rank 0 writes it for others to load.
 
         Collective. On the other ranks it may be empty. Tensors may be the model's own, or copies in host memory.

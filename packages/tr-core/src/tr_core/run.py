@@ -187,7 +187,7 @@ class Run:
         window = LogWindow(strategy, tokens)
         updates = choose_updates(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         # A strategy that divides parameters, or makes an engine of the optimizer, clears gradients itself.
-        clears = strategy.forwards_together or strategy.binds_optimizer
+        clears = strategy.forward_is_collective or strategy.binds_optimizer
         watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
         mode, step = TrainingMode(model, wrapped), methods.step_function
         run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, step, updates)

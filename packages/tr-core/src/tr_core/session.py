@@ -39,7 +39,7 @@ def preempting(run: Run) -> Iterator[None]:
     def note() -> None:
         run.methods.has_assignments = True
 
-    with preemptible(run.preemption), nullcontext() if run.strategy.forwards_together else watching_modules(note):
+    with preemptible(run.preemption), nullcontext() if run.strategy.forward_is_collective else watching_modules(note):
         yield
 
 

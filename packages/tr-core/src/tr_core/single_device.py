@@ -90,7 +90,7 @@ class SingleDevice(StrategyDefaults):
     local_rank = 0
     world_size = 1
 
-    forwards_together = False
+    forward_is_collective = False
 
     def __init__(
         self,
@@ -194,14 +194,14 @@ class SingleDevice(StrategyDefaults):
         """Return the value as the list of all."""
         return [value]
 
-    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Return what gives the values: one process agrees with itself."""
         return lambda: list(values)
 
     def barrier(self) -> None:
         """Return at once."""
 
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
+    def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
         """Return the model, the optimizer, and under fp16 the scaler."""
         parts: dict[str, Stateful] = {"model": model}
         if optimizer is not None:
@@ -210,7 +210,7 @@ class SingleDevice(StrategyDefaults):
             parts["scaler"] = self._scaler
         return parts
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's own state."""
         return model.state_dict()
 

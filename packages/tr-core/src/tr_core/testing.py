@@ -39,8 +39,8 @@ def check_strategy(strategy: Strategy) -> None:
     norms = [_train_alone(alone, data), _train_shared(strategy, wrapped, data)]
     for expected, found in zip(*norms, strict=True):
         assert abs(expected - found) < 1e-4 * (1 + expected), f"norm before clipping is {found}, should be {expected}"
-    names = set(strategy.stateful(wrapped, None)["model"].state_dict())
-    state = strategy.whole_state(wrapped)
+    names = set(strategy.state_parts(wrapped, None)["model"].state_dict())
+    state = strategy.full_state_dict(wrapped)
     if strategy.rank == 0:
         assert names == set(alone.state_dict()), "names in the model's state differ from those of the module"
         assert names == set(state), "names in the model's whole state differ from those of the module"
@@ -71,9 +71,9 @@ def check_collectives(strategy: Strategy) -> None:
     assert strategy.gather_objects(("rank", rank)) == [("rank", r) for r in range(world)], (
         "objects are not in rank order"
     )
-    first, second = strategy.agree([rank + 3, -rank]), strategy.agree([7 if rank == 0 else 0])
-    assert second() == [7], "agree is not the largest value of all ranks"
-    assert first() == first() == [world + 2, 0], "what was agreed on first is another once there is a second"
+    first, second = strategy.all_reduce_max([rank + 3, -rank]), strategy.all_reduce_max([7 if rank == 0 else 0])
+    assert second() == [7], "all_reduce_max is not the largest value of all ranks"
+    assert first() == first() == [world + 2, 0], "the first maximum is another once there is a second"
     strategy.barrier()
 
 
@@ -262,7 +262,7 @@ def _check_skipping(
         strategy.step(optimizer, skip=torch.full((), skips, device=strategy.device))
         optimizer.zero_grad()
         tensors = (value for state in optimizer.state.values() for value in state.values())
-        weights = strategy.whole_state(model).values()  # parameters may be divided, to nothing
+        weights = strategy.full_state_dict(model).values()  # parameters may be divided, to nothing
         states.append([t.detach().clone() for t in (*weights, *tensors) if isinstance(t, torch.Tensor)])
     name = type(optimizer).__name__
     pairs = [zip(states[number], states[number + 1], strict=True) for number in (0, 1)]

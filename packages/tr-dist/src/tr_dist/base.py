@@ -194,14 +194,14 @@ class OnDevice:
         """
         return self._precision.step(optimizer, skip=skip)
 
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return the parts of a checkpoint, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
 
         Every rank holds the same state, so one rank may save for all.
         """
         return self._parts(self.unwrap(model), optimizer)
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of the unwrapped model; every rank holds it."""
         return self.unwrap(model).state_dict()
 
@@ -299,13 +299,13 @@ class Ranks(OnDevice):
         """Return every rank's picklable `value`, in rank order. Exchanged through the host: not for each step."""
         return self._group.gather_objects(value)
 
-    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start an all-reduce of the largest of each of `values`; return a function that waits for the result.
 
         The device takes no part. All ranks start such calls in the same order. A call that is started in one step and
         read in the next does not wait.
         """
-        return self._group.agree(values)
+        return self._group.all_reduce_max(values)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""

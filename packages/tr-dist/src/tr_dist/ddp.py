@@ -51,7 +51,7 @@ class DDP(Ranks):
         RuntimeError: a process group exists and differs from the environment.
     """
 
-    forwards_together = False
+    forward_is_collective = False
     _last: ref[Replica] | None = None  # the last result of `prepare`
 
     def __init__(

@@ -51,7 +51,7 @@ def fake_rank(rank: int, world_size: int, *, local_world_size: int | None = None
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
     }
-    alike: dict[str, Any] = {"sum": _sum, "gather_objects": _gather_objects, "agree": _agree}
+    alike: dict[str, Any] = {"sum": _sum, "gather_objects": _gather_objects, "all_reduce_max": _agree}
     alike["_join_to_agree"] = lambda group: None  # it would use gloo, and wait for the other ranks
     with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
         for name in _EXCHANGED_ELSEWHERE:

@@ -56,7 +56,7 @@ class MPS(OnDevice):
     local_rank = 0
     world_size = 1
 
-    forwards_together = False
+    forward_is_collective = False
 
     def __init__(self, *, precision: str = "no") -> None:
         _check_alone()
@@ -133,7 +133,7 @@ class MPS(OnDevice):
         """Return the value in a list."""
         return [value]
 
-    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Return a function that returns the values: there is one process."""
         return lambda: list(values)
 

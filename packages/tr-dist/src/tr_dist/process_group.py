@@ -161,7 +161,7 @@ class ProcessGroup:
         dist.all_gather_object(values, value)
         return values
 
-    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each of `values` over all ranks; the returned function waits. On the host.
 
         All ranks start such calls in the same order. They use a separate gloo group, so that they wait for

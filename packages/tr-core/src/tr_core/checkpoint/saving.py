@@ -65,7 +65,7 @@ def save_model(
         folder: where to write.
         save_companions: writes what belongs to the model, into a folder.
     """
-    state = strategy.whole_state(wrapped)
+    state = strategy.full_state_dict(wrapped)
     if strategy.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_pretrained: Any = getattr(model, "save_pretrained", None)
@@ -169,7 +169,7 @@ def checkpoint_parts(run: Run) -> dict[str, Stateful]:
         ValueError: a callback gives a part the name of one of these.
     """
     methods = run.methods
-    others = run.strategy.stateful(methods.model_wrapped, run.optimizer)
+    others = run.strategy.state_parts(methods.model_wrapped, run.optimizer)
     del others["model"]
     parts = {
         # Restored first, for it tells whether the others fit.

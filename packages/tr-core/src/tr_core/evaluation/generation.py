@@ -180,7 +180,7 @@ def synced_generation(options: dict[str, Any], model: Any, strategy: Strategy) -
         model: what generates; one around another, as an adapter's, may pass on what it does not name itself.
         strategy: whether a forward is an exchange between the ranks.
     """
-    part = _part_with_sync(model) if strategy.forwards_together else None
+    part = _part_with_sync(model) if strategy.forward_is_collective else None
     if part is None or strategy.world_size == 1:
         yield options if part is None else {SYNCED: False, **options}
         return

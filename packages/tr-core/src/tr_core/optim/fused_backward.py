@@ -45,7 +45,7 @@ class FusedBackwardStrategy:
     def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, tell: Any) -> None:
         self._strategy, self._tell = strategy, tell
         self._optimizer = cast("InBackward", optimizer)
-        self._scaler = cast("Any", strategy.stateful(model, None).get("scaler"))
+        self._scaler = cast("Any", strategy.state_parts(model, None).get("scaler"))
         self._flag = _OverflowFlag(self._optimizer, strategy.device)
         self._is_last = True
 

@@ -126,7 +126,7 @@ class RaiseNonfinite:
         self.strategy, self._window, self._optimizer = strategy, window, optimizer
         self._named = [(name, p) for name, p in strategy.unwrap(model).named_parameters() if p.requires_grad]
         # A scaler leaves out what overflowed as a matter of course: there the loss alone is judged.
-        self._has_scaler = "scaler" in strategy.stateful(model, optimizer)
+        self._has_scaler = "scaler" in strategy.state_parts(model, optimizer)
         can_skip = self._has_scaler or skips_on_device(optimizer)
         self.protects_weights = can_skip and takes_argument(strategy.step, "skip")
         device = strategy.device

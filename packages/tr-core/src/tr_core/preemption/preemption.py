@@ -387,4 +387,4 @@ class FlagSync:
         return number
 
     def _tell(self, number: int, wanted: list[bool], *, goes_on: bool) -> None:
-        self._read = self._collectives.agree([number, int(goes_on), *map(int, wanted)])
+        self._read = self._collectives.all_reduce_max([number, int(goes_on), *map(int, wanted)])

@@ -214,7 +214,7 @@ class TrainerParts:
         """Return what tells whether modules or parameters of the model were replaced."""
         modules = [id(module) for module in self.model.modules()]
         # Where a forward is an exchange, whole parameters take the place of the shards for a while.
-        is_divided = self.strategy.forwards_together
+        is_divided = self.strategy.forward_is_collective
         parameters = [name if is_divided else id(p) for name, p in self.model.named_parameters()]
         return (*modules, *parameters)
 

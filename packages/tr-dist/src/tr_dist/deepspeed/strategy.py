@@ -73,8 +73,8 @@ class DeepSpeed(Ranks):
         world_size: number of processes.
         stage: of ZeRO.
         binds_optimizer: True: the engine updates the parameters of an optimizer in its stead.
-        forwards_together: whether a forward is an exchange between all ranks, so that each must make as many: it is at
-            stage 3.
+        forward_is_collective: whether a forward is an exchange between all ranks, so that each must make as many: it is
+            at stage 3.
 
     Raises:
         ValueError: an argument or the environment does not fit this machine, or DeepSpeed is not installed.
@@ -95,7 +95,7 @@ class DeepSpeed(Ranks):
         self.configuration = configurations.read_configuration(configuration)
         configurations.check_configuration(self.configuration)
         self.stage = int(configurations.stage_of(self.configuration))
-        self.forwards_together = self.stage == 3
+        self.forward_is_collective = self.stage == 3
         environment = read_launch_environment()
         device = rank_device(environment, use_cpu=use_cpu)
         precision = configurations.low_precision(self.configuration)
@@ -264,7 +264,7 @@ class DeepSpeed(Ranks):
             engine.optimizer.clip_grad = 0.0  # until the next step sets it
         return bool(engine.was_step_applied())
 
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return the parts of a checkpoint, by name: `model`, `optimizer` if given, `scaler` under fp16.
 
         Divided state is saved in rows of full parameters, each rank its own, at every stage. It can be resumed
@@ -288,7 +288,7 @@ class DeepSpeed(Ranks):
         with gathered(parameter):
             yield parameter.data
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of the unwrapped model; at stage 3 in host memory, on rank 0 alone.
 
         Collective at stage 3.

@@ -72,7 +72,7 @@ class FSDP(Ranks):
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
         mesh: the ranks, by shards, or by replicas and shards.
-        forwards_together: True: a forward is an exchange between all ranks, so that each must make as many.
+        forward_is_collective: True: a forward is an exchange between all ranks, so that each must make as many.
 
     Raises:
         ValueError: an argument or the environment does not fit this machine.
@@ -80,7 +80,7 @@ class FSDP(Ranks):
         RuntimeError: a process group exists and differs from the environment.
     """
 
-    forwards_together = True
+    forward_is_collective = True
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class FSDP(Ranks):
             clip_to_norm(local, max_norm, norm)
         return norm
 
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return the parts of a checkpoint, by name: `model`, `optimizer` if given, `scaler` under float16.
 
         Each rank has its shards of the first two. With `whole_checkpoints` the state of `model` is gathered to full
@@ -235,7 +235,7 @@ class FSDP(Ranks):
         """Yield one parameter gathered in full on every rank, to be read. Collective."""
         yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's full state dict in host memory; empty on all ranks but 0. Collective."""
         return full_state_dict(self.unwrap(model), keep=self.rank == 0)
 

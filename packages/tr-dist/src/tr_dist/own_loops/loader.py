@@ -26,7 +26,7 @@ class Exchange(Protocol):
         """Return the sum over all ranks."""
         ...
 
-    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each value over all ranks, on the host; the returned function waits."""
         ...
 
@@ -160,7 +160,7 @@ def check_equal_rows(shares: Sequence[Share], exchange: Exchange) -> None:
     if exchange.world_size == 1:
         return
     rows, number = sum(share.total for share in shares), len(shares)
-    most_rows, least_rows, most, least = exchange.agree([rows, -rows, number, -number])()
+    most_rows, least_rows, most, least = exchange.all_reduce_max([rows, -rows, number, -number])()
     if most_rows != -least_rows or most != -least:
         raise ValueError(
             f"for one step a rank read {-least_rows} rows of the data set in {-least} micro-batches, and another "

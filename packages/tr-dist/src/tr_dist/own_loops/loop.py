@@ -156,7 +156,7 @@ class Loop:
         if self._model is None:
             raise RuntimeError("nothing is prepared: call prepare(model, optimizer) first")
         inner = None if self._optimizer is None else self._optimizer.inner
-        return self.strategy.stateful(self._model, inner)
+        return self.strategy.state_parts(self._model, inner)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group; with `failed` other ranks may be gone."""

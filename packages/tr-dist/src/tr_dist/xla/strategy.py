@@ -125,7 +125,7 @@ class XLA(OnDevice):
         local_rank: number of this replica on its machine, from 0.
         world_size: number of replicas; 1 where one process divides its batches over many devices.
         binds_optimizer: True: moving a model replaces its parameters, which an optimizer must have.
-        forwards_together: whether a forward gathers weights from other replicas.
+        forward_is_collective: whether a forward gathers weights from other replicas.
 
     Raises:
         ValueError: torch_xla is not installed or was switched off, or does not support an argument.
@@ -151,7 +151,7 @@ class XLA(OnDevice):
         self.world_size = 1 if is_alone else runtime.world_size()
         is_by_replicas = sharding is not None and not sharding.over_devices
         self._by_replicas = ReplicaSharding(self._library, sharding.settings) if sharding and is_by_replicas else None
-        self.forwards_together = is_by_replicas
+        self.forward_is_collective = is_by_replicas
         self._is_uncut = False
         self._tags = itertools.count()
 
@@ -276,7 +276,7 @@ class XLA(OnDevice):
         found = self._library.model.rendezvous(f"objects-{next(self._tags)}", pickle.dumps(value))
         return [pickle.loads(each) for each in found]  # of processes of this job
 
-    def agree(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each of `values` over all replicas; it runs with the next cut."""
         if self.world_size == 1:
             return lambda: list(values)
@@ -289,7 +289,7 @@ class XLA(OnDevice):
         if self.world_size > 1:
             self._library.model.rendezvous(f"barrier-{next(self._tags)}")
 
-    def stateful(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return the parts of a checkpoint, `model` and `optimizer` if given, with their states in host memory.
 
         They are full, and the same on every replica. They can be loaded without XLA, and the reverse.
@@ -300,7 +300,7 @@ class XLA(OnDevice):
             parts["optimizer"] = HostState(optimizer) if by is None else FullState(by, model, optimizer)
         return parts
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of the unwrapped model, in host memory."""
         by = self._by_replicas
         return module_state(self.unwrap(model)) if by is None else by.model_state(model)
