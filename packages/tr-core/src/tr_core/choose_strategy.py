@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from tr_args import TrainingArguments
 from tr_args.launcher_settings import filled_by_launcher
 from tr_args.process import read_topology
 from tr_core import plugins
@@ -21,7 +21,7 @@ from tr_core.single_device import choose_device
 from tr_log import get_logger, info_once
 
 
-def choose_strategy(args: Any) -> Strategy:
+def choose_strategy(args: TrainingArguments) -> Strategy:
     """Return the strategy called `args.strategy`.
 
     `auto` is `deepspeed` where there is a configuration for it, `xla` where a TPU is (see `belongs_on_xla`), `fsdp`
@@ -36,7 +36,7 @@ def choose_strategy(args: Any) -> Strategy:
     return plugins.load("tr.strategies", _name(args))(args)
 
 
-def _name(args: Any) -> str:
+def _name(args: TrainingArguments) -> str:
     name = str(args.strategy)
     sizes = args.parallelism_config or {}
     world_size = read_topology().world_size if os.environ.get("WORLD_SIZE") != "" else 1
@@ -59,7 +59,7 @@ def _name(args: Any) -> str:
     return name
 
 
-def _of_one_process(args: Any) -> str:
+def _of_one_process(args: TrainingArguments) -> str:
     is_on_mac = choose_device(args.use_cpu).type == "mps"
     return "mps" if is_on_mac and "mps" in plugins.available("tr.strategies") else "single"
 
@@ -67,7 +67,7 @@ def _of_one_process(args: Any) -> str:
 logger = get_logger(__name__)
 
 
-def log_launcher_settings(args: Any) -> None:
+def log_launcher_settings(args: TrainingArguments) -> None:
     """Log, once, the arguments that were silent and follow the launcher's variables."""
     if filled := filled_by_launcher(args):
         listed = ", ".join(f"{name}={getattr(args, name)!r} ({variable})" for name, variable in filled.items())
@@ -95,7 +95,9 @@ _TPU_PCI_DEVICES = ("0x0027", "0x0056", "0x0062", "0x005e", "0x0063", "0x006f", 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
-def belongs_on_xla(args: Any, environ: Mapping[str, str] | None = None, devices: Path = _PCI_DEVICES) -> bool:
+def belongs_on_xla(
+    args: TrainingArguments, environ: Mapping[str, str] | None = None, devices: Path = _PCI_DEVICES
+) -> bool:
     """Whether `strategy="auto"` is `xla`: `fsdp_config` says so, or torch_xla is there and a device for it.
 
     That torch_xla can be imported is not enough: PJRT_DEVICE names a device, or the machine has a TPU. Neither counts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_args import TrainingArguments
 from tr_core.model import place_on_device
 from tr_core.optim.nonfinite import step_unless
 from tr_core.protocols import Stateful, Strategy
@@ -126,7 +127,7 @@ class SingleDevice(StrategyDefaults):
         self._parameters: list[torch.Tensor] = []
 
     @classmethod
-    def from_arguments(cls, args: Any) -> SingleDevice:
+    def from_arguments(cls, args: TrainingArguments) -> SingleDevice:
         """Build from training arguments: `use_cpu`, `bf16`, `fp16`, and the property `place_model_on_device`."""
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         device = choose_device(args.use_cpu)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tr_args import Duration
+from tr_args import Duration, TrainingArguments
 from tr_core import plugins
 from tr_core.callbacks.ema import EMACallback
 from tr_core.callbacks.empty_cache import EmptyCacheCallback
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 NOT_TRACKERS = ("hub", "neftune")
 
 
-def default_callbacks(args: Any, strategy: Strategy) -> list[Any]:
+def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
     """Return the callbacks that the arguments ask for, in the order they are called.
 
     Read are `disable_tqdm`, `report_to`, `neftune_noise_alpha`, `parameter_rules` and `push_to_hub`, and what
@@ -37,7 +37,7 @@ def default_callbacks(args: Any, strategy: Strategy) -> list[Any]:
     return [DefaultFlowCallback(), *steering(args, strategy), *rates, *noise, MetricsFile(), *named, display, *hub]
 
 
-def steering(args: Any, strategy: Strategy) -> list[Any]:
+def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:
     """Return the callbacks that do what only some runs need: act by the clock, average weights, free memory.
 
     Read are `max_time`, the strategies of logging, evaluating and saving, `ema_decay` and `torch_empty_cache_steps`.
@@ -53,7 +53,7 @@ def steering(args: Any, strategy: Strategy) -> list[Any]:
     return wanted
 
 
-def trackers(args: Any) -> list[Any]:
+def trackers(args: TrainingArguments) -> list[Any]:
     """Return the trackers that `report_to` asks for: `none` is none of them, `all` every one that can be used.
 
     Raises:

@@ -6,6 +6,7 @@ import math
 import operator
 from typing import Any
 
+from tr_args import TrainingArguments
 from tr_core.callback import TrainerCallback
 from tr_core.evaluation.best_metric import metric_name
 from tr_core.state import TrainerControl, TrainerState
@@ -40,7 +41,9 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Check that there is something to watch; begin to count, or stop a resumed run that was ended here before."""
         if args.metric_for_best_model is None or args.eval_strategy == "no":
             raise ValueError(
@@ -60,7 +63,7 @@ class EarlyStoppingCallback(TrainerCallback):
             )
             control.should_training_stop = True
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Compare with the best *before* this evaluation, count, and stop the run when patience is used up."""
         value = kwargs["metrics"].get(metric_name(args.metric_for_best_model or ""))
         if not isinstance(value, int | float):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
+from tr_args import TrainingArguments
+from tr_args.fields.training import RegularizationFields
 from tr_core.callback import TrainerCallback
 from tr_core.protocols import Stateful
 from tr_core.state import TrainerControl, TrainerState
@@ -188,11 +190,13 @@ class EMACallback(TrainerCallback):
         self._is_training = self._has_begun = False
 
     @classmethod
-    def from_arguments(cls, args: Any) -> EMACallback:
+    def from_arguments(cls, args: RegularizationFields) -> EMACallback:
         """Build from training arguments: `ema_decay`, `ema_start_step` and `ema_update_steps`."""
-        return cls(args.ema_decay, args.ema_start_step, args.ema_update_steps)
+        return cls(cast("float", args.ema_decay), args.ema_start_step, args.ema_update_steps)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Begin from the weights as they are, or from the average of the checkpoint that was restored."""
         average = self._of(kwargs["model"])
         if not average.restored:
@@ -200,7 +204,9 @@ class EMACallback(TrainerCallback):
         average.restored = False
         self._is_training, self._has_begun = True, state.global_step >= self.start_step
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Update the average, unless the step was left out or it is not its turn."""
         since_start = state.global_step + 1 - self.start_step  # the state does not count this step yet
         if since_start == 0:
@@ -209,7 +215,9 @@ class EMACallback(TrainerCallback):
         elif since_start > 0 and since_start % self.update_steps == 0 and kwargs.get("applied", True):
             self._of(kwargs["model"]).update()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Stop swapping: from here on the model is what it is."""
         self._is_training = False
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tr_args import TrainingArguments
 from tr_core.callback import TrainerCallback
 from tr_core.state import TrainerControl, TrainerState
 
@@ -22,7 +23,7 @@ class EmptyCacheCallback(TrainerCallback):
         self.every_steps = every_steps
         self._empty_cache = torch.get_device_module(device).empty_cache
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Release it, if it is time to."""
         if state.global_step % self.every_steps == 0:
             self._empty_cache()  # sync: the driver waits for the device before it takes memory back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tr_args import Duration
+from tr_args import Duration, TrainingArguments
 from tr_core.callback import TrainerCallback
 from tr_core.state import TrainerControl, TrainerState
 
@@ -17,7 +17,7 @@ class DefaultFlowCallback(TrainerCallback):
     strategy is not here: it is decided when an evaluation's result is known.
     """
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the `steps` strategies and the end of the run."""
         step = state.global_step
         if (step == 1 and args.logging_first_step) or (
@@ -33,7 +33,9 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_evaluate |= _acts_at_the_end(args.eval_strategy) and args.eval_delay <= step
             control.should_save |= _acts_at_the_end(args.save_strategy)
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Apply the `epoch` strategies."""
         if args.logging_strategy == "epoch":
             control.should_log = True

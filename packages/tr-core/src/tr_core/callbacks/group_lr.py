@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tr_args import TrainingArguments
 from tr_core.callback import TrainerCallback
 from tr_core.optim.parameter_rules import learning_rates
 from tr_core.state import TrainerControl, TrainerState
@@ -19,11 +20,13 @@ class RuleRatesCallback(TrainerCallback):
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Note the rates before the schedule changes them."""
         self._rates = learning_rates(kwargs["optimizer"])
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the rates to the entry, in the history too."""
         logs = kwargs["logs"]
         if "learning_rate" in logs:

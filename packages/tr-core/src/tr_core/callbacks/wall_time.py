@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tr_args import Duration
+from tr_args import Duration, TrainingArguments
 from tr_core.callback import TrainerCallback
 from tr_core.protocols import Collectives
 from tr_core.state import TrainerControl, TrainerState
@@ -34,7 +34,9 @@ class WallTimeCallback(TrainerCallback):
         clock: returns seconds, never fewer than before.
     """
 
-    def __init__(self, args: Any, collectives: Collectives, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, args: TrainingArguments, collectives: Collectives, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         strategies = (args.logging_strategy, args.eval_strategy, args.save_strategy)
         self._periods_s = {
             action: strategy.seconds
@@ -49,20 +51,24 @@ class WallTimeCallback(TrainerCallback):
         self._under_way: dict[str, int] = {}  # what was asked for, and at the end of which step
         self._is_over = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Start the clock, from where a checkpoint stopped it."""
         self._began_s = self._clock()
         self._last_s = {action: self._began_s - self._restored_s.get(action, 0.0) for action in self._periods_s}
         self._restored_s, self._under_way, self._is_over = {}, {}, False
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Count anew for what was done since the last step."""
         for action, step in list(self._under_way.items()):
             if state.global_step >= step + self._has_others:  # with others it may be done one step later
                 self._last_s[action] = self._clock()
                 del self._under_way[action]
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for what is due."""
         if not self._decides:
             return
@@ -77,12 +83,14 @@ class WallTimeCallback(TrainerCallback):
             # A strategy of epochs saves at the end of the pass, which the stop makes of this step.
             control.should_save |= args.save_strategy not in ("no", "epoch")
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Say so where the time is over."""
         if self._is_over and control.should_training_stop:
             logger.info("%s", _farewell(args, state))
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count anew for the next checkpoint."""
         if "save" in self._last_s:
             self._last_s["save"] = self._clock()
@@ -108,7 +116,7 @@ class WallTimeCallback(TrainerCallback):
         ]
 
 
-def _farewell(args: Any, state: TrainerState) -> str:
+def _farewell(args: TrainingArguments, state: TrainerState) -> str:
     where = f"max_time={str(args.max_time)!r} is over: training stops at step {state.global_step} of {state.max_steps}"
     if args.save_strategy == "no":
         return f"{where}; save_strategy='no', so there is no checkpoint to go on from"

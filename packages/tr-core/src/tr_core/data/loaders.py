@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from tr_args import TrainingArguments
+from tr_args.fields.saving import SavingFields
 from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.sampler import EpochSampler, UserSampler, num_micro_batches
@@ -25,7 +27,7 @@ from tr_core.model_io import base_model, kept_columns
 from tr_core.protocols import Collectives
 
 
-def saves_on_signal(args: Any) -> bool:
+def saves_on_signal(args: SavingFields) -> bool:
     """Whether a run with these arguments ends by a signal only after it has saved."""
     return args.enable_jit_checkpoint and args.save_strategy != "no"
 
@@ -160,7 +162,7 @@ class StreamLoader(SeededLoader):
 def train_loader(
     dataset: Any,
     collate: Collate,
-    args: Any,
+    args: TrainingArguments,
     collectives: Collectives,
     input_name: str = "input_ids",
     *,
@@ -189,7 +191,7 @@ def train_loader(
 
 
 def eval_loader(
-    dataset: Any, collate: Collate, args: Any, collectives: Collectives, *, sampler: Any = None
+    dataset: Any, collate: Collate, args: TrainingArguments, collectives: Collectives, *, sampler: Any = None
 ) -> SeededLoader:
     """Build the loader of evaluation data: every sample once, in order; or those that `sampler` gives."""
     order = {"seed": args.seed, "shuffle": False, "own": sampler}
@@ -201,7 +203,7 @@ def is_map_style(dataset: Any) -> bool:
     return has_length(dataset) and not isinstance(dataset, IterableDataset)
 
 
-def _grouping(dataset: Any, args: Any, collectives: Collectives, input_name: str) -> LengthGrouping:
+def _grouping(dataset: Any, args: TrainingArguments, collectives: Collectives, input_name: str) -> LengthGrouping:
     if not is_map_style(dataset):
         raise ValueError(
             f"train_sampling_strategy='group_by_length' puts samples into an order, but {type(dataset).__name__} is "
@@ -216,7 +218,7 @@ def _grouping(dataset: Any, args: Any, collectives: Collectives, input_name: str
 def _loader(
     dataset: Any,
     collate: Collate,
-    args: Any,
+    args: TrainingArguments,
     collectives: Collectives,
     batch_size: int,
     *,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_args import Seq2SeqTrainingArguments
 from tr_core.evaluation.gather import PADDING
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument, parameters_of
@@ -67,7 +68,7 @@ def _build_settings(given: Any, kind: Any) -> Any:
     return kind.from_pretrained(given)
 
 
-def call_options(args: Any, given: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+def call_options(args: Seq2SeqTrainingArguments, given: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     """Return what `generate` is called with: what a call gave, and where it did not, what the arguments say.
 
     Args:

@@ -29,12 +29,12 @@ def overflow_watch(model: nn.Module) -> Iterator[None]:
     seen: deque[str] = deque(maxlen=_MODULES_SHOWN)
     names = {module: name for name, module in model.named_modules()}
 
-    def look(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def look(module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         name = names[module] or "(the model)"
         weights = dict(module.named_parameters(recurse=False))
         found = [
             *_describe("weight", weights),
-            *_describe("input", {**dict(enumerate(args)), **kwargs}),
+            *_describe("input", {**dict(enumerate(given)), **kwargs}),
             *_describe("output", output),
         ]
         seen.append("\n".join([f"{name}: {type(module).__name__}", *(line for line, *_ in found)]))
