@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _foreach_utils
 
 from tr_args import parse_optim_args
+from tr_args.fields.training import OptimizerFields
 from tr_core import plugins
 from tr_core.optim.parameter_rules import Groups, Rule, assign, check_groups_on_load, groups_of, resolve_options
 
@@ -72,7 +73,7 @@ def parameter_groups(
 
 
 def optimizer_factory(
-    args: Any, model: nn.Module | None = None
+    args: OptimizerFields, model: nn.Module | None = None
 ) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """Return what builds `args.optim` of parameter groups, and the keyword arguments to call it with.
 
@@ -140,7 +141,7 @@ def optimizer_names() -> list[str]:
 
 
 def _build(
-    factory: Callable[..., torch.optim.Optimizer], args: Any, model: nn.Module | None, groups: Groups
+    factory: Callable[..., torch.optim.Optimizer], args: OptimizerFields, model: nn.Module | None, groups: Groups
 ) -> torch.optim.Optimizer:
     if not getattr(factory, "needs_model", False):
         return factory(groups, args)
@@ -152,7 +153,7 @@ def _build(
     return factory(groups, args, model)
 
 
-def _refuse_targets(args: Any) -> None:
+def _refuse_targets(args: OptimizerFields) -> None:
     if getattr(args, "optim_target_modules", None) is not None:
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r} has no effect on optim={str(args.optim)!r}, which "
@@ -173,26 +174,26 @@ def _where_it_is(
     return kind, options
 
 
-def _adamw(args: Any, **variant: Any) -> Factory:
+def _adamw(args: OptimizerFields, **variant: Any) -> Factory:
     own = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     return torch.optim.AdamW, {**own, **variant, **_extra(args, {"amsgrad", "maximize", "capturable"})}
 
 
-def _adamw_fused(args: Any) -> Factory:
+def _adamw_fused(args: OptimizerFields) -> Factory:
     return _adamw(args, fused=True)
 
 
-def _sgd(args: Any) -> Factory:
+def _sgd(args: OptimizerFields) -> Factory:
     options = _extra(args, {"momentum", "dampening", "nesterov"})
     return torch.optim.SGD, {"lr": args.learning_rate, **options}
 
 
-def _adagrad(args: Any) -> Factory:
+def _adagrad(args: OptimizerFields) -> Factory:
     options = _extra(args, {"lr_decay", "initial_accumulator_value", "eps"})
     return torch.optim.Adagrad, {"lr": args.learning_rate, **options}
 
 
-def _rmsprop(args: Any) -> Factory:
+def _rmsprop(args: OptimizerFields) -> Factory:
     options = _extra(args, {"alpha", "eps", "momentum", "centered"})
     return torch.optim.RMSprop, {"lr": args.learning_rate, **options}
 
@@ -206,7 +207,7 @@ _TORCH: dict[str, Callable[[Any], Factory]] = {
 }
 
 
-def _extra(args: Any, allowed: set[str]) -> dict[str, Any]:
+def _extra(args: OptimizerFields, allowed: set[str]) -> dict[str, Any]:
     given = parse_optim_args(args.optim_args)
     if unknown := sorted(set(given) - allowed):
         raise ValueError(

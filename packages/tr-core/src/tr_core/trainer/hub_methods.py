@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tr_core.checkpoint import saving
 from tr_core.model_card.model_card import CardDetails, TrainedRun, Words, write_model_card
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.trainer.output_methods import Reporting
-
-if TYPE_CHECKING:
-    from tr_core.run import Run
 
 
 class Publishing(Reporting):
@@ -120,7 +117,7 @@ class Publishing(Reporting):
         except RuntimeError as error:
             self.logger.error("the model is saved, but not pushed: %s", error)
 
-    def save_checkpoint(self, run: Run) -> None:
+    def save_checkpoint(self, run: Any) -> None:
         """Save everything that the run needs to go on from here, and say before that it will be pushed."""
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             self.fire("on_push_begin")

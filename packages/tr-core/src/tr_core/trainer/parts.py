@@ -28,7 +28,6 @@ from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState, separate_randomness
 from tr_core.results import EvalLoopOutput, TrainOutput
-from tr_core.run import Run
 from tr_core.runtime.compilation import Compilation
 from tr_core.runtime.liger import apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
@@ -350,7 +349,7 @@ class TrainerParts:
         self._checkpointer_made_of = made_of
         return self._checkpointer
 
-    def save_checkpoint(self, run: Run) -> None:
+    def save_checkpoint(self, run: Any) -> None:
         """Save everything that the run needs to go on from here."""
         saving.save_checkpoint(run, self._save_companions)
 
