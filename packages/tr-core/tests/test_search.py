@@ -155,6 +155,7 @@ BAD_SPACES = [
     ({"learning_rate": "fast"}, "hp_space: learning_rate = 'fast' .*: needs a number"),
     ({"bf16": True, "lr": 1}, "hp_space: unknown argument lr; bf16 is fixed when the Trainer is built"),
     ({"output_dir": "x"}, "output_dir is fixed when the Trainer is built and cannot be searched"),
+    ({"no_cuda": True}, "no_cuda is fixed when the Trainer is built and cannot be searched"),
     (None, "hp_space returned None; it must return a dict of training arguments"),
     ({"max_steps": 0}, "hp_space: max_steps = 0 .*: needs at least 1"),
 ]

@@ -111,7 +111,7 @@ class Adafactor(Optimizer):
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> Adafactor:
-        """Build as training arguments say: `learning_rate`, and `optim_args` for the rest.
+        """Build from training arguments: `learning_rate`, and `optim_args` for the rest.
 
         The learning rate is that of the arguments and their schedule, so neither relative steps nor the parameters'
         scale change it, unless `optim_args` sets `scale_parameter`. It takes eps, clip_threshold, decay_rate, beta1

@@ -93,7 +93,7 @@ class GaLoreAdamW(ProjectedOptimizer):
         refresh_window: refreshes that this mean is over.
         basis_dtype: what bases are kept in between steps: `float32`, `bfloat16`, `int8` or `int4`, in 4, 2, 1.02 or
             0.52 bytes a number instead of 4 (see `tr_optim.projection.encoded.EncodedBasis`). Gradients are projected
-            and moments rotated by what is kept. Q-GaLore's int8 weights are not built.
+            and moments rotated with the stored bases. Q-GaLore's int8 weights are not supported.
         stochastic_rounding: round weights in bfloat16 or float16 up or down, so that small updates are not lost (see
             `tr_optim.engine.precision.Rounding`).
         compat: `galore-torch` gives the results of galore-torch 1.0: svd, moments as they are, all bases in the same

@@ -47,7 +47,7 @@ class Lomo(FusedOptimizer):
 
     Args:
         params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
-        lr: learning rate, a number or a tensor; what a group holds at the time of `backward` counts.
+        lr: learning rate, a number or a tensor; the value in a group when `backward` is called counts.
         weight_decay: share of the weights, times the learning rate, that each step subtracts before the update.
         clip_grad_norm: greatest total 2-norm of all gradients; None for no clipping.
         clip_grad_value: greatest absolute value in any gradient; instead of `clip_grad_norm`, in one pass.

@@ -119,7 +119,7 @@ def _galore_adafactor(name: str, groups: Groups, args: Any, model: nn.Module, *,
 
 
 def _galore_options(name: str, args: Any, further: Mapping[str, Converter], *, layerwise: bool) -> dict[str, Any]:
-    """Return what `optim_args` says, with the defaults of a run."""
+    """Return the options in `optim_args`, with the defaults of a run."""
     takes = {**_PROJECTION, **(_IN_BACKWARD if layerwise else {}), **further}
     options = {"rank": 128, "seed": args.seed, **read_options(args.optim_args, takes, name)}
     if layerwise:

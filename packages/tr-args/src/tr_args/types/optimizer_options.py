@@ -32,7 +32,7 @@ def parse_optim_args(value: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return an optimizer's options by name.
 
     Text is JSON, or `name=value` parts separated by commas. A value may hold commas within quotes or
-    brackets. Numbers, `true`, `false`, `none` and bracketed lists become what they say; quoted text stays
+    brackets. Numbers, `true`, `false`, `none` and bracketed lists are converted; quoted text stays
     text.
 
     Raises:

@@ -184,7 +184,7 @@ class GaLoreTorchAdamW(_Projecting, _ADAMW["AdamW"]):
     1e-7 in the data changes the result by as much as training does, and so does another LAPACK or GPU.
     `tr_optim.GaLoreAdamW` is the same method without that; its `compat="galore-torch"` gives the same numbers.
 
-    What is mended: the state holds tensors, copied when it is loaded, and its bases no more memory than their own;
+    Fixed: the state holds tensors, copied when it is loaded, and its bases no more memory than their own;
     `step` takes a closure; `scale` and `update_proj_gap` of a group count from when they are changed, and a `rank` or
     `proj_type` that the state does not have is refused; `reverse_std` works with any rank; what is no matrix, flattened
     or sharded is refused.
@@ -239,7 +239,7 @@ class GaLoreTorchAdamW(_Projecting, _ADAMW["AdamW"]):
 class GaLoreTorchAdafactor(_Projecting, _ADAFACTOR["Adafactor"]):
     """galore-torch's GaLoreAdafactor.
 
-    What `GaLoreTorchAdamW` says of the method and of what is mended holds here too; `tr_optim.GaLoreAdafactor` is the
+    `GaLoreTorchAdamW` describes the method and what is fixed; both hold here too. `tr_optim.GaLoreAdafactor` is the
     same without what is left. With `scale_parameter` the library waits for the device at every parameter.
 
     State of a projected `m x n` matrix, std, m <= n, in float32: `basis_left` `m x r`, `exp_avg_sq_row` r,

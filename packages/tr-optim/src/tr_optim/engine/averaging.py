@@ -127,7 +127,7 @@ class RankAverage:
     order, so all ranks, and a resumed run, have the same bits.
 
     Args:
-        collectives: who the ranks are (see `tr_core.protocols.Collectives`): `world_size`, `sum` and `gather_objects`
+        collectives: the ranks (see `tr_core.protocols.Collectives`): `world_size`, `sum` and `gather_objects`
             are used. Where torch's process group has as many ranks, exchanges go through it without waiting.
         parameters: the parameters with gradients, in the same order on all ranks.
         use: called with a parameter, its mean gradient, and a flag on the device that is True if no rank's loss uses

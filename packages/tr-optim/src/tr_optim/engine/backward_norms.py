@@ -101,7 +101,7 @@ def sum_rows(
     Collective; they are exchanged together.
 
     Args:
-        window: what is kept of the step's gradients.
+        window: the kept parts of the step's gradients.
         parameters: all that are projected, in the same order on all ranks.
         basis_of: the basis that a parameter has in this step.
     """

@@ -245,7 +245,7 @@ class ProjectedOptimizer(Optimizer):
         self._apply(parameter, self.state[parameter], place, gradient, fresh, window.whole.pop(parameter, None))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the step's gradients and what is kept of them."""
+        """Drop the step's gradients and their kept parts."""
         super().zero_grad(set_to_none)
         self._gathering.forget()
 
@@ -301,7 +301,7 @@ class ProjectedOptimizer(Optimizer):
         return gradients, state_bytes(self, type(self).step)
 
     def _whole_steps(self, parameter: torch.Tensor, place: Place) -> Sums:
-        """Apply a gradient that is in `.grad`, and give what is to be added up over the ranks before it goes on."""
+        """Apply the gradient in `.grad`; yield tensors to sum over the ranks before it continues."""
         assert parameter.grad is not None
         gradient = parameter.grad
         if place.is_projected and self.fused_in_backward and not gradient.is_meta:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:  # imported only where there are such parameters, for it takes long
+if TYPE_CHECKING:  # imported only with sharded parameters, because the import is slow
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -206,7 +206,7 @@ def sharded_parameters(
         parameters: those to look at.
         owner: whose they are.
         takes: whether it can update parts of parameters.
-        instead: what it says where it cannot.
+        instead: end of the message if it cannot.
 
     Raises:
         ValueError: one is divided, and its owner cannot update parts; or in another way than by rows; or two over
@@ -249,5 +249,5 @@ def norm_of_parts(norms: Iterable[torch.Tensor], shards: Shards, device: torch.d
 
 
 def only_shards(sharded: Mapping[int, Shards]) -> Shards | None:
-    """Return one of them, for what is the same for all: who the ranks are."""
+    """Return one of them, for its ranks, which are the same for all."""
     return next(iter(sharded.values()), None)

@@ -11,7 +11,7 @@ from tr_optim.projection.basis import Basis
 
 FORMS = ("float32", "bfloat16", "int8", "int4")
 
-# Greatest code; the codes are evenly spaced, for the numbers of a basis are of one order of magnitude.
+# Greatest code. Codes are evenly spaced, because the numbers of a basis have one order of magnitude.
 _GREATEST = {"int8": 127, "int4": 7}
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 

@@ -113,7 +113,7 @@ def is_divided(name: str, shards: Shards, group: Mapping[str, Any]) -> bool | No
     Args:
         name: of the tensor.
         shards: how the parameter's rows are divided.
-        group: the parameter's, which says how it is projected; without `projects` it is not.
+        group: the parameter's group, with the options of its projection; without `projects` it has none.
     """
     if name in _IN_NO_LAYOUT:
         return None
