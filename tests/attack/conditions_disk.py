@@ -93,6 +93,7 @@ def _full_for_a_while(count: Count, folder: Path, asynchronous: bool, at: int, t
                 saved = step
             except OSError as error:
                 said.append(str(error))
+        checkpointer.release()
         values = [value.tolist() for value in part.values.values()]
         return {"said": said, "saved": saved, "values": values, "struck": failing_disk.struck()[0]}
 
