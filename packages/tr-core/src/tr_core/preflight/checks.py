@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tr_args import ArgumentsError
+from tr_args import ArgumentsError, TrainingArguments
 from tr_core.callback import CallbackList
 from tr_core.preflight.argument_checks import (
     check_device,
@@ -113,7 +113,7 @@ def check(
     return Report(type(trainer).__name__, *_examine(subject))
 
 
-def check_arguments(args: Any, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
+def check_arguments(args: TrainingArguments, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
     """Find out what is wrong with arguments alone, without model and data.
 
     Args:

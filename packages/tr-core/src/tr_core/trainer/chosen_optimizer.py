@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from tr_args import TrainingArguments
 from tr_core.validation import check_given_parts_fit
-
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
 
 # Arguments that an optimizer, and a schedule, are built from.
 _OPTIMIZER_ARGUMENTS = (
@@ -97,7 +96,7 @@ class ChosenOptimizer:
         finally:
             self._is_building = before
 
-    def note_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, args: Any) -> None:
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, args: TrainingArguments) -> None:
         """Remember what an optimizer was built from."""
         values = _values(args, _OPTIMIZER_ARGUMENTS)
         built = _Built(optimizer, values, _left_out(optimizer, model), _read_groups(optimizer))
@@ -109,14 +108,16 @@ class ChosenOptimizer:
         if built is not None and built.part is optimizer:
             built.is_edited |= _read_groups(optimizer) != built.groups
 
-    def note_schedule(self, schedule: Any, optimizer: Any, args: Any) -> None:
+    def note_schedule(self, schedule: Any, optimizer: Any, args: TrainingArguments) -> None:
         """Remember what a schedule was built from, and the groups as it left them."""
         self._built = {**self._built, "schedule": _Built(schedule, _values(args, _SCHEDULE_ARGUMENTS), frozenset(), [])}
         built = self._built.get("optimizer")
         if built is not None and built.part is optimizer:
             built.groups = _read_groups(optimizer)
 
-    def to_train_with(self, optimizer: Any, schedule: Any, model: nn.Module, args: Any) -> tuple[Any, Any]:
+    def to_train_with(
+        self, optimizer: Any, schedule: Any, model: nn.Module, args: TrainingArguments
+    ) -> tuple[Any, Any]:
         """Return what the next run is to use of an optimizer and a schedule; None in place of what is to be built.
 
         Args:
@@ -150,7 +151,7 @@ class ChosenOptimizer:
         if self._trained[0] is not None:
             self._left = _read_groups(self._trained[0])
 
-    def _is_outdated(self, optimizer: Any, model: nn.Module, args: Any) -> bool:
+    def _is_outdated(self, optimizer: Any, model: nn.Module, args: TrainingArguments) -> bool:
         if optimizer is self._trained[0]:
             if self._left is not None and _read_groups(optimizer) != self._left:
                 raise ValueError(
@@ -177,7 +178,7 @@ class ChosenOptimizer:
         return bool(changed)
 
 
-def _values(args: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _values(args: TrainingArguments, names: tuple[str, ...]) -> dict[str, Any]:
     values = args.to_dict()
     return {name: values[name] for name in names}
 

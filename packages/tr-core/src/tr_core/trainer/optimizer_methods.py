@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from tr_args import TrainingArguments
 from tr_core.optim.optimizers import (
     Factory,
     build_optimizer,
@@ -48,7 +49,7 @@ class Optimizing(TrainerParts):
         return self.optimizer
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> Factory:
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> Factory:
         """Return what builds the optimizer that the arguments name, and the keyword arguments to call it with.
 
         It is called with the parameter groups first. An override may return any class of optimizers.
@@ -123,7 +124,7 @@ class Optimizing(TrainerParts):
         """Count the numbers that training changes."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of one optimizer step: of a micro-batch, times accumulation, times processes."""
         return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.world_size
 

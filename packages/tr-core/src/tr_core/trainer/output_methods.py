@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from tr_core.preflight.requested import stop_if_requested
 from tr_core.runtime.run_context import training_context
 from tr_core.trainer.parts import TrainerParts
 from tr_log.terminal import write_line
-
-if TYPE_CHECKING:
-    pass
 
 
 class Reporting(TrainerParts):
