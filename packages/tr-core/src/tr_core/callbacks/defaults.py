@@ -16,15 +16,15 @@ from tr_log import MetricsFile, PrinterCallback, ProgressCallback, get_logger
 
 logger = get_logger(__name__)
 
-# Callbacks that have an option of their own: `report_to="all"` does not mean them.
+# Callbacks with their own option; `report_to="all"` does not include them.
 NOT_TRACKERS = ("hub", "neftune")
 
 
 def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
     """Return the callbacks that the arguments ask for, in the order they are called.
 
-    Read are `disable_tqdm`, `report_to`, `neftune_noise_alpha`, `parameter_rules` and `push_to_hub`, and what
-    `steering` reads.
+    It reads `disable_tqdm`, `report_to`, `neftune_noise_alpha`, `parameter_rules`, `push_to_hub`, and what `steering`
+    reads.
 
     Raises:
         tr_core.plugins.PluginError: a tracker in `report_to` is not installed.
@@ -38,9 +38,9 @@ def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
 
 
 def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:
-    """Return the callbacks that do what only some runs need: act by the clock, average weights, free memory.
+    """Return the callbacks that only some runs need: wall time, weight averaging, freeing memory.
 
-    Read are `max_time`, the strategies of logging, evaluating and saving, `ema_decay` and `torch_empty_cache_steps`.
+    It reads `max_time`, the strategies of logging, evaluating and saving, `ema_decay` and `torch_empty_cache_steps`.
     """
     wanted: list[Any] = []
     times = (args.max_time, args.logging_strategy, args.eval_strategy, args.save_strategy)
@@ -54,11 +54,11 @@ def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:
 
 
 def trackers(args: TrainingArguments) -> list[Any]:
-    """Return the trackers that `report_to` asks for: `none` is none of them, `all` every one that can be used.
+    """Return the trackers that `report_to` asks for: `none` means no tracker, `all` every usable one.
 
     Raises:
         tr_core.plugins.PluginError: a named one is not installed.
-        ImportError: the library of a named one is not.
+        ImportError: the library of a named one is not installed.
     """
     if "all" not in args.report_to:
         return [plugins.load("tr.callbacks", name)(args) for name in args.report_to if name != "none"]

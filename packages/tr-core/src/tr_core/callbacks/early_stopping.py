@@ -1,4 +1,4 @@
-"""Stop a run whose evaluations no longer get better."""
+"""Stop a run whose evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EarlyStoppingCallback(TrainerCallback):
         early_stopping_patience: evaluations without improvement after which the run ends, at least 1.
         early_stopping_threshold: how much better than the best so far counts as improvement, at least 0.
 
-    Which metric and which direction are those of `metric_for_best_model` and `greater_is_better`. With several
-    evaluation data sets only the results that hold the metric count: of a dict of data sets, name the metric with the
-    name of one (`metric_for_best_model="english_loss"`). A metric that is NaN is no improvement. The counter is saved
-    with every checkpoint; a run that is not resumed begins at 0, and one that was ended is not continued by a resume.
+    `metric_for_best_model` and `greater_is_better` give the metric and the direction. With several evaluation data
+    sets, only the results that hold the metric count. For a dict of data sets, prefix the metric with the name of one
+    (`metric_for_best_model="english_loss"`). A metric that is NaN is no improvement. Every checkpoint holds the
+    counter; a run that is not resumed begins at 0. Resuming a run that was stopped here does not continue it.
 
     Raises:
         ValueError: an argument is out of its range; or, at the beginning of training, there is no evaluation or no
@@ -44,7 +44,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that there is something to watch; begin to count, or stop a resumed run that was ended here before."""
+        """Check that there is a metric; reset the counter, or stop a resumed run that was stopped here before."""
         if args.metric_for_best_model is None or args.eval_strategy == "no":
             raise ValueError(
                 f"EarlyStoppingCallback has nothing to watch: metric_for_best_model={args.metric_for_best_model!r}, "
@@ -64,7 +64,8 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop = True
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Compare with the best *before* this evaluation, count, and stop the run when patience is used up."""
+        """Compare with the best *before* this evaluation, count, and stop the run when the count reaches the patience.
+        """
         value = kwargs["metrics"].get(metric_name(args.metric_for_best_model or ""))
         if not isinstance(value, int | float):
             return
@@ -83,5 +84,5 @@ class EarlyStoppingCallback(TrainerCallback):
         return {"early_stopping_patience_counter": self.early_stopping_patience_counter}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over the counter."""
+        """Load the counter."""
         self.early_stopping_patience_counter = state_dict["early_stopping_patience_counter"]

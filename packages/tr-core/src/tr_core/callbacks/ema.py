@@ -20,12 +20,12 @@ from tr_core.state import TrainerControl, TrainerState
 class WeightAverage:
     """An exponential moving average of a module's weights, held in float32 on the weights' device.
 
-    Averaged are the parameters that are trainable when this is built, each once however many names it has, and the
-    floating-point buffers that are saved with the module (running statistics of norms). Other buffers, and frozen
-    parameters, are the module's own at any time. Float64 stays float64. Of a weight that is divided over the ranks (a
-    DTensor) each rank averages its part, and exchanges nothing.
+    It averages the parameters that are trainable at construction, each once however many names it has. It also averages
+    the floating-point buffers that are saved with the module (running statistics of norms). It leaves other buffers and
+    frozen parameters to the module. Float64 stays float64. Each rank averages its own part of a sharded weight (a
+    DTensor) and exchanges nothing.
 
-    Nothing here reads a value from the device, and an update calls torch as often for a thousand weights as for one.
+    No sync. An update makes the same number of torch calls for a thousand weights as for one.
 
     Args:
         model: the module, on its device.
@@ -33,10 +33,10 @@ class WeightAverage:
 
     Attributes:
         model: the module.
-        restored: whether a state was loaded and not yet begun from.
+        restored: whether a state was loaded and training has not begun from it yet.
 
     Raises:
-        ValueError: a weight is packed, or its numbers are not where this process could find them.
+        ValueError: a weight is packed, or this process cannot access its values.
 
     Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as exponential average
     in Tarvainen and Valpola 2017, "Mean teachers are better role models", equation 2.
@@ -46,7 +46,7 @@ class WeightAverage:
         self.model, self.decay = model, decay
         self.restored = False
         self._parameters = {name: p for name, p in model.named_parameters() if _is_averaged(p)}
-        # By place: a module may put a new tensor where a buffer was.
+        # Kept by module and name: a module may replace a buffer's tensor.
         self._buffers = _buffer_places(model)
         for name, tensor in zip(self._names(), self._live(), strict=True):
             if type(_local(tensor.data)) is not torch.Tensor:
@@ -64,17 +64,17 @@ class WeightAverage:
         pairs = zip(self._average, self._numbers(), strict=True)
         narrow = [place for place, (average, live) in enumerate(pairs) if average.dtype != live.dtype]
         self._narrow = [place for place in narrow if self._average[place].numel()]
-        self._absent = [place for place in narrow if not self._average[place].numel()]  # all of it is on other ranks
+        self._absent = [place for place in narrow if not self._average[place].numel()]  # other ranks hold all of it
         self._narrow_numel = sum(self._average[place].numel() for place in self._narrow)
         self._is_swapped = False
 
     def reset(self) -> None:
-        """Begin anew from the weights as they are."""
+        """Reset the average to the current weights."""
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._numbers())
 
     def update(self) -> None:
-        """Move the average towards the weights: average ← decay · average + (1 - decay) · weights."""
+        """Update the average: average ← decay · average + (1 - decay) · weights."""
         live = self._numbers()
         with torch.no_grad():
             if self._narrow:
@@ -86,9 +86,9 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Have the module hold the average inside the block, and its own weights again afterwards.
+        """Swap the average into the module inside the block, and restore its own weights afterwards.
 
-        Costs one more copy of the weights while it lasts. Inside another such block it does nothing.
+        The block costs one more copy of the weights. A nested block does nothing.
 
         Raises:
             ValueError: a parameter was frozen when training began and is not any more.
@@ -107,7 +107,7 @@ class WeightAverage:
             self._is_swapped = False
 
     def keep(self) -> None:
-        """Give the module the average for good."""
+        """Copy the average into the module permanently."""
         self._check_complete()
         self._put_in(self._average)
 
@@ -116,10 +116,10 @@ class WeightAverage:
         return dict(self._named)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], /) -> None:
-        """Take over an average.
+        """Load an average.
 
         Raises:
-            ValueError: it is one of other weights; the message names them.
+            ValueError: the average belongs to other weights; the message names them.
         """
         own = self.state_dict()
         if odd := sorted(set(own) ^ set(state_dict)):
@@ -140,14 +140,14 @@ class WeightAverage:
         return [*self._parameters, *self._buffers]
 
     def _live(self) -> list[torch.Tensor]:
-        # No generator, which would be a call for each.
+        # No generator: it would cost one call per weight.
         return [*self._parameters.values(), *[module._buffers[name] for module, name in self._buffers.values()]]  # pyright: ignore[reportReturnType]
 
     def _numbers(self) -> list[torch.Tensor]:
-        """Return what this rank holds of the weights that train, to be used without gradients.
+        """Return this rank's part of the trainable weights, without gradients.
 
-        Asked for each time, for `fully_shard` may exchange the memory of a shard; and by the attribute, for
-        `to_local()` is a call for each.
+        Not cached, because `fully_shard` may replace the memory of a shard. Read by the attribute, because `to_local()`
+        costs one call per weight.
         """
         return [getattr(tensor, "_local_tensor", tensor) for tensor in self._live()]
 
@@ -173,14 +173,14 @@ class WeightAverage:
 
 
 class EMACallback(TrainerCallback):
-    """Keep an average of the weights while a run trains; evaluation, `save_model` and the end of the run take it.
+    """Average the weights during training; evaluation, `save_model` and the end of the run use the average.
 
     A checkpoint holds the raw weights as its part `model` and the average as its part `ema`, so `ema.safetensors` has
-    the names of the model's own file. A run that ends by an exception leaves the raw weights.
+    the names of the model's own file. After an exception the model has the raw weights.
 
     Args:
         decay: as of `WeightAverage`, for one update.
-        start_step: optimizer steps before the average begins; up to there the weights themselves stand for it.
+        start_step: optimizer steps before the average begins; until then the raw weights are used.
         update_steps: optimizer steps from one update to the next.
     """
 
@@ -197,7 +197,7 @@ class EMACallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin from the weights as they are, or from the average of the checkpoint that was restored."""
+        """Start from the current weights, or from the average of the restored checkpoint."""
         average = self._of(kwargs["model"])
         if not average.restored:
             average.reset()
@@ -207,7 +207,7 @@ class EMACallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Update the average, unless the step was left out or it is not its turn."""
+        """Update the average, unless the step was skipped or no update is due."""
         since_start = state.global_step + 1 - self.start_step  # the state does not count this step yet
         if since_start == 0:
             self._of(kwargs["model"]).reset()
@@ -218,22 +218,22 @@ class EMACallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop swapping: from here on the model is what it is."""
+        """Stop swapping the average into the model."""
         self._is_training = False
 
     def weight_parts(self, model: nn.Module) -> dict[str, Stateful]:
         """Return the average, to be saved and restored with the weights."""
         average = self._of(model)
         if self._is_training and not self._has_begun:
-            average.reset()  # what is saved is what would be evaluated
+            average.reset()  # save what would be evaluated
         return {"ema": average}
 
     def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Have the model hold the average inside the block, during training."""
+        """Swap the average into the model inside the block, during training."""
         return self._of(model).swapped_in() if self._is_training and self._has_begun else nullcontext()
 
     def keep_evaluation_weights(self, model: nn.Module, state: TrainerState) -> None:
-        """Give the model the average for good: the run is over."""
+        """Copy the average into the model permanently, at the end of the run."""
         average = self._of(model)
         if state.global_step >= self.start_step:
             average.keep()

@@ -1,4 +1,4 @@
-"""Give the device's cached memory back every so many steps."""
+"""Release the device's cached memory every few steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tr_core.state import TrainerControl, TrainerState
 
 
 class EmptyCacheCallback(TrainerCallback):
-    """Release the memory that torch's allocator holds and no tensor uses: slower, but less may be enough.
+    """Release the memory that torch's allocator caches: slower, but the peak may be lower.
 
     Args:
         device: whose memory: a device whose torch module has `empty_cache`, as CUDA, MPS and XPU have.
-        every_steps: optimizer steps between two times.
+        every_steps: optimizer steps between two releases.
     """
 
     def __init__(self, device: torch.device, every_steps: int) -> None:
@@ -24,6 +24,6 @@ class EmptyCacheCallback(TrainerCallback):
         self._empty_cache = torch.get_device_module(device).empty_cache
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Release it, if it is time to."""
+        """Release the cache, if due."""
         if state.global_step % self.every_steps == 0:
             self._empty_cache()  # sync: the driver waits for the device before it takes memory back

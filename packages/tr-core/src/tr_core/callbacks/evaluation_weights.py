@@ -1,4 +1,4 @@
-"""Ask the callbacks for other weights than those being trained: to evaluate, to save, and to keep at the end."""
+"""Use the callbacks' weights instead of the trained ones: to evaluate, to save, and at the end of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tr_core.state import TrainerState
 
 
 def weight_parts(callbacks: Iterable[Any], model: nn.Module) -> dict[str, Stateful]:
-    """Return what callbacks hold of the weights, by its names in a checkpoint.
+    """Return the weights that callbacks hold, by their names in a checkpoint.
 
     Raises:
         ValueError: two callbacks use one name.
@@ -32,7 +32,7 @@ def weight_parts(callbacks: Iterable[Any], model: nn.Module) -> dict[str, Statef
 
 @contextmanager
 def evaluation_weights(callbacks: Iterable[Any], model: nn.Module) -> Iterator[None]:
-    """Have the model hold the weights that callbacks give to evaluate and to export, inside the block."""
+    """Swap the callbacks' weights for evaluation and export into the model, inside the block."""
     with ExitStack() as stack:
         for callback in _holders(callbacks):
             stack.enter_context(callback.evaluation_weights(model))
@@ -40,19 +40,19 @@ def evaluation_weights(callbacks: Iterable[Any], model: nn.Module) -> Iterator[N
 
 
 def adopt_evaluation_weights(callbacks: Iterable[Any], model: nn.Module, state: TrainerState) -> None:
-    """Leave the model with the weights to evaluate, at the end of a run."""
+    """Copy the evaluation weights into the model permanently, at the end of a run."""
     for callback in _holders(callbacks):
         callback.keep_evaluation_weights(model, state)
 
 
 class OptimizerMode:
-    """Which of its two sets of weights an optimizer has put into the model: those that train, or those to judge.
+    """Switches an optimizer's two sets of weights in the model: training weights and evaluation weights.
 
-    Schedule-free optimizers know two: `eval()` exchanges the weights in place, and `train()` takes it back. Other
-    optimizers have no such methods, and nothing is called. After a run the model has the weights to judge.
+    Schedule-free optimizers have two sets. `eval()` swaps the weights in place, and `train()` swaps them back. For
+    optimizers without these methods nothing is called. After a run the model has the evaluation weights.
 
     Attributes:
-        is_evaluating: whether the model has those to judge.
+        is_evaluating: whether the model has the evaluation weights.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class OptimizerMode:
 
     @contextmanager
     def evaluating(self, optimizer: Any) -> Iterator[None]:
-        """Have the model hold the weights to judge inside the block; inside another such block nothing is done."""
+        """Swap the evaluation weights into the model inside the block; a nested block does nothing."""
         if self.is_evaluating:
             yield
             return

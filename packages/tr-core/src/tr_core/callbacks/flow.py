@@ -10,11 +10,11 @@ from tr_core.state import TrainerControl, TrainerState
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Ask for logs, evaluations and checkpoints when their strategies say so, and end the run at its last step.
+    """Request logs, evaluations and checkpoints by their strategies, and end the run at its last step.
 
-    The last step of a run is evaluated and saved under the `steps` strategies even where the count does not fall on
-    it, and under a strategy of wall time even if it is not due (`WallTimeCallback` asks for what is). The `best` saving
-    strategy is not here: it is decided when an evaluation's result is known.
+    Under the `steps` strategies the last step is also evaluated and saved off the interval. Under a strategy of wall
+    time it is also evaluated and saved before it is due. `WallTimeCallback` requests what is due by time. The `best`
+    saving strategy is decided elsewhere, when an evaluation's result is known.
     """
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Log the learning rates of the parameters that rules name."""
+"""Log the learning rates of parameter rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tr_core.state import TrainerControl, TrainerState
 class RuleRatesCallback(TrainerCallback):
     """Add `learning_rate/<name of the rule>`, as the last step used it, to every log entry with a `learning_rate`.
 
-    It comes before those that write logs. The rates are saved with every checkpoint: a log that is due right after a
-    resume is of a step before it.
+    It runs before the callbacks that write logs. Every checkpoint holds the rates, because a log right after a resume
+    describes a step before the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class RuleRatesCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note the rates before the schedule changes them."""
+        """Record the rates before the schedule changes them."""
         self._rates = learning_rates(kwargs["optimizer"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -38,5 +38,5 @@ class RuleRatesCallback(TrainerCallback):
         return {"rates": self._rates}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over the rates."""
+        """Load the rates."""
         self._rates = dict(state_dict["rates"])

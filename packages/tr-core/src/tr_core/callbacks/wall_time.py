@@ -14,19 +14,20 @@ from tr_log import get_logger
 
 logger = get_logger(__name__)
 
-# What can be due every so often.
+# Actions that can be due at an interval.
 ACTIONS = ("log", "evaluate", "save")
 
 
 class WallTimeCallback(TrainerCallback):
-    """Ask for logs, evaluations and checkpoints every so much wall time, and end the run after `max_time`.
+    """Request logs, evaluations and checkpoints at intervals of wall time, and end the run after `max_time`.
 
-    An action is due at the first step that ends its time after the last one ended; for a checkpoint that is the last
-    one of any cause. What had passed since then is saved with a checkpoint, and a resumed run counts on from it; the
-    time between two runs counts for nothing. `max_time` counts from the beginning of this call of `train`.
+    An action is due at the first step that ends an interval after the action's last end. For a checkpoint, the last
+    checkpoint of any cause counts. The elapsed part of the interval is saved with a checkpoint, and a resumed run
+    counts on from it. Time between two runs does not count. `max_time` counts from the beginning of this call of
+    `train`.
 
-    Of several ranks the first one's clock decides for all. The others hear of it as of what any callback asks for
-    (`tr_core.preemption.preemption`): nobody waits, and all of them act at the end of the step after.
+    With several ranks, the clock of rank 0 decides. The other ranks receive its flags like any callback flags
+    (`tr_core.preemption.preemption`). No rank blocks; all ranks act at the end of the next step.
 
     Args:
         args: training arguments; `logging_strategy`, `eval_strategy`, `save_strategy` and `max_time` are read.
@@ -48,7 +49,7 @@ class WallTimeCallback(TrainerCallback):
         self._began_s = clock()
         self._last_s: dict[str, float] = {}
         self._restored_s: dict[str, float] = {}
-        self._under_way: dict[str, int] = {}  # what was asked for, and at the end of which step
+        self._under_way: dict[str, int] = {}  # requested action -> step at whose end it was requested
         self._is_over = False
 
     def on_train_begin(
@@ -62,14 +63,14 @@ class WallTimeCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count anew for what was done since the last step."""
+        """Restart the interval of each action that was done since the last step."""
         for action, step in list(self._under_way.items()):
-            if state.global_step >= step + self._has_others:  # with others it may be done one step later
+            if state.global_step >= step + self._has_others:  # with several ranks, it may be done one step later
                 self._last_s[action] = self._clock()
                 del self._under_way[action]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for what is due."""
+        """Request the actions that are due."""
         if not self._decides:
             return
         now = self._clock()
@@ -80,23 +81,23 @@ class WallTimeCallback(TrainerCallback):
         control.should_save |= "save" in due
         if self._limit_s is not None and now - self._began_s >= self._limit_s and state.global_step < state.max_steps:
             self._is_over = control.should_training_stop = True
-            # A strategy of epochs saves at the end of the pass, which the stop makes of this step.
+            # The stop ends the epoch at this step; an epoch strategy saves there.
             control.should_save |= args.save_strategy not in ("no", "epoch")
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say so where the time is over."""
+        """Log when the time is over."""
         if self._is_over and control.should_training_stop:
             logger.info("%s", _farewell(args, state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count anew for the next checkpoint."""
+        """Restart the interval of checkpoints."""
         if "save" in self._last_s:
             self._last_s["save"] = self._clock()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds since each action, as of now: a checkpoint is being made."""
+        """Return the current seconds since each action; a checkpoint is being saved."""
         now, under_way = self._clock(), (*self._under_way, "save")
         return {
             f"seconds_since_{action}": 0.0 if action in under_way else now - last_s
@@ -104,7 +105,7 @@ class WallTimeCallback(TrainerCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over the seconds; an action that had no period of its own then begins at 0."""
+        """Load the seconds; an action without an interval in the saved run begins at 0."""
         prefix = "seconds_since_"
         self._restored_s = {name.removeprefix(prefix): seconds for name, seconds in state_dict.items()}
 

@@ -1,4 +1,4 @@
-"""Put the sequences of a batch behind each other instead of padding them."""
+"""Concatenate the sequences of a batch instead of padding them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors
 class DataCollatorWithFlattening:
     """Join the sequences of a batch into one of shape (1, tokens), without padding.
 
-    For causal language models whose attention keeps the sequences apart, by their `position_ids` or by the lengths:
-    any other lets each sequence see those before it. Models of transformers do so with `config.use_cache=False`.
+    Use it for causal language models whose attention separates the sequences by `position_ids` or by the lengths. In
+    any other model each sequence attends to those before it. Models of transformers separate them with
+    `config.use_cache=False`.
 
     Args:
         return_tensors: `pt`, torch tensors.
-        return_position_ids: add `position_ids`, which begin anew with each sequence.
-        separator_id: label of each sequence's first token, which no token of the same sequence predicts; -100 is left
-            out of losses.
+        return_position_ids: add `position_ids`, which restart with each sequence.
+        separator_id: label of each sequence's first token, which no token of the same sequence predicts; losses ignore
+            -100.
         return_flash_attn_kwargs: add `cu_seq_lens_q`, `cu_seq_lens_k` (int32, where sequences begin and the last
             ends), `max_length_q` and `max_length_k` (int).
         return_seq_idx: add `seq_idx` (int32), the number of each token's sequence.

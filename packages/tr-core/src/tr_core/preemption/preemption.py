@@ -1,7 +1,7 @@
 """Save and stop at a step boundary, on all ranks at the same step.
 
-A signal asks for it, or a background save that failed. All ranks also log, evaluate, save and stop together if the
-callbacks of only one rank ask for it.
+A signal or a failed background save triggers it. All ranks also log, evaluate, save and stop together if the callbacks
+of only one rank request it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tr_log import get_logger
 
 logger = get_logger("tr_core.trainer")
 
-# What ranks tell each other: 0, the number of a signal, or this, which is larger than any.
+# What ranks exchange: 0, a signal's number, or this constant, which is larger than any signal's number.
 FAILED_SAVE = 1000
 
 
 class Preemptible(Protocol):
-    """What ends between two steps: a run, as it is when it is asked for.
+    """The state of a run that may end between two steps; each attribute is read when needed.
 
     Attributes:
         args: the training arguments.
-        state: what the run has reached.
-        control: what happens next.
+        state: the progress of the run.
+        control: the flags of the callbacks.
         callback_handler: the callbacks.
         search: the search that the run is a trial of, None for any other run.
     """
@@ -51,16 +51,16 @@ class Preemptible(Protocol):
     search: Any
 
     def checkpointer(self) -> Checkpointer:
-        """Return where checkpoints go."""
+        """Return the checkpointer of the run."""
         ...
 
 
 @contextmanager
 def preemptible(preemption: Preemption | None) -> Iterator[None]:
-    """Surround training and its events: signals end it with a checkpoint, and a failed background save ends it.
+    """Stop training inside the block with a checkpoint after a signal, or with the error of a failed background save.
 
-    Without checkpoints there is nothing to write, and signals keep their usual effect; a callback may still ask for
-    one. What a callback of one rank asks for, all ranks do, in any run.
+    Without checkpoints signals keep their usual effect; a callback may still request a checkpoint. In any run all ranks
+    do what a callback of one rank requests.
 
     Args:
         preemption: what `make_preemption` returned.
@@ -81,9 +81,9 @@ def make_preemption(
     save: Callable[[], None],
     writes: Callable[[], bool],
 ) -> Preemption | None:
-    """Return what ends a run between two steps; None where nothing does.
+    """Return the object that ends a run between two steps; None where nothing can end it.
 
-    The arguments are those of `Preemption`.
+    It takes the arguments of `Preemption`.
     """
     args = owner.args
     if not (args.save_async or saves_on_signal(args) or strategy.world_size > 1):
@@ -92,26 +92,26 @@ def make_preemption(
 
 
 class Preemption:
-    """Ends a run between two steps, after a signal or because a checkpoint could not be written.
+    """Ends a run between two steps after a signal or a failed checkpoint.
 
-    The first signal is looked at when a step ends, after all callbacks: the step is logged if that is due, saved, and
-    `Interrupted` raised. An evaluation that is due then, or under way, is left out; the checkpoint notes it, and the
-    resumed run begins with it. A run whose last step it is ends as if nothing had come, unless it is in an evaluation.
+    The first signal is handled when a step ends, after all callbacks. The step is logged if due, then saved, and
+    `Interrupted` is raised. An evaluation that is due or running is skipped; the checkpoint records it, and the resumed
+    run begins with it. A signal at the last step has no effect, unless it comes during an evaluation.
 
-    With one process nothing here is called before a signal came, unless checkpoints are written in the background,
-    for then each step looks whether that failed. With several ranks one host-side exchange a step travels while the
-    next one computes, so that all of them stop at the step after the one in which the signal was seen. The flags that
-    callbacks set travel with it (`FlagSync`).
+    With one process, nothing here is called before a signal, except with background checkpoints: then each step checks
+    whether the save failed. With several ranks, one host-side exchange a step overlaps with the next step. So all ranks
+    stop at the step after the one in which the signal was seen. The same exchange carries the callback flags
+    (`FlagSync`).
 
     Args:
-        owner: what is read of the run, each time it is needed.
-        strategy: how ranks exchange what they know.
-        position: where the evaluation is noted that an interruption skips.
+        owner: the run; its attributes are read when needed.
+        strategy: gives the collectives between ranks.
+        position: records the evaluation that an interruption skips.
         save: saves a checkpoint and fires `on_save`.
-        writes: whether a checkpoint may be on its way to the disk in the background.
+        writes: whether checkpoints may be written in the background.
 
     Attributes:
-        signals: the block in which signals are noted.
+        signals: the block in which signals are recorded.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class Preemption:
         self._before_evaluation: _StateBeforeEvaluation | None = None
 
     def begin(self, undo: ExitStack) -> None:
-        """Note signals until `undo` ends; look at every step at once where a save or a rank may ask for an end."""
+        """Record signals until `undo` ends; check every step from the start if a save or another rank may end the run.
+        """
         args = self._owner.args
         if args.save_async or self._strategy.world_size > 1:
             self.listen()
@@ -144,18 +145,18 @@ class Preemption:
             undo.enter_context(self.signals)
 
     def listen(self) -> None:
-        """Look at every step, evaluation batch and save from now on; a signal handler may call this."""
+        """Start to check at every step, evaluation batch and save; a signal handler may call this."""
         for event, method in self._listeners.items():
             self._owner.callback_handler.listen(event, method)
 
     def forget(self) -> None:
-        """Listen no longer."""
+        """Stop checking."""
         for event, method in self._listeners.items():
             self._owner.callback_handler.unlisten(event, method)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Surround an evaluation between two steps, which a signal cuts short: what it changed is put back first."""
+        """Let a signal cut the evaluation inside the block short; the state from before it is restored first."""
         self._before_evaluation = before = _StateBeforeEvaluation(self._owner, self._strategy.device)
         try:
             yield
@@ -169,15 +170,15 @@ class Preemption:
             self._before_evaluation = None
 
     def agree_on_flags(self) -> None:
-        """Have all ranks do what the callbacks of any ask for, at a place to which all come together."""
+        """Merge the callback flags of all ranks. Collective."""
         if self._agreement is not None:
             self._is_asked(self._owner.control, waits=True)
 
     def settle(self) -> None:
-        """Wait, after the last step, for what is being written; all ranks call it.
+        """Wait after the last step for checkpoints that are being written. Every rank calls it.
 
         Raises:
-            Exception: it could not be written.
+            Exception: a checkpoint could not be written.
         """
         if self._agreement is not None:
             self._take(self._agreement.last_number())
@@ -190,21 +191,21 @@ class Preemption:
             )
 
     def settle_after(self, error: BaseException) -> None:
-        """Wait, after an exception, for what this rank is writing; what that fails with becomes a note of `error`.
+        """Wait after an exception for this rank's checkpoint writes; a failure of them becomes a note of `error`.
 
-        Nothing is asked of other ranks, which may be gone or elsewhere.
+        No collective: other ranks may have ended or be at another point.
         """
         if not self._writes():
             return
         checkpointer = self._owner.checkpointer()
         try:
-            checkpointer.path(self._owner.state.global_step)  # which waits
+            checkpointer.path(self._owner.state.global_step)  # this waits
             checkpointer.check()
         except Exception as failure:
             error.add_note(f"besides, in the background: {type(failure).__name__}: {failure}")
 
     def _note(self) -> None:
-        # In a signal handler, where a log line could meet the lock of one that is being written.
+        # No log line in a signal handler: the interrupted code may hold the log's lock.
         self.listen()
         if self._strategy.rank == 0:
             text = f"{signal.Signals(self.signals.number).name}: saving and stopping when this step is done"
@@ -212,7 +213,7 @@ class Preemption:
                 os.write(2, f"\n{text}; a second one stops at once\n".encode())
 
     def _after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # A pass that a callback ends here has its own end to come; the next step is soon enough.
+        # The epoch ends here anyway; stop at the next step.
         if not self._is_asked(control) or control.should_training_stop or control.should_epoch_stop:
             return
         if control.should_evaluate:
@@ -223,9 +224,9 @@ class Preemption:
     def _after_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._before_evaluation is None:  # an evaluation that a callback makes is that callback's own
+        if self._before_evaluation is None:  # an evaluation that a callback started is not interrupted
             return
-        # A loader of the user's own may give each rank another number of batches, and so of chances to agree.
+        # A user's loader may give ranks different numbers of batches, so exchanges here would not match.
         if self._strategy.world_size > 1 and not isinstance(kwargs["eval_dataloader"], SeededLoader):
             return
         if self._is_asked(None):
@@ -263,11 +264,11 @@ class Preemption:
         self._position.pending = ["evaluate", *(["save"] if saves else [])]
 
     def _is_asked(self, control: TrainerControl | None, *, waits: bool = False) -> bool:
-        """Whether all ranks know of a signal; every rank asks as often as the others.
+        """Whether all ranks know of a signal. Every rank calls it equally often.
 
         Args:
-            control: the flags on which ranks then agree, None where they have no meaning.
-            waits: have all ranks wait for each other, to do what any of them asks for at once.
+            control: the flags to merge over ranks; None where flags do not apply.
+            waits: block until all ranks have exchanged, so that requests of any rank apply at once.
 
         Raises:
             Exception: a checkpoint could not be written in the background.
@@ -285,7 +286,7 @@ class Preemption:
         if self._error is None and self._writes():
             try:
                 self._owner.checkpointer().check()
-            except Exception as error:  # raised on all ranks together, once they know of it
+            except Exception as error:  # all ranks raise together, after the exchange
                 self._error = error
         return self.signals.number if self._error is None else FAILED_SAVE
 
@@ -302,12 +303,12 @@ class Preemption:
         self._agreed = value
 
 
-class _EvaluationInterrupted(BaseException):  # not an Exception: nothing on its way may take it for a failure
-    """Ends an evaluation that a resumed run will make anew."""
+class _EvaluationInterrupted(BaseException):  # not an Exception: no handler may treat it as a failure
+    """Ends an evaluation that the resumed run repeats."""
 
 
 class _StateBeforeEvaluation:
-    """What an evaluation that is cut short has changed of a run's state, as it was before."""
+    """The parts of a run's state that an evaluation changes, as they were before it."""
 
     def __init__(self, owner: Preemptible, device: torch.device) -> None:
         self._owner, self._device = owner, device
@@ -333,34 +334,33 @@ FLAGS = tuple(flag.name for flag in fields(TrainerControl))
 
 
 class FlagSync:
-    """What ranks tell each other between two steps, in one exchange: a number, and the flags their callbacks set.
+    """Exchanges a number and the callback flags between ranks, once a step.
 
-    A rank with no flag set does not wait: while the exchange travels it goes on with the next step, and hears at the
-    end of that what was said. A rank with a flag waits. So where every rank has one, as when a log is due by the
-    count of steps, all hear at once and do what any of them asks for. Where some rank has none, it has gone on; the
-    others then leave their flags as if they were not set, and all do it together one step later.
+    A rank without flags does not block; it reads the result one step later. A rank with flags blocks. If all ranks
+    blocked, as for a log due by the step count, all act now. Otherwise the blocked ranks clear their flags, and all
+    ranks act one step later.
 
     Every rank calls the same methods in the same order.
 
     Args:
-        collectives: how ranks exchange it.
+        collectives: the collectives of the strategy.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._read: Callable[[], list[int]] = lambda: [0, 0, *(0 for _ in FLAGS)]  # nothing was told yet
+        self._read: Callable[[], list[int]] = lambda: [0, 0, *(0 for _ in FLAGS)]  # nothing was sent yet
         self._put_off: set[str] = set()
 
     def on_flags(self, control: TrainerControl, number: int, *, waits: bool = False) -> int:
-        """Tell a number and the flags, and change these to what all ranks do now.
+        """Send a number and the flags, and set the flags to what all ranks do now.
 
         Args:
             control: the flags of this rank.
             number: the number of this rank.
-            waits: have all ranks wait, so that what any of them asks for is done now.
+            waits: block every rank, so that requests of any rank apply now.
 
         Returns:
-            The largest number that was told the last time.
+            The largest number of the last exchange.
         """
         before = self.last_number()
         wanted = [getattr(control, flag) or flag in self._put_off for flag in FLAGS]
@@ -374,13 +374,13 @@ class FlagSync:
         return before
 
     def on_number(self, number: int) -> int:
-        """Tell a number alone, and return the largest that was told the last time."""
+        """Send a number without flags, and return the largest of the last exchange."""
         before = self.last_number()
         self._tell(number, [False for _ in FLAGS], goes_on=True)
         return before
 
     def last_number(self) -> int:
-        """Return the largest number that was told the last time, 0 if none was."""
+        """Return the largest number of the last exchange, 0 without one."""
         number, some_went_on, *flags = self._read()
         if some_went_on:
             self._put_off |= {name for name, is_wanted in zip(FLAGS, flags, strict=True) if is_wanted}

@@ -20,13 +20,13 @@ logger = get_logger(__name__)
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
-# A launcher that gets a signal passes it on to processes that the system sent it to already: the same signal once more
-# within this time is the same request. Ctrl-C is pressed by a person, who means it.
+# The system sends a signal to a whole group, and a launcher forwards it to the same processes again. The same signal
+# within this time is therefore the same request. Ctrl-C is exempt: a person pressed it twice.
 _REPEATED_WITHIN_S = 1.0
 
 
 class Interrupted(SystemExit):
-    """Ends `Trainer.train` after a signal; left alone it ends the process with code 128 + the signal's number.
+    """Ends `Trainer.train` after a signal; uncaught, it ends the process with code 128 + the signal's number.
 
     Attributes:
         signal: the signal.
@@ -56,17 +56,17 @@ def interrupted(number: int, step: int, checkpoint: Path) -> Interrupted:
 class StopSignals:
     """Inside this block SIGTERM, SIGUSR1 and SIGINT set a flag; a second of them ends the process at once.
 
-    Taken over are signals that nobody has a use for yet: one that is ignored stays so, as in a job that the shell put
-    into the background, and one with a handler of the user's or of a library's keeps it. Outside of the main thread,
-    where Python allows no handlers, none are set. Afterwards everything is as it was.
+    It takes only signals with their default handler. An ignored signal stays ignored, as in a job that the shell put
+    into the background. A handler of the user or of a library stays. Outside of the main thread Python allows no
+    handlers, and none are set. The block restores everything at its end.
 
-    A process forked in this block has the handlers too; there they act as the former ones would.
+    A process forked in this block inherits the handlers; there they act as the former ones would.
 
     Args:
         notify: called, once, by the handler of the first signal. It may come between any two operations of the main
             thread.
-        watches: have a thread end the process at the second signal also while the main thread is in a call that Python
-            cannot interrupt, as in an exchange with another rank that does not come.
+        watches: also end the process at the second signal while the main thread is in a call that Python cannot
+            interrupt, such as an exchange with a hanging rank. A thread does it.
 
     Attributes:
         number: the first signal that came; 0 if none has.
@@ -119,7 +119,7 @@ class StopSignals:
             signal.signal(number, self._former.get(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
             return
-        self._came.append(number)  # before anything is asked: another signal's handler may come in between
+        self._came.append(number)  # first of all: another signal's handler may run in between
         now_s = time.monotonic()
         if len(self._came) == 1:
             self._first_s = now_s
@@ -129,7 +129,7 @@ class StopSignals:
 
 
 class _Watch:
-    """Counts signals in a thread, which gets them from the system in the moment they come."""
+    """Counts signals in a thread, at the moment they arrive."""
 
     _current: _Watch | None = None
 
@@ -137,7 +137,7 @@ class _Watch:
         self._read, self._write = -1, -1
 
     def start(self, numbers: frozenset[int]) -> None:
-        """Begin, unless somebody else is given the signals, as an event loop is."""
+        """Start, unless something else receives the signals, as an event loop does."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         former = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -154,7 +154,7 @@ class _Watch:
         if _Watch._current is self:
             signal.set_wakeup_fd(-1)
             _Watch._current = None
-            os.write(self._write, b"\0")  # not by its end: children may have it open
+            os.write(self._write, b"\0")  # closing would not do: children may have it open
             os.close(self._write)
 
     @staticmethod
@@ -172,7 +172,7 @@ class _Watch:
 
     @classmethod
     def forget(cls) -> None:
-        """Count nothing in a copy of the process, whose signals are no matter of the thread's."""
+        """Stop counting in a forked copy of the process."""
         if cls._current is not None:
             cls._current = None
             signal.set_wakeup_fd(-1)
@@ -183,12 +183,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_another(number: int, first: int, after_s: float) -> bool:
-    """Whether a signal so long after the first one is another request, and not the same once more."""
+    """Whether a signal `after_s` seconds after the first is a new request, not the same one forwarded."""
     return number != first or number == signal.SIGINT or after_s >= _REPEATED_WITHIN_S
 
 
 def _end_at_once(number: int) -> None:
-    """End this process and those that it started, without another line of Python."""
+    """End this process and its children without running more Python."""
     with contextlib.suppress(Exception):
         for child in multiprocessing.active_children():
             child.kill()
@@ -199,7 +199,7 @@ def _end_at_once(number: int) -> None:
 
 
 def _is_caught_outside_of_python(number: int) -> bool:
-    """Whether something that is not Python code has a handler, as `faulthandler.register` sets one; known on Linux."""
+    """Whether non-Python code handles the signal, as with `faulthandler.register`; detected on Linux only."""
     try:
         status = Path("/proc/self/status").read_text("ascii")
     except (OSError, ValueError):
