@@ -64,8 +64,7 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop = True
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Compare with the best *before* this evaluation, count, and stop the run when the count reaches the patience.
-        """
+        """Compare with the best *before* this evaluation, count, and stop the run when patience is used up."""
         value = kwargs["metrics"].get(metric_name(args.metric_for_best_model or ""))
         if not isinstance(value, int | float):
             return

@@ -136,8 +136,7 @@ class Preemption:
         self._before_evaluation: _StateBeforeEvaluation | None = None
 
     def begin(self, undo: ExitStack) -> None:
-        """Record signals until `undo` ends; check every step from the start if a save or another rank may end the run.
-        """
+        """Record signals until `undo` ends; check every step at once where a save or a rank may end the run."""
         args = self._owner.args
         if args.save_async or self._strategy.world_size > 1:
             self.listen()
