@@ -16,12 +16,12 @@ from tr_log import progress
 
 @runtime_checkable
 class Batches(Protocol):
-    """Passes over a loader's data.
+    """Epochs over a loader's data.
 
     Attributes:
-        num_batches: micro-batches of a whole pass, None where that cannot be known.
-        num_samples: samples of a whole pass of all ranks, None likewise.
-        per_micro_batch: samples that all ranks take with one micro-batch.
+        num_batches: micro-batches of a whole epoch; None if unknown.
+        num_samples: samples of a whole epoch of all ranks; None if unknown.
+        per_micro_batch: samples of one micro-batch of all ranks.
     """
 
     num_batches: int | None
@@ -29,51 +29,51 @@ class Batches(Protocol):
     per_micro_batch: int
 
     def remaining(self, position: int) -> int | None:
-        """Count the micro-batches of a pass after `position` samples; None where that cannot be known."""
+        """Count the micro-batches of an epoch after `position` samples; None if unknown."""
         ...
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a pass after `position` samples."""
+        """Yield the micro-batches of an epoch after `position` samples."""
         ...
 
     def order_state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for a later run to have the same order."""
+        """Return the state that a checkpoint needs to repeat the order."""
         ...
 
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
-        """Go on in the order of a saved `order_state`, at `position` samples into a pass.
+        """Restore the order of a saved `order_state`, at `position` samples into an epoch.
 
         Raises:
-            ValueError: that cannot be done.
+            ValueError: the order cannot be restored.
         """
         ...
 
     def place_state(self) -> Any:
-        """Return where this rank's data is in its pass, as the data itself says it; None where it does not."""
+        """Return the data's own state of its position in the epoch on this rank; None without one."""
         ...
 
     def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
-        """Have the next epoch begin at a place that was saved, so that nothing before it is read again.
+        """Set the next epoch to begin at a saved state of the data, so that nothing is read twice.
 
-        Without it the epoch still begins there, after reading what comes before.
+        Without this call the epoch begins at the same position, after reading all samples before it.
 
         Args:
             places: what `place_state` returned on each rank of the run that saved.
             rank: this process's number.
             world_size: number of processes now.
-            in_epoch: the place is inside an epoch that goes on; else only what later epochs draw from is put back.
+            in_epoch: whether the run resumes inside an epoch; else only the generators of later epochs are restored.
         """
         ...
 
 
 def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = False) -> Batches:
-    """Return the passes over a loader: one that the Trainer built, or anything iterable.
+    """Return the epochs over a loader: one that the Trainer built, or any iterable.
 
     Args:
         loader: what `get_train_dataloader` or one of its siblings returned.
         batch_size: samples per rank and micro-batch.
         world_size: number of ranks.
-        trains: the data is trained on: where a user made the loader, its data set follows the epoch.
+        trains: whether the data is for training; a user's loader then passes the epoch to its data set.
     """
     if isinstance(loader, Batches):
         return loader
@@ -87,23 +87,23 @@ def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = 
 
 
 class _Stream:
-    """An iterable data set: it may tell a length, and a position is reached by its own state or by reading.
+    """An iterable data set, perhaps with a length; it reaches a position by its own state or by reading.
 
-    Its micro-batches are counted as well as its samples. Worker processes that each come to their end give short ones
-    in the middle of a pass, after which the samples do not say how many micro-batches were read.
+    It counts micro-batches as well as samples. Each worker process ends its part with a short micro-batch in the middle
+    of an epoch. After that, the number of samples does not give the number of micro-batches.
 
-    Where a pass ended is noted once that is seen: nothing comes after it, whatever reads, and at the end of a pass some
-    data says the place where the next one begins, from which it would be read once more.
+    It records the position at which an epoch ended. No samples follow that position, whatever the data's state. At the
+    end of an epoch the state of some data points to the beginning of the next one, which would then be read once more.
     """
 
     def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:
         self._loader, self._stream = loader, stream
         self._parts = max(loader.num_workers, 1)
-        # Workers read ahead, and each has a copy of the data set: what is here has not moved.
+        # Workers read ahead, each with a copy of the data set; the data set of this process has not moved.
         self._place = StatefulSource(stream.dataset if loader.num_workers == 0 else None)
         self._rounds, self._is_there = 0, False
         self._restored: int | None = None
-        self._end: int | None = None  # position at which the pass is known to have ended
+        self._end: int | None = None  # position at which the epoch ended, once known
         self.per_micro_batch = stream.per_round
         self.num_samples: int | None = len(stream.dataset) if has_length(stream.dataset) else None
         self.num_batches = self.remaining(0)
@@ -119,7 +119,7 @@ class _Stream:
             return
         stream, rounds = self._stream, self._restored
         self._restored = self._end = None
-        self._is_there &= position > 0  # a place at the end of a pass is of no use to the next one
+        self._is_there &= position > 0  # a state from the end of an epoch is of no use to the next one
         if not self._is_there:
             self._place.begin()
         skipped = stream.seek(epoch, position, rounds=rounds if position else None, is_there=self._is_there)
@@ -129,7 +129,7 @@ class _Stream:
             share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
             position += total
             self._rounds += 1
-            if self._parts == 1 and total < self.per_micro_batch:  # by then the data itself has come to its end
+            if self._parts == 1 and total < self.per_micro_batch:  # the data itself has ended by then
                 self._end = position
             yield MicroBatch(inputs, share.weight, position, total)
         self._end = position
@@ -142,7 +142,7 @@ class _Stream:
         self._end = state.get("end")
         now = (self._parts, self._stream.per_round)
         read_by = (state.get("workers", now[0]), state.get("samples_per_round", now[1]))
-        if position in (0, self._end) or self._parts == read_by[0] == 1:  # one process reads one sample after the other
+        if position in (0, self._end) or self._parts == read_by[0] == 1:  # one process reads all samples in order
             return
         if read_by != now:
             raise ValueError(
@@ -157,14 +157,14 @@ class _Stream:
         return self._place.take()
 
     def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
-        # All ranks read the whole stream: any one's place is every one's. With the end of a pass nothing is to be read.
+        # All ranks read the whole stream, so they share one state. At the end of an epoch there is nothing to read.
         if in_epoch and self._place.is_known and places[0] is not None and self._end is None:
             self._place.put_back(places[0])
             self._is_there = True
 
 
 def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:
-    """Draw and drop `number` batches, showing how far it is: this can take as long as the training did."""
+    """Draw and drop `number` batches with a progress bar: this can take as long as the training did."""
     for _ in progress(range(number), total=number, description="passing over data already used") if number else ():
         next(batches, None)
     return batches

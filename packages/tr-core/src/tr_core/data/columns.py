@@ -1,4 +1,4 @@
-"""Show a collator only the columns that the model takes, and the others if it asks for them."""
+"""Show a collator only the columns that the model takes; hidden columns stay reachable by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 class NarrowedSample(dict[str, Any]):
     """A sample that shows only some of its columns.
 
-    Length, iteration, `in`, `get` and copies into a plain dict know the columns shown, as if the others had been
-    removed. But `sample["text"]`, `sample.pop("text")` and `del sample["text"]` reach a hidden one: who names a column
-    needs it.
+    Length, iteration, `in`, `get` and copies into a plain dict see only the shown columns. But `sample["text"]`,
+    `sample.pop("text")` and `del sample["text"]` reach a hidden one, because naming a column means needing it.
 
     Args:
         sample: all columns.
-        shown: names of those that are shown; the sample need not have all.
-        asked: takes the names of hidden columns that were asked for.
+        shown: names of the shown columns; the sample need not have all.
+        asked: collects the names of hidden columns that were accessed.
     """
 
     def __init__(self, sample: Mapping[str, Any], shown: frozenset[str], asked: set[str]) -> None:
@@ -48,7 +47,7 @@ class NarrowedSample(dict[str, Any]):
 
 
 def required_columns(collate: Any) -> frozenset[str]:
-    """Return the columns that a collator lists in an attribute `required_columns`, none without it.
+    """Return the columns in a collator's attribute `required_columns`; none without the attribute.
 
     Raises:
         TypeError: the attribute is one string instead of several.

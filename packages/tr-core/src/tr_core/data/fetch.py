@@ -1,7 +1,7 @@
 """Load the samples of one micro-batch and collate them.
 
-Their random numbers depend on the position alone. An error that the data set or the collator raises says at which
-samples. Data sets that define `set_epoch` are found here, and receive the number of the epoch.
+Their random numbers depend on the position alone. Errors of the data set or the collator name the samples. Data sets
+with `set_epoch` receive the number of the epoch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from tr_core.random_state import derive_seed, restore_rng, seed_host_generators,
 from tr_log import get_logger
 
 DATA_ERRORS = (Exception, GeneratorExit)
-"""What a data set or a collator may raise that is to be explained."""
+"""Exceptions of a data set or a collator that get an explanation."""
 
 
 def explain_data_error(error: BaseException, what: str, owner: Any, where: str) -> None:
-    """Note in an error where it was raised; to be called where it is handled, and followed by `raise`.
+    """Add the samples to an error as a note; call it in the handler and `raise` afterwards.
 
-    Type and traceback stay. Notes are part of a formatted traceback, so they come back from a worker process too.
+    Type and traceback stay. Notes are part of a formatted traceback, so they also survive the way from a worker
+    process.
 
     Args:
-        error: what was raised.
+        error: the exception.
         what: `the data set` or `the data collator`.
-        owner: which one.
+        owner: the data set or collator itself.
         where: the samples.
 
     Raises:
-        RuntimeError: it was StopIteration or GeneratorExit, which would end the data in silence.
+        RuntimeError: the error was StopIteration or GeneratorExit, which would silently end the data.
     """
     name = getattr(owner, "__qualname__", None) or type(owner).__name__
     if isinstance(error, StopIteration | GeneratorExit):
@@ -66,24 +67,23 @@ logger = get_logger("tr_core.data.fetch")
 
 
 def identity(batch: Any) -> Any:
-    """Return what it is given: batches leave the data set already collated."""
+    """Return the batch unchanged: batches leave the data set already collated."""
     return batch
 
 
 class KeepColumns:
-    """A collator that first hides what the model does not take from samples that are mappings.
+    """A collator that first hides the columns that the model does not take, in samples that are mappings.
 
-    The first time something is hidden, a line in the log names it.
+    The first time a column is hidden, it is logged.
 
     Args:
-        collate: the collator that gets the narrowed samples. Columns that it lists in an attribute
-            `required_columns` stay in sight.
+        collate: the collator that gets the narrowed samples. Columns in its attribute `required_columns` stay visible.
         columns: names of the columns that the model takes.
         model_name: class name of the model, for messages.
-        told: sets of hidden columns that were named in the log already; more are added.
+        told: sets of hidden columns that were logged already; new ones are added.
 
     Raises:
-        ValueError: when called, if no column is in sight and the collator asked for none of the hidden ones.
+        ValueError: in a call, if no column is visible and the collator accessed no hidden one.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class KeepColumns:
         return batch
 
     def look_ahead(self, dataset: Any) -> None:
-        """Name what will be hidden of map-style data that worker processes load: in every pass they would say it."""
+        """Log the columns that will be hidden, so that worker processes do not log them in every epoch."""
         with separate_randomness(0):
             sample = dataset[0]
         if isinstance(sample, Mapping):
@@ -145,11 +145,11 @@ class MapFetch(Dataset[Any]):
     """A map-style data set whose item is a whole collated micro-batch.
 
     Args:
-        dataset: what the samples come from; its `__getitems__` is used where it has one.
+        dataset: the samples; `__getitems__` is used if defined.
         collate: makes a batch of a list of samples.
 
     Attributes:
-        epoch: what the data set was last given by `set_epoch`, None before that.
+        epoch: last epoch passed to `set_epoch`, None before that.
     """
 
     def __init__(self, dataset: Any, collate: Collate, epoch: int | None = None) -> None:
@@ -160,11 +160,11 @@ class MapFetch(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """Return one sample, as the wrapped data set gives it."""
+        """Return one sample of the wrapped data set."""
         return self.dataset[index]
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the data set the number of the epoch, where it takes one."""
+        """Pass the number of the epoch to the data set, if it has `set_epoch`."""
         self.epoch = epoch
         for listener in epoch_listeners(self.dataset):
             listener.set_epoch(epoch)
@@ -172,7 +172,7 @@ class MapFetch(Dataset[Any]):
     def __getitems__(self, indices: Batch) -> Any:
         """Return the collated batch of `indices`."""
         if indices.epoch is not None and indices.epoch != self.epoch:
-            self.set_epoch(indices.epoch)  # the copy of a worker process that lives through several epochs
+            self.set_epoch(indices.epoch)  # the copy in a persistent worker process
         aside = None
         if get_worker_info() is None:
             aside = swap_rng(indices.seed)
@@ -200,19 +200,19 @@ class MapFetch(Dataset[Any]):
                 restore_rng(aside)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel to worker processes without the bound method."""
+        """Pickle without the bound method."""
         return {"dataset": self.dataset, "collate": self.collate, "epoch": self.epoch}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in a worker process."""
+        """Unpickle in a worker process."""
         self.__init__(**state)
 
 
 class Round(NamedTuple):
-    """What a stream gives at a time.
+    """One item of a stream.
 
     Attributes:
-        inputs: this rank's collated batch; None for a round passed over.
+        inputs: this rank's collated batch; None for a skipped round.
         total: samples that the round holds for all ranks.
     """
 
@@ -221,16 +221,16 @@ class Round(NamedTuple):
 
 
 class StreamFetch(IterableDataset[Any]):
-    """An iterable data set that gives whole collated micro-batches, of which each rank takes its own.
+    """An iterable data set that yields whole collated micro-batches; each rank takes its own part.
 
     The stream is cut into rounds of `batch_size * world_size` samples, one slice for each rank. With worker processes
-    the data set must divide itself among them (`torch.utils.data.get_worker_info`), as torch requires.
+    the data set must divide itself among them (`torch.utils.data.get_worker_info`); torch requires it.
 
     Args:
-        dataset: what the samples come from, the same stream on every rank.
+        dataset: the samples; the same stream on every rank.
         collate: makes a batch of a list of samples.
         batch_size: samples per rank and micro-batch.
-        seed: seed of what is drawn while loading.
+        seed: seed for random numbers while loading.
         drop_last: leave out a short last round.
         rank: this process's number.
         world_size: number of processes.
@@ -249,28 +249,28 @@ class StreamFetch(IterableDataset[Any]):
     ) -> None:
         self.dataset, self.collate, self.batch_size = dataset, collate, batch_size
         self.seed, self.drop_last, self.rank, self.world_size = seed, drop_last, rank, world_size
-        # Epoch, rounds and samples to pass over, and whether the data is there already, in memory shared with worker
-        # processes: those that live through several passes have a copy of everything else from when they were started.
+        # Epoch, rounds and samples to skip, and whether the data set starts at the position by its own state. They are
+        # in memory shared with worker processes: persistent workers have a copy of all else from their start.
         self._place = torch.zeros(4, dtype=torch.int64).share_memory_()
 
     @property
     def per_round(self) -> int:
-        """Samples that all ranks together take at a time."""
+        """Samples of one round of all ranks."""
         return self.batch_size * self.world_size
 
     def seek(self, epoch: int, position: int = 0, *, rounds: int | None = None, is_there: bool = False) -> int:
         """Make the next iteration begin after `position` samples of all ranks.
 
-        Nothing is known about the stream, so what comes before is read again and thrown away uncollated.
+        A stream has no random access: the samples before the position are read and dropped uncollated.
 
         Args:
-            epoch: the pass, from 0.
-            position: samples of all ranks to pass over.
-            rounds: how many rounds those are, short ones among them; None takes all of them to be whole.
-            is_there: the data set itself begins at that place, so that nothing is to be read before it.
+            epoch: the epoch, from 0.
+            position: samples of all ranks to skip.
+            rounds: number of these rounds, short ones included; None if all are whole.
+            is_there: whether the data set itself begins at the position, so that nothing is read before it.
 
         Returns:
-            How many rounds the next iteration gives without a batch, for those passed over.
+            Number of rounds that the next iteration yields without a batch, one for each skipped round.
         """
         whole, samples = divmod(position, self.per_round)
         if rounds is not None:
@@ -297,7 +297,7 @@ class StreamFetch(IterableDataset[Any]):
         if not is_there:
             reader.read(skipped_samples)
         for number in count(skipped_rounds if is_there else part, parts):
-            # Round `number` of all workers together: the loader takes one from each worker in turn.
+            # Round `number` over all workers: the loader takes one from each worker in turn.
             seed = derive_seed(self.seed, epoch, skipped_samples + number * self.per_round)
             with _randomness(seed):
                 read = reader.read(self.per_round)
@@ -308,12 +308,12 @@ class StreamFetch(IterableDataset[Any]):
 
 
 class _Reader:
-    """Reads and collates samples of a stream, and notes in errors which they were.
+    """Reads and collates samples of a stream, and adds their positions to errors.
 
     Args:
         fetch: whose data set is read.
         position: number of the first sample, from 0 in the epoch.
-        of: words on what the positions are of, after them.
+        of: words after the positions in an error, for what they count.
     """
 
     def __init__(self, fetch: StreamFetch, position: int, of: str) -> None:
@@ -322,13 +322,13 @@ class _Reader:
 
     def read(self, number: int) -> list[Any]:
         """Return the next samples, fewer at the end of the stream."""
-        read: list[Any] = []  # holds what came before an error
+        read: list[Any] = []  # samples before an error
         self._guarded(lambda: read.extend(islice(self._samples, number)), read)
         self._position += len(read)
         return read
 
     def collate(self, read: list[Any]) -> Any:
-        """Return this rank's batch of the samples that were read last."""
+        """Return this rank's batch of the given samples."""
         fetch = self._fetch
         share = take_slice(0, 0, len(read), fetch.batch_size, fetch.rank, fetch.world_size)
         try:

@@ -1,4 +1,4 @@
-"""Order samples so that those of similar length share a batch, and find out how long they are."""
+"""Order samples so that those of similar length share a batch, and measure their lengths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tr_core.random_state import separate_randomness
 from tr_log import progress
 
-# The reference's numbers: at most so many steps in a group that is sorted, at least so many groups in a pass.
+# The reference's numbers: most steps in a sorted group, and fewest groups in an epoch.
 STEPS_IN_A_GROUP, GROUPS_IN_A_PASS = 50, 4
 SAMPLES_AT_A_TIME = 1000
 
@@ -18,18 +18,18 @@ SAMPLES_AT_A_TIME = 1000
 class LengthGrouping:
     """Turns a random order into one where neighbours are of similar length.
 
-    The random order is cut into groups of up to 50 steps, and each group is sorted, long samples first. Which groups
-    a sample is with is random still, so passes differ.
+    The random order is cut into groups of up to 50 steps, and each group is sorted, long samples first. The group of a
+    sample is random, so epochs differ.
 
-    The size of a group depends on the samples of a step. A run keeps the one it began with, through its checkpoints:
-    resumed with another batch size or number of processes, it goes on in the same order. Runs on 1, 2 or 4 processes
-    with the same samples in a step have the same order.
+    The size of a group depends on the samples of a step. A run keeps its first group size through its checkpoints.
+    Resumed with another batch size or number of processes, it has the same order. Runs on 1, 2 or 4 processes with the
+    same number of samples in a step have the same order.
 
     Args:
         lengths: length of each sample, whole numbers of shape (samples,).
         samples_per_step: samples of one optimizer step of all ranks.
 
-    Source: `LengthGroupedSampler` of transformers 5.23, whose order this is for the same permutation. Deviations: the
+    Source: `LengthGroupedSampler` of transformers 5.23, with the same order for the same permutation. Deviations: the
     permutation comes from the seed and the epoch, and `samples_per_step` counts all ranks.
     """
 
@@ -38,14 +38,14 @@ class LengthGrouping:
 
     @property
     def group_size(self) -> int:
-        """Samples that are sorted together."""
+        """Number of samples that are sorted together."""
         per_step = self.samples_per_step
         return max(min(len(self.lengths) // (GROUPS_IN_A_PASS * per_step), STEPS_IN_A_GROUP), 1) * per_step
 
     def arrange(self, shuffled: torch.Tensor) -> torch.Tensor:
         """Return the indices of `shuffled`, int64 of shape (samples,), sorted within groups, the longest sample first.
 
-        That one comes first so that a pass that does not fit into memory fails at its first step.
+        With the longest sample first, an epoch that does not fit into memory fails at its first step.
         """
         if not len(shuffled):
             return shuffled
@@ -54,7 +54,7 @@ class LengthGrouping:
         groups = [self._sort(shuffled[:whole].view(whole // size, size)), self._sort(shuffled[whole:].view(1, -1))]
         arranged = torch.cat([group.flatten() for group in groups])
         heads = self.lengths[arranged[::size]]
-        # Swapped, not moved: every other sample stays with samples of its length.
+        # Swapped, not moved: all other samples stay with samples of their length.
         longest = int(heads.argmax()) * size
         arranged[[0, longest]] = arranged[[longest, 0]]
         return arranged
@@ -67,20 +67,20 @@ class LengthGrouping:
 def measure_lengths(dataset: Any, column: str, input_name: str, *, show: bool = True) -> torch.Tensor:
     """Return the length of every sample of a map-style data set, int64 of shape (samples,).
 
-    It is the number in `column` where the data has that column, else the `len` of the sample's `input_name`, for
-    which every sample is read once. Random numbers drawn while reading leave no trace.
+    The length is the number in `column`, if the data has that column. Otherwise it is the `len` of the sample's
+    `input_name`, and every sample is read once. The random state is restored after reading.
 
     Args:
         dataset: the data.
         column: name of the column of lengths.
-        input_name: name of what is measured without it: the model's main input.
-        show: whether to show how far it is.
+        input_name: the input to measure without that column: the model's main input.
+        show: whether to show a progress bar.
 
     Raises:
-        ValueError: samples have neither, or something else than a length there; the message says what they have.
+        ValueError: samples have neither, or no valid length in them; the message lists what they have.
     """
     if column in (getattr(dataset, "column_names", None) or ()):
-        # Without its format a data set gives plain numbers, and nothing is transformed.
+        # Without its format a data set returns plain numbers and applies no transform.
         plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
         return _as_lengths(plain[column], int, column)
     if len(dataset) == 0:
@@ -98,7 +98,7 @@ def measure_lengths(dataset: Any, column: str, input_name: str, *, show: bool = 
 
 
 def read_in_order(dataset: Any) -> Iterator[Any]:
-    """Yield all samples of a map-style data set, many at a time where it can give many."""
+    """Yield all samples of a map-style data set, many at a time where the data set supports it."""
     get_many = getattr(dataset, "__getitems__", None)
     for start in range(0, len(dataset), SAMPLES_AT_A_TIME):
         indices = range(start, min(start + SAMPLES_AT_A_TIME, len(dataset)))

@@ -1,7 +1,7 @@
 """Limit a run to a part of its data: `overfit_batches` and `fast_dev_run`.
 
-`overfit_batches` repeats the first micro-batches of the training data in one order. `fast_dev_run` makes a step or two,
-and leaves no files.
+`overfit_batches` repeats the first micro-batches of the training data in one order. `fast_dev_run` trains a step or
+two, and leaves no files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = get_logger(__name__)
 
 
 class FirstBatches:
-    """Passes over the first micro-batches of other data: every pass is the beginning of that data's first pass.
+    """Epochs over the first micro-batches of other data; every epoch repeats the beginning of its first epoch.
 
-    What is drawn at random while they are loaded is the same in every pass too.
+    Random numbers drawn while loading repeat in every epoch too.
 
     Args:
-        batches: passes over the whole data.
-        number: micro-batches of a pass; all of them where there are fewer.
+        batches: epochs over the whole data.
+        number: micro-batches of an epoch; all of them if there are fewer.
     """
 
     def __init__(self, batches: Batches, number: int) -> None:
@@ -46,40 +46,40 @@ class FirstBatches:
         return self.num_batches
 
     def remaining(self, position: int) -> int | None:
-        """Count the micro-batches of a pass after `position` samples; None where that cannot be known."""
+        """Count the micro-batches of an epoch after `position` samples; None if unknown."""
         left = self._batches.remaining(position)
         return None if left is None else max(min(left, self._left(position)), 0)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a pass after `position` samples, whatever the pass."""
+        """Yield the micro-batches after `position` samples, the same in every epoch."""
         return islice(self._batches.iterate(0, position), max(self._left(position), 0))
 
     def order_state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for a later run to have the same order."""
+        """Return the state that a checkpoint needs to repeat the order."""
         return self._batches.order_state()
 
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
-        """Go on in the order of a saved `order_state`."""
+        """Restore the order of a saved `order_state`."""
         self._batches.restore_order(state, position)
 
     def place_state(self) -> Any:
-        """Return where this rank's data is in its pass, as the data itself says it."""
+        """Return the data's own state of its position in the epoch on this rank."""
         return self._batches.place_state()
 
     def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
-        """Have the next pass begin at a place that was saved."""
+        """Set the next epoch to begin at a saved state of the data."""
         self._batches.restore_place(places, rank, world_size, in_epoch=in_epoch)
 
     def _left(self, position: int) -> int:
-        # Rounded up: a short micro-batch, which ends the pass, counts as one.
+        # Rounded up: the short micro-batch at the end of an epoch counts as one.
         return self._number - -(-position // self.per_micro_batch)
 
 
 def training_batches(loader: Any, args: TrainingArguments, world_size: int) -> Batches:
-    """Return the passes over a training loader, shortened to what `overfit_batches` says; the log says so too.
+    """Return the epochs over a training loader, limited by `overfit_batches`; log the limit.
 
     Raises:
-        ValueError: that is a share of data without a length.
+        ValueError: `overfit_batches` is a share of data without a length.
     """
     batches = limited_batches(loader, args, world_size)
     if args.overfit_batches is not None:
@@ -94,18 +94,18 @@ def training_batches(loader: Any, args: TrainingArguments, world_size: int) -> B
 
 
 def evaluates_training_batches(args: TrainingArguments, eval_dataset: Any) -> bool:
-    """Whether an evaluation goes through the training batches: with `overfit_batches`, instead of the Trainer's data.
+    """Whether an evaluation uses the training batches: with `overfit_batches`, instead of the Trainer's data.
 
     Args:
         args: the arguments.
-        eval_dataset: as of `Trainer.evaluate`, and not a dict; data that is not the Trainer's own is always itself.
+        eval_dataset: as in `Trainer.evaluate`, but not a dict; data other than the Trainer's own is always used itself.
     """
     is_own = eval_dataset is None or isinstance(eval_dataset, str)
     return args.overfit_batches is not None and args.eval_strategy != "no" and is_own
 
 
 def limited_batches(loader: Any, args: TrainingArguments, world_size: int) -> Batches:
-    """Return the passes over a training loader, shortened to what `overfit_batches` says."""
+    """Return the epochs over a training loader, limited by `overfit_batches`."""
     batches = batches_of(loader, args.train_batch_size, world_size, trains=True)
     return (
         batches
@@ -126,10 +126,11 @@ def _number_of_batches(wanted: float, batches: Batches) -> int:
 
 
 def dev_run_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return the arguments of the short run that `fast_dev_run` asks for, or `args` themselves without it.
+    """Return the arguments of a `fast_dev_run`, or `args` themselves without it.
 
-    They say: so many steps, each logged, evaluations from the first step on; no checkpoints, no resuming, no trackers,
-    no Hub, no best model at the end; and `output_dir` is a temporary folder, which goes with the returned object.
+    They set the number of steps, a log at each, and evaluations from the first step on. They switch off checkpoints,
+    resuming, trackers, the Hub and the best model at the end. `output_dir` is a temporary folder, which is deleted with
+    the returned object.
     """
     steps = int(args.fast_dev_run)
     if not steps:
@@ -162,5 +163,5 @@ def dev_run_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def dev_run_batches(batches: Any, args: TrainingArguments) -> Any:
-    """Return the batches that an evaluation or prediction goes through: all, or as many as a trial run takes."""
+    """Return the batches of an evaluation or prediction: all, or the number that a `fast_dev_run` uses."""
     return islice(batches, int(args.fast_dev_run)) if args.fast_dev_run else batches

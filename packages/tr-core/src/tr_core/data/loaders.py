@@ -1,7 +1,7 @@
 """Build the data loaders of training, evaluation and prediction.
 
-They look like torch's own loaders. Each micro-batch is loaded with its own random numbers. A worker process ends when
-its parent does. A signal that reaches the whole process group does not end it.
+They have the interface of torch's loaders. Each micro-batch is loaded with its own random numbers. A worker process
+ends when its parent does. A signal to the whole process group does not end it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tr_core.protocols import Collectives
 
 
 def saves_on_signal(args: SavingFields) -> bool:
-    """Whether a run with these arguments ends by a signal only after it has saved."""
+    """Whether a run with these arguments saves before it ends by a signal."""
     return args.enable_jit_checkpoint and args.save_strategy != "no"
 
 
 def ignore_group_signals(worker_id: int) -> None:
-    """Let the parent alone decide when this process ends: to be called in a new worker process of a DataLoader.
+    """Ignore signals to the process group in a new worker process of a DataLoader; the parent ends it.
 
-    A terminal sends Ctrl-C, and launchers and schedulers send SIGTERM or SIGUSR1, to all processes of a group. A worker
-    that ended by it would end the step for which its parent still needs a batch, before the parent can save. So SIGINT
-    and SIGUSR1 are ignored here, and of SIGTERM only the parent's counts, where the system tells who sent it; the
-    parent's death ends a worker in any case.
+    A terminal sends Ctrl-C to all processes of a group, and launchers and schedulers send SIGTERM or SIGUSR1. A worker
+    that ended by it would end the step before the parent can save, because the parent still needs its batch. So SIGINT
+    and SIGUSR1 are ignored here. Of SIGTERM only the parent's counts, where the system gives the sender. The parent's
+    death ends a worker in any case.
     """
     ignored = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, name)]
     for number in ignored:
@@ -52,10 +52,10 @@ def ignore_group_signals(worker_id: int) -> None:
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Have the signals that ask to stop wait in this block, in which workers are started.
+    """Block stop signals while workers start in this block.
 
-    A worker begins with what its parent blocks. Without this one that comes to the whole group while a worker has not
-    yet called `leave_signals_to_parent` would end that worker, and with it the step.
+    A worker inherits the blocked signals of its parent. Without this block, a signal to the group could arrive before
+    the worker has called `ignore_group_signals`. It would end that worker, and with it the step.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -73,7 +73,7 @@ def _exit_on_parent_signal() -> None:
     os._exit(0)
 
 
-# What a loader may be given after it was built. They are read when an iteration begins.
+# Options that may be assigned to a built loader. They are read when an iteration begins.
 _OPTIONS = (
     "num_workers",
     "pin_memory",
@@ -87,11 +87,11 @@ _OPTIONS = (
 
 
 class SeededLoader(DataLoader[Any]):
-    """A loader whose `dataset` and `collate_fn` are the user's own; another one inside of it does the reading.
+    """A loader whose `dataset` and `collate_fn` are the user's own; an inner loader does the reading.
 
-    What is assigned to `collate_fn`, `worker_init_fn` and the other options acts from the next iteration. What is
-    changed in the data set acts at once where this process loads, and from the next epoch with worker processes, which
-    have copies; workers that live on (`persistent_workers`) keep theirs, as torch's do.
+    Assigning `collate_fn`, `worker_init_fn` and the other options takes effect at the next iteration. Changes in the
+    data set take effect at once where this process loads. With worker processes, which have copies, they take effect at
+    the next epoch. Persistent workers keep their copies, as torch's do.
     """
 
     fetch: Any
@@ -117,13 +117,13 @@ class SeededLoader(DataLoader[Any]):
 
 
 class SampledLoader(SeededLoader):
-    """Loads map-style data in the order that an `EpochSampler` gives.
+    """Loads map-style data in the order of an `EpochSampler`.
 
     Args:
         dataset: the data.
-        sampler: gives the indices of each micro-batch.
+        sampler: yields the indices of each micro-batch.
         collate: makes a batch of a list of samples.
-        follows_epoch: give a data set with `set_epoch` the number of each epoch.
+        follows_epoch: pass the number of each epoch to a data set with `set_epoch`.
         **options: of torch's `DataLoader`.
     """
 
@@ -139,7 +139,7 @@ class SampledLoader(SeededLoader):
 
 
 class StreamLoader(SeededLoader):
-    """Loads iterable data, of which each rank takes its own part of every round.
+    """Loads iterable data; each rank takes its own part of every round.
 
     Args:
         fetch: reads and collates the rounds.
@@ -168,18 +168,18 @@ def train_loader(
     *,
     sampler: Any = None,
 ) -> SeededLoader:
-    """Build the loader of the training data: in the seeded order, or in the data's own if that is asked for.
+    """Build the loader of the training data: in the seeded order, or in the data's own order if requested.
 
     Args:
         dataset: the data.
         collate: makes a batch of a list of samples.
         args: the training arguments.
-        collectives: who this process is among the others.
-        input_name: the sample's entry whose length is measured, where samples are grouped by length.
-        sampler: gives another order (see `OwnOrderSampler`); None has the arguments decide.
+        collectives: give rank and number of processes.
+        input_name: the sample's entry to measure, if samples are grouped by length.
+        sampler: another order (see `UserSampler`); None for the order of the arguments.
 
     Raises:
-        ValueError: samples are to be grouped by length, and have none.
+        ValueError: samples are to be grouped by length, and have no length.
     """
     seed = args.seed if args.data_seed is None else args.data_seed
     shuffle = args.train_sampling_strategy != "sequential"
@@ -193,7 +193,7 @@ def train_loader(
 def eval_loader(
     dataset: Any, collate: Collate, args: TrainingArguments, collectives: Collectives, *, sampler: Any = None
 ) -> SeededLoader:
-    """Build the loader of evaluation data: every sample once, in order; or those that `sampler` gives."""
+    """Build the loader of evaluation data: every sample once, in order; or the samples of `sampler`."""
     order = {"seed": args.seed, "shuffle": False, "own": sampler}
     return _loader(dataset, collate, args, collectives, args.eval_batch_size, **order)
 
@@ -239,7 +239,7 @@ def _loader(
     workers = args.dataloader_num_workers
     options: dict[str, Any] = {
         "num_workers": workers,
-        # Pinned memory speeds up copies to a device; with none it is a wasted copy.
+        # Pinned memory speeds up copies to a device; without a device it is a wasted copy.
         "pin_memory": args.dataloader_pin_memory and collectives.device.type == "cuda",
         "persistent_workers": args.dataloader_persistent_workers and workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor,
@@ -267,13 +267,13 @@ def _loader(
 
 
 class LoaderCache:
-    """Loaders whose worker processes live on (`dataloader_persistent_workers`), to be used again."""
+    """Cache of loaders with persistent worker processes (`dataloader_persistent_workers`)."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[tuple[Any, ...], SeededLoader]] = {}
 
     def get(self, name: Hashable, made_of: tuple[Any, ...], build: Callable[[], SeededLoader]) -> SeededLoader:
-        """Return the loader kept under a name if it is made of these very objects, else build it."""
+        """Return the cached loader of a name if it was built from the same objects, else build it."""
         earlier, kept = self._kept.get(name, ((), None))
         if kept is not None and all(map(is_, earlier, made_of)):
             return kept
@@ -284,7 +284,7 @@ class LoaderCache:
 
 
 def has_length(dataset: Any) -> bool:
-    """Whether a data set knows how many samples it has."""
+    """Whether a data set has a length."""
     try:
         return len(dataset) is not None
     except (TypeError, AttributeError, NotImplementedError):
@@ -292,6 +292,6 @@ def has_length(dataset: Any) -> bool:
 
 
 def keeping_columns(collate: Collate, model: nn.Module, label_names: list[str], told: set[frozenset[str]]) -> Collate:
-    """Return a collator that hides from `collate` what the model does not take; see `KeepColumns`."""
+    """Return a collator that hides the columns that the model does not take; see `KeepColumns`."""
     columns = kept_columns(model, label_names)
     return collate if columns is None else KeepColumns(collate, columns, type(base_model(model)).__name__, told)

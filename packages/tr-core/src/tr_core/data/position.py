@@ -1,6 +1,6 @@
-"""Hold which sample a run trains with next, and derive that of a run that another program began.
+"""Store the position of a run in its data, and derive it for a checkpoint of another program.
 
-Such a program saved its progress, but not its position in the data.
+Such a checkpoint holds the progress, but not the position in the data.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from tr_core.data.batches import Batches
 
-# A share of a pass, times its micro-batches, is whole but for the rounding of a float.
+# A share of an epoch, times its micro-batches, is whole but for float rounding.
 _ROUNDING = 1e-3
 
 
 @dataclass
 class DataPosition:
-    """Which sample comes next: a count, so that batch size and world size may change at resume.
+    """The next sample, as a count of samples, so that batch size and world size may change at resume.
 
     Attributes:
         epoch: number of the epoch, from 0.
         samples: samples of that epoch consumed by all ranks together.
         pending: what an interruption skipped after the last step: `evaluate`, and perhaps `save` after it.
-        is_at_epoch_end: whether an epoch has ended since the last step, with what is due then.
-        ends_epoch_early: whether a callback had asked, when a restored checkpoint was saved, to end the epoch there.
-        is_retry: whether the next epoch has begun already, because one of its steps is made again.
+        is_at_epoch_end: whether an epoch has ended since the last step, with its events.
+        ends_epoch_early: whether a callback had requested the end of the epoch when the restored checkpoint was saved.
+        is_retry: whether the next epoch has begun already, because one of its steps is repeated.
     """
 
     epoch: int = 0
@@ -42,20 +42,20 @@ class DataPosition:
 
 
 def derive_position(saved: Mapping[str, Any], data: Batches, per_step: int) -> tuple[int, int]:
-    """Return the pass, and the samples of it that are used up, of a run of transformers' Trainer.
+    """Return the epoch and the consumed samples of it, for a run of transformers' Trainer.
 
-    That program goes on with the micro-batch that its completed steps lead to, counted with the batch size and
-    accumulation of now. The share of the pass that it logs tells whether that is where it was. If it was not, as one
-    of these has changed, the place follows from that share and the batch size of then.
+    That program resumes at the micro-batch of its completed steps, counted with the current batch size and
+    accumulation. The share of the epoch in its log shows whether that is right. If it is not, because one of these has
+    changed, the share and the saved batch size give the position.
 
     Args:
-        saved: `global_step`, `epoch` (passes, with the share of the last one), `max_steps`, `train_batch_size` of a
+        saved: `global_step`, `epoch` (epochs, with the share of the last one), `max_steps`, `train_batch_size` of a
             device, `world_size`; all but the first may be None.
         data: the training data.
         per_step: samples of a full step, of all ranks.
 
     Raises:
-        ValueError: neither agrees with the data.
+        ValueError: neither position agrees with the data.
     """
     accumulation = per_step // data.per_micro_batch
     if data.num_batches is None:
@@ -79,7 +79,7 @@ def derive_position(saved: Mapping[str, Any], data: Batches, per_step: int) -> t
 
 
 def _in_stream(saved: Mapping[str, Any], per_micro_batch: int, accumulation: int) -> tuple[int, int]:
-    """Return the place in data of unknown length, where a pass counts as the micro-batches of the whole run."""
+    """Return the position in data of unknown length, where an epoch counts as the whole run's micro-batches."""
     step, epoch, max_steps = saved["global_step"], saved["epoch"], saved["max_steps"]
     if not epoch or not max_steps:
         return 0, step * accumulation * per_micro_batch

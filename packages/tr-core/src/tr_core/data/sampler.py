@@ -1,8 +1,8 @@
 """Choose which samples each micro-batch uses, in a seeded order or in the order of a user's sampler.
 
 The seeded order is a pure function of seed, epoch and position. All ranks share one order of the samples. A micro-batch
-of all ranks together is a contiguous part of that order, and each rank takes its slice of it. The position counts
-samples, so a run resumes at the same sample with another batch size or world size.
+of all ranks is a contiguous part of that order, and each rank takes its slice of it. The position counts samples, so a
+run resumes at the same sample with another batch size or world size.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Slice(NamedTuple):
     """One rank's share of a micro-batch.
 
     Attributes:
-        start: first place of the share in the global order.
-        stop: one past its last place.
-        end: one past the last place of the micro-batch of all ranks: the position once it is consumed.
-        weight: what a mean over this share must be multiplied by, so that the mean over ranks is the mean over all
-            the micro-batch's samples; 1 but for a short last micro-batch that does not divide evenly.
+        start: first index of the share in the global order.
+        stop: one past its last index.
+        end: one past the last index of the micro-batch of all ranks: the position once it is consumed.
+        weight: factor for a mean over this share. With it, the mean over ranks is the mean over all samples of the
+            micro-batch. It is 1, except in a short last micro-batch that does not divide evenly.
     """
 
     start: int
@@ -39,21 +39,21 @@ class Slice(NamedTuple):
 
 
 def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch, int64 of shape (samples,): the one the reference Trainer uses for the same seed."""
+    """Return the order of an epoch, int64 of shape (samples,), as the reference Trainer's for the same seed."""
     generator = torch.Generator().manual_seed(seed + epoch)
     return torch.randperm(num_samples, generator=generator)
 
 
 def num_micro_batches(num_samples: int, per_step: int, drop_last: bool) -> int:
-    """Count the micro-batches that `num_samples` make, `per_step` samples of all ranks in each."""
+    """Count the micro-batches of `num_samples`, with `per_step` samples of all ranks in each."""
     return num_samples // per_step if drop_last else -(-num_samples // per_step)
 
 
 def take_slice(index: int, start: int, num_samples: int, batch_size: int, rank: int, world_size: int) -> Slice:
     """Return a rank's share of the `index`-th micro-batch after position `start`.
 
-    A full micro-batch gives each rank `batch_size` samples in a row. A short one is divided as evenly as can be; a
-    rank that would go empty repeats the first sample with weight 0, because every rank must take part in the step.
+    A full micro-batch gives each rank `batch_size` samples in a row. A short one is divided as evenly as possible. A
+    rank without a sample repeats the first one with weight 0, because every rank must take part in the step.
     """
     per_step = batch_size * world_size
     begin = start + index * per_step
@@ -69,15 +69,15 @@ class Batch(list[int]):
     """Indices of one micro-batch.
 
     Attributes:
-        seed: seed for whatever is drawn while they are loaded.
-        epoch: the epoch that the data set is to be in; None leaves it as it is.
+        seed: seed for random numbers while they are loaded.
+        epoch: the epoch to set in the data set; None leaves it unchanged.
     """
 
     seed: int = 0
     epoch: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to worker processes with the seed and the epoch."""
+        """Pickle with the seed and the epoch."""
         return _batch, (list(self), self.seed, self.epoch)
 
 
@@ -95,7 +95,7 @@ class EpochSampler(Sampler[list[int]]):
         batch_size: samples per rank and micro-batch.
         shuffle: permute by seed and epoch; else the data set's own order.
         grouping: brings shuffled samples of similar length together.
-        seed: seed of the order and of what is drawn while loading.
+        seed: seed of the order and of random numbers while loading.
         drop_last: leave out a short last micro-batch.
         rank: this process's number.
         world_size: number of processes.
@@ -126,7 +126,7 @@ class EpochSampler(Sampler[list[int]]):
         Args:
             epoch: the epoch, from 0.
             position: samples of all ranks.
-            names_epoch: have each micro-batch name the epoch, for a data set that follows it.
+            names_epoch: add the epoch to each micro-batch, for a data set that follows it.
         """
         self.epoch, self.start, self._names_epoch = epoch, position, names_epoch
 
@@ -136,27 +136,27 @@ class EpochSampler(Sampler[list[int]]):
 
     @property
     def strategy(self) -> str:
-        """The order's name, as `train_sampling_strategy` has it."""
+        """The order's name in `train_sampling_strategy`."""
         if not self.shuffle:
             return "sequential"
         return "random" if self.grouping is None else "group_by_length"
 
     def order(self) -> torch.Tensor:
-        """Return all samples of the epoch in order, int64: the same on every rank, wherever the iteration begins."""
+        """Return all samples of the epoch in order, int64; the same on every rank and from every position."""
         if not self.shuffle:
             return torch.arange(self.num_samples)
         shuffled = permutation(self.num_samples, self.seed, self.epoch)
         return shuffled if self.grouping is None else self.grouping.arrange(shuffled)
 
     def drawn_from(self) -> dict[str, Any] | None:
-        """Return the states of generators that the order comes from; None where it is a function of the arguments."""
+        """Return the states of the order's generators; None if the order is a function of the arguments."""
         return None
 
     def restore_drawn_from(self, state: Mapping[str, Any]) -> None:
-        """Take nothing: there is nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self.order().numpy()  # the same memory; as a list of numbers it would take 4 times as much
+        order = self.order().numpy()  # shares the memory; a list of numbers would take 4 times as much
         first_seed = derive_seed(self.seed, self.epoch)
         size, total, rank, world_size = self.batch_size, self.num_samples, self.rank, self.world_size
         for index in range(len(self)):
@@ -171,13 +171,13 @@ class EpochSampler(Sampler[list[int]]):
 
 
 class MicroBatch(NamedTuple):
-    """One rank's collated samples, still where the loader left them.
+    """One rank's collated samples, not moved to the device yet.
 
     Attributes:
         inputs: what the collator made, with host tensors.
-        weight: what a mean loss over it is multiplied by (see `Slice`).
-        end: position in the pass, in samples of all ranks, once it is consumed.
-        total: samples it holds for all ranks; None where only the ranks themselves know.
+        weight: factor for the mean loss over it (see `Slice`).
+        end: position in the epoch, in samples of all ranks, once it is consumed.
+        total: samples it holds for all ranks; None if each rank knows only its own.
     """
 
     inputs: Any
@@ -191,15 +191,15 @@ class SampledBatches:
 
     Args:
         loader: its batch sampler is `sampler`.
-        sampler: gives the order.
-        set_epoch: is given the number of each epoch before its first sample; None leaves the data as it is.
+        sampler: yields the order.
+        set_epoch: called with the number of each epoch before its first sample; None leaves the data unchanged.
     """
 
     def __init__(
         self, loader: DataLoader[Any], sampler: EpochSampler, set_epoch: Callable[[int], object] | None = None
     ) -> None:
         self._loader, self._sampler, self._set_epoch = loader, sampler, set_epoch
-        # A sampler of the user's own may draw from data that grows.
+        # A user's sampler may draw from data that grows.
         self._length = len(loader.dataset) if type(sampler) is EpochSampler else None  # type: ignore[arg-type]
         sampler.seek(0)
         self.num_batches: int | None = len(sampler)
@@ -207,15 +207,15 @@ class SampledBatches:
         self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.per_micro_batch)
 
     def remaining(self, position: int) -> int:
-        """Count the micro-batches of a pass after `position` samples."""
+        """Count the micro-batches of an epoch after `position` samples."""
         sampler = self._sampler
         return num_micro_batches(max(sampler.num_samples - position, 0), self.per_micro_batch, sampler.drop_last)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a pass after `position` samples.
+        """Yield the micro-batches of an epoch after `position` samples.
 
         Raises:
-            ValueError: the data set has another length than when the run began.
+            ValueError: the data set's length has changed since the run began.
         """
         if self._set_epoch is not None:
             self._set_epoch(epoch)
@@ -240,7 +240,7 @@ class SampledBatches:
             )
 
     def order_state(self) -> dict[str, Any]:
-        """Return what the order depends on beside the arguments that a resumed run may not change."""
+        """Return the state of the order, apart from arguments that a resumed run may not change."""
         grouping, drawn_from = self._sampler.grouping, self._sampler.drawn_from()
         return {
             "strategy": self._sampler.strategy,
@@ -249,13 +249,13 @@ class SampledBatches:
         }
 
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
-        """Go on in the order of a saved `order_state`, at `position` samples into a pass.
+        """Restore the order of a saved `order_state`, at `position` samples into an epoch.
 
         Raises:
-            ValueError: the pass was begun in another order than the arguments ask for now.
+            ValueError: the epoch began in another order than the arguments give now.
         """
         sampler, grouping = self._sampler, self._sampler.grouping
-        # Empty if the data was iterable then, or its loader the user's own.
+        # Empty if the data of the saved run was iterable, or its loader the user's own.
         saved = state.get("strategy", sampler.strategy)
         if saved != sampler.strategy and position > 0 and self.remaining(position) > 0:
             raise ValueError(
@@ -268,12 +268,12 @@ class SampledBatches:
             sampler.restore_drawn_from(state["drawn_from"])
 
     def place_state(self) -> dict[str, Any] | None:
-        """Return the states of generators that data set and collator have of their own, None where there are none."""
+        """Return the states of the own generators of data set and collator; None without any."""
         states = read_states(self._generators())
         return {"generators": states} if states else None
 
     def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
-        """Put back what data set and collator draw from themselves; any position is reached at once."""
+        """Restore the own generators of data set and collator; any position is reached at no cost."""
         place = places[rank] if len(places) == world_size else None
         if place is None:
             return
@@ -293,13 +293,12 @@ class SampledBatches:
 class UserSampler(EpochSampler):
     """Batch sampler over the order of another sampler, for one rank, from any position.
 
-    The other one is gone through anew for every epoch, with random numbers that depend on seed and epoch alone: so all
-    ranks have one order, and a resumed run has the one it had. A sampler with a generator of its own has its numbers
-    from there: the generator's state at the beginning of the epoch is part of a checkpoint. A sampler with `set_epoch`
-    is given the epoch.
+    The other sampler is iterated once an epoch, with random numbers that depend on seed and epoch alone. So all ranks
+    have one order, and a resumed run repeats it. A sampler with its own generator draws from that. A checkpoint then
+    holds the generator's state at the beginning of the epoch. A sampler with `set_epoch` receives the epoch.
 
     Args:
-        sampler: gives indices of samples, and has a length.
+        sampler: yields indices of samples, and has a length.
         batch_size: samples per rank and micro-batch.
         **options: further arguments of `EpochSampler`.
 
@@ -317,7 +316,7 @@ class UserSampler(EpochSampler):
             ) from None
         super().__init__(count, batch_size, shuffle=True, **options)
         self._sampler = sampler
-        self._begun: dict[str, Any] | None = None  # the epoch of the last order, and what it was drawn from
+        self._begun: dict[str, Any] | None = None  # the epoch of the last order, and the generator states before it
 
     @property
     def strategy(self) -> str:
@@ -328,7 +327,7 @@ class UserSampler(EpochSampler):
         """Return all samples of the epoch in order, int64.
 
         Raises:
-            ValueError: they are more or fewer than the sampler's length.
+            ValueError: their number differs from the sampler's length.
         """
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
@@ -347,15 +346,15 @@ class UserSampler(EpochSampler):
         return torch.tensor(indices, dtype=torch.int64)
 
     def drawn_from(self) -> dict[str, Any]:
-        """Return the states of the sampler's own generators: of now, and of the beginning of the epoch."""
+        """Return the states of the sampler's own generators: the current ones and those at the start of the epoch."""
         return {"begun": self._begun, "generators": read_states(find_generators(self._sampler))}
 
     def restore_drawn_from(self, state: Mapping[str, Any]) -> None:
-        """Go on from the states that were saved."""
+        """Restore the saved states."""
         self._begun = state["begun"]
         write_states(find_generators(self._sampler), state["generators"])
 
 
 def call_sampler_method(method: Callable[..., Any], dataset: Any) -> Any:
-    """Return what a `_get_train_sampler` or `_get_eval_sampler` gives; older ones take no data set."""
+    """Return the sampler of a `_get_train_sampler` or `_get_eval_sampler`; older ones take no data set."""
     return method(dataset) if parameters_of(method) else method()

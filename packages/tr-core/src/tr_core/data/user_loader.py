@@ -1,7 +1,7 @@
 """Iterate over a loader that the user made, and resume inside its epoch with the same batches.
 
-A data set or loader with a `state_dict` of its own resumes from that, so that nothing is read twice. Any other one is
-read from the beginning of the epoch, and batches are skipped up to the position.
+A data set or loader with its own `state_dict` resumes from that, so that nothing is read twice. Any other one is read
+from the beginning of the epoch, and batches before the position are skipped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _END = object()
 
 
 class EpochStart(TypedDict):
-    """What a loader draws its order from, right before it was iterated over.
+    """Generator states from which a loader drew its order, right before its iteration.
 
     Attributes:
         epoch: the epoch.
         host: the host's global generators.
-        generators: those that the loader holds, by the way to them.
-        workers_live: whether its worker processes were there already (`persistent_workers`).
+        generators: those that the loader holds, by attribute path.
+        workers_live: whether its worker processes were running already (`persistent_workers`).
     """
 
     epoch: int
@@ -41,35 +41,35 @@ class EpochStart(TypedDict):
 
 
 class UserLoader:
-    """Epochs over a loader of the user's own: its order is its own.
+    """Epochs over a user's loader, in the loader's own order.
 
-    A sampler draws its order from a global generator, or from one that the loader holds, when an epoch begins. So the
-    states of that moment belong to a checkpoint: they are put back, the loader is iterated over and its batches are
-    dropped up to the position, and then all else that draws goes on as it was at the save. A loader that knows its
-    place by a `state_dict` is put back there instead.
+    A sampler draws its order when an epoch begins, from a global generator or one that the loader holds. A checkpoint
+    therefore holds the generator states of that moment. A resume restores them, iterates over the loader and skips the
+    batches up to the position. Then it restores all other generators to their states at the save. A loader with a
+    `state_dict` resumes from that instead.
 
-    What cannot be repeated: an order drawn batch by batch from torch's global generator, which dropout draws from in
-    between; and what worker processes that live on (`persistent_workers`) draw themselves.
+    Two things do not repeat. One is an order drawn batch by batch from torch's global generator, because dropout draws
+    from it in between. The other is random numbers that persistent worker processes draw themselves.
 
     Args:
         loader: anything that can be iterated over.
-        per_micro_batch: samples of all ranks in each of its batches.
-        follows_epoch: give a map-style data set with `set_epoch` the number of each epoch.
+        per_micro_batch: samples of all ranks in one of its batches.
+        follows_epoch: pass the number of each epoch to a map-style data set with `set_epoch`.
     """
 
     def __init__(self, loader: Any, per_micro_batch: int, *, follows_epoch: bool = False) -> None:
         self._loader, self.per_micro_batch, self._follows_epoch = loader, per_micro_batch, follows_epoch
         self._place, self._is_there, self._is_resumed = StatefulSource(loader), False, False
         self._beginning: EpochStart | None = None
-        self._workers_lived = False  # at the save that the run goes on from
+        self._workers_lived = False  # at the save that the run resumes from
         try:
             self.num_batches: int | None = len(loader)
-        except TypeError:  # no length, or that of an iterable data set
+        except TypeError:  # no length, or the length of an iterable data set
             self.num_batches = None
         self.num_samples = None if self.num_batches is None else self.num_batches * per_micro_batch
 
     def remaining(self, position: int) -> int | None:
-        """Count the micro-batches of an epoch after `position` samples; None where that cannot be known."""
+        """Count the micro-batches of an epoch after `position` samples; None if unknown."""
         if self.num_batches is None:
             return None
         return max(self.num_batches - position // self.per_micro_batch, 0)
@@ -88,14 +88,14 @@ class UserLoader:
             yield MicroBatch(inputs, 1.0, position, None)
 
     def order_state(self) -> dict[str, Any]:
-        """Return nothing: what the order comes from is this rank's own, part of its place."""
+        """Return nothing: the order's generators are part of this rank's `place_state`."""
         return {}
 
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
-        """Take nothing: there is nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
     def place_state(self) -> dict[str, Any]:
-        """Return the loader's own state, where it has one, and the states of what it draws from."""
+        """Return the loader's own state, if any, and the states of its generators."""
         return {
             "state": self._place.take(),
             "beginning": self._beginning,
@@ -104,7 +104,7 @@ class UserLoader:
         }
 
     def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
-        """Have the next epoch begin at this rank's place, or the epoch after a whole one draw as it would have."""
+        """Set the next epoch to begin at this rank's saved state, or restore the generators after a whole epoch."""
         if len(places) != world_size:
             if in_epoch:
                 logger.warning(
@@ -127,16 +127,16 @@ class UserLoader:
         if in_epoch:
             self._beginning, self._is_resumed = place["beginning"], True
             if self._place.is_known and place["state"] is not None and _state_has_order(self._loader):
-                self._place.put_back(place["state"])  # it may draw
+                self._place.put_back(place["state"])  # may draw random numbers
                 self._is_there = True
         generators = find_generators(self._loader)
         self._check_same(generators, place["generators"])
         write_states(generators, place["generators"])
 
     def _begin(self, epoch: int, skipped: int) -> tuple[list[Any], Iterator[Any]]:
-        """Return the batches after the first `skipped`, the first one perhaps apart.
+        """Return the batches after the first `skipped`; the first of them may be separate.
 
-        An epoch that was begun before has the order that it had then.
+        A resumed epoch repeats its order.
         """
         beginning, is_resumed, is_there = self._beginning, self._is_resumed, self._is_there
         self._is_resumed = self._is_there = False
@@ -153,11 +153,11 @@ class UserLoader:
         _host().load_state_dict(beginning["host"])
         write_states(generators, beginning["generators"])
         batches = _skip(iter(self._loader), skipped)
-        # Samplers draw when their first index is asked for. What was put back to its place has done so already.
+        # Samplers draw at their first index. A loader restored by its state has done so already.
         draws_at_first = not skipped and (not is_there or _skips_lazily(batches))
         first = [next(batches, _END)] if draws_at_first else []
         _all().load_state_dict(now)
-        if is_resumed:  # something else may draw from them too
+        if is_resumed:  # other code may draw from them too
             write_states(generators, held)
         return first, batches
 
@@ -207,12 +207,12 @@ class UserLoader:
             listener.set_epoch(epoch)
 
     def _come_to_the_end(self) -> None:
-        """Have a loader that was put back to the end of an epoch come to that end."""
+        """Iterate a loader whose restored state is the end of an epoch to that end."""
         self._iterate_apart()
         self._is_there = False
 
     def _iterate_apart(self) -> None:
-        """Begin to iterate over the loader, without a trace in what draws."""
+        """Start an iteration over the loader, and restore all generators afterwards."""
         now, generators = _all().state_dict(), find_generators(self._loader)
         held = read_states(generators)
         next(iter(self._loader), None)
@@ -225,7 +225,7 @@ class UserLoader:
         return bool(is_kept) and getattr(loader, "_iterator", None) is not None
 
     def _have_workers(self, *, live: bool) -> None:
-        """Have worker processes that live on be there already, or not: the first iteration draws more than others."""
+        """Start or remove persistent worker processes: the first iteration draws more random numbers than others."""
         if live == self._has_live_workers():
             return
         if not live:
@@ -256,14 +256,14 @@ def _all() -> RandomState:
 
 
 def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:
-    """Draw and drop `number` batches, showing how far it is: this can take as long as the training did."""
+    """Draw and drop `number` batches with a progress bar: this can take as long as the training did."""
     for _ in progress(range(number), total=number, description="passing over data already used") if number else ():
         next(batches, None)
     return batches
 
 
 def _state_has_order(loader: Any) -> bool:
-    """Whether a loader's state has the order of its samples: torchdata's asks samplers without one to draw twice."""
+    """Whether a loader's state holds its order; torchdata's makes samplers without a state draw twice."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     return all(
         type(sampler).__module__.split(".")[0] in ("torch", "torchdata", "builtins") or hasattr(sampler, "state_dict")
@@ -272,12 +272,12 @@ def _state_has_order(loader: Any) -> bool:
 
 
 def _skips_lazily(batches: Iterator[Any]) -> bool:
-    # torchdata passes over a sampler without a state by `islice`, which has not drawn the order yet.
+    # torchdata skips in a sampler without a state by `islice`, which has not drawn the order yet.
     return type(getattr(batches, "_sampler_iter", None)).__name__ == "islice"
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return what takes the number of the epoch: the loader, and its samplers inside each other."""
+    """Return the objects that take the number of the epoch: the loader and its nested samplers."""
     found, owner = [], loader
     for _ in range(3):
         found += [owner, getattr(owner, "sampler", None)]
@@ -285,19 +285,19 @@ def _samplers(loader: Any) -> list[Any]:
     return [each for each in found if callable(getattr(each, "set_epoch", None))]
 
 
-# Parts of the `datasets` library whose state leaves out what waits in their buffer: samples would be lost.
+# Parts of the `datasets` library whose state omits their buffered samples, which would be lost.
 _LOSE_SAMPLES = ("BufferShuffled",)
 _INNER = "ex_iterable"
 
 
 class StatefulSource:
-    """The place of a data set or loader in its pass, by its own `state_dict` and `load_state_dict`.
+    """The position of a data set or loader in its epoch, by its own `state_dict` and `load_state_dict`.
 
     Args:
         source: data that may have these methods.
 
     Attributes:
-        is_known: whether it can tell its place, and all of it.
+        is_known: whether it has a complete state.
     """
 
     def __init__(self, source: Any) -> None:
@@ -306,12 +306,12 @@ class StatefulSource:
         self.is_known = has_methods and not _loses_samples(source)
 
     def take(self) -> Any:
-        """Return the place after the last sample that was read; None where it is not known."""
+        """Return the state after the last sample that was read; None if unknown."""
         if not self.is_known:
             return None
         try:
             return copy.deepcopy(self._source.state_dict())
-        except Exception as error:  # accelerate's loaders have the method, and not always a state
+        except Exception as error:  # accelerate's loaders have the method, but not always a state
             self.is_known = False
             logger.info(
                 "state_dict of %s raised %s (%s): a resumed run will read its data from the beginning of the epoch to "
@@ -323,12 +323,12 @@ class StatefulSource:
             return None
 
     def put_back(self, place: Any) -> None:
-        """Go to a place: the next iteration begins there."""
+        """Load a state; the next iteration begins there."""
         self._beginning = self.take()
         self._source.load_state_dict(place)
 
     def begin(self) -> None:
-        """Have the next iteration begin at the beginning: some data would begin at a place put back for ever."""
+        """Set the next iteration to begin at the start: some data would begin at a loaded state every time."""
         if self._beginning is not None:
             self._source.load_state_dict(self._beginning)
             self._beginning = None
