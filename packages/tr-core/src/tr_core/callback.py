@@ -32,10 +32,10 @@ EVENTS = (
     "on_push_begin",
 )
 
-# Not among them: it may come from another thread, so that it has no control to steer and no state to look at.
+# Not an event: it may fire in the writer thread, so it gets no control and no state.
 CHECKPOINT = "on_checkpoint"
 
-# The flags that an event finds cleared, unless it is fired within another one.
+# The flags that an event clears, unless it is fired within another one.
 _CLEARED = {
     "on_train_begin": ("should_training_stop", "should_log", "should_evaluate", "should_save"),
     "on_epoch_begin": ("should_epoch_stop",),
@@ -44,28 +44,29 @@ _CLEARED = {
     "on_save": ("should_save",),
 }
 
-# Events at which it is looked at once more which events every callback defines: methods may be set on it at any time.
+# At these events the index of methods is rebuilt: methods may be set on a callback at any time.
 _REINDEX_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
 
 
 class TrainerCallback:
-    """Watch a run and steer it: inherit and override the events that matter.
+    """Watch and steer a run: inherit and override the events that matter.
 
-    Each gets `(args, state, control, **kwargs)` with the keyword arguments `model`, `processing_class`, `tokenizer`
-    (the same object), `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`; `on_log` also gets `logs`,
-    `on_evaluate` and `on_predict` get `metrics`, `on_train_end` gets `error`, the exception that ended the run or
-    None. `on_micro_batch_end` gets `loss`, `inputs` and `outputs`, and a method `on_step_end` that names `loss` gets
-    the step's. An event returns None, or the control object, or a dict of its flags, as
-    `{"should_training_stop": True}`. Of several ranks each has callbacks of its own, and what one of them asks for all
-    do: at once if it is asked for on every rank, or in an event that follows an exchange; else at the end of the next
-    step.
-    `on_optimizer_step` gets `applied`, False where a float16 overflow left the update out; what `on_nonfinite` leaves
-    out is known to the device alone, and `applied` is True.
-    A callback with `state_dict` and `load_state_dict` is saved in every checkpoint and restored from it; so is one that
-    has `state` and `from_state`, as an `ExportableState` of transformers. One that has the model evaluated with other
-    weights than those that train is a `tr_core.protocols.EvaluationWeights`.
+    Each event gets `(args, state, control, **kwargs)`. The keyword arguments are `model`, `processing_class`,
+    `tokenizer` (the same object), `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`. `on_log` also
+    gets `logs`; `on_evaluate` and `on_predict` get `metrics`. `on_train_end` gets `error`, the exception that ended the
+    run or None. `on_micro_batch_end` gets `loss`, `inputs` and `outputs`. A method `on_step_end` that names `loss` gets
+    the step's loss. An event returns None, the control object, or a dict of its flags, as
+    `{"should_training_stop": True}`.
 
-    Any object with methods of these names will do; only the events that it defines reach it.
+    Each rank has its own callbacks. All ranks do what a callback of one rank asks for. They do it at once if every rank
+    asks, or in an event that follows an exchange. Otherwise they do it at the end of the next step.
+    `on_optimizer_step` gets `applied`, which is False where a float16 overflow skipped the update. Only the device
+    knows which updates `on_nonfinite` skips, so `applied` is True for those.
+    Every checkpoint saves and restores a callback with `state_dict` and `load_state_dict`. It also saves one with
+    `state` and `from_state`, as an `ExportableState` of transformers. A callback that swaps in other weights for
+    evaluation is a `tr_core.protocols.EvaluationWeights`.
+
+    Any object with methods of these names works. It gets only the events that it defines.
     """
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
@@ -77,15 +78,15 @@ class TrainerCallback:
         """Before the first step, with everything prepared and restored."""
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """At the end of training, whichever way it ends, with `error`."""
+        """At the end of training, also after an exception, with `error`."""
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Before a pass over the data."""
+        """Before an epoch."""
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After a pass over the data, one that was stopped early included."""
+        """After an epoch, also after one that was stopped early."""
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -97,12 +98,12 @@ class TrainerCallback:
     ) -> Any:
         """After forward and backward of each micro-batch, before `on_substep_end`.
 
-        With `loss`, its share of the step's loss on this rank: a detached scalar on the device, not scaled for float16;
-        the step's micro-batches add up to the step's loss, so that of N it is an N-th of its own mean. With `inputs`,
-        the batch as the loader gave it, with host tensors. With `outputs`, what the model gave, detached, if the method
-        of some callback names that parameter; else None, and nothing is kept. An override of `training_step` that does
-        not call the one it overrides gives none. Reading a tensor that is on the device waits for it:
-        `trainer.log_metric` averages without.
+        `loss` is the micro-batch's share of the step's loss on this rank: a detached scalar on the device, not scaled
+        for float16. The shares of a step add up to its loss, so with N micro-batches a share is its own mean over N.
+        `inputs` is the batch as the loader gave it, with host tensors. `outputs` is what the model returned, detached,
+        if the method of some callback names that parameter. Otherwise it is None, and nothing is kept. It is also None
+        where an override of `training_step` does not call the overridden method. Reading a tensor on the device waits
+        for the device. `trainer.log_metric` averages without waiting.
         """
 
     def on_substep_end(
@@ -123,11 +124,11 @@ class TrainerCallback:
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a step, with `state.global_step` and `state.epoch` advanced.
 
-        A method that names the parameter `loss` gets the step's loss on this rank, a detached scalar on the device.
+        A method that names the parameter `loss` gets the step's loss on this rank: a detached scalar on the device.
         """
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """After an evaluation, once for each data set, with `metrics`."""
+        """After an evaluation, once for each dataset, with `metrics`."""
 
     def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a prediction, with `metrics`."""
@@ -143,8 +144,8 @@ class TrainerCallback:
     def on_checkpoint(self, folder: Path, step: int) -> None:
         """As soon as a checkpoint is complete in `folder`, before any older one is removed; on the main process only.
 
-        It is given these two and returns nothing. With `save_async` it is called by the thread that writes, while
-        training goes on: it must not touch the model, and return soon. What it raises is logged.
+        It gets these two arguments and returns nothing. With `save_async` the writer thread calls it during training:
+        it must not touch the model, and it must return soon. Its exceptions are logged.
         """
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
@@ -157,15 +158,15 @@ class TrainerCallback:
 
 
 class CallbackList:
-    """The callbacks of a run in order, and for each event the methods that define it.
+    """Hold the callbacks of a run in order, and for each event the methods that define it.
 
     Args:
-        context: gives what the events are given, as it is when it is called: parts of a Trainer may be assigned.
+        context: returns the arguments of the events. It is called for each event: parts of a Trainer may be assigned.
         callbacks: callbacks or their classes.
 
     Attributes:
         context: the same.
-        callbacks: the callbacks, in the order they are called; the list may be changed, or another one set.
+        callbacks: the callbacks, in the order of their calls. The list may be changed or replaced.
         wants_outputs: whether one of them wants the outputs of every micro-batch.
     """
 
@@ -182,7 +183,7 @@ class CallbackList:
 
     @property
     def callbacks(self) -> list[Any]:
-        """Return the callbacks, in the order they are called."""
+        """Return the callbacks, in the order of their calls."""
         return self._callbacks
 
     @callbacks.setter
@@ -191,10 +192,10 @@ class CallbackList:
         self._index()
 
     def add(self, callback: Any, *, first: bool = False) -> None:
-        """Append a callback, or have it called before all others; a class is instantiated.
+        """Append a callback, or insert it before all others; instantiate a class.
 
         Raises:
-            TypeError: it defines none of the events.
+            TypeError: the callback defines none of the events.
         """
         place = 0 if first else len(self.callbacks)
         self.callbacks.insert(place, _checked(callback() if isinstance(callback, type) else callback))
@@ -202,8 +203,8 @@ class CallbackList:
     def pop(self, callback: Any) -> Any:
         """Remove and return a callback: this object, or the first of this class; None if there is none.
 
-        Where none is of the class, the first of these packages that has the class's name is meant: scripts remove
-        `PrinterCallback` as they have imported it from the library that they come from.
+        If no callback is of the class, it removes the first one of these packages with the same class name: ported
+        scripts remove `PrinterCallback` as imported from their original library.
         """
         for matches in (_matches, _has_same_name):
             for number, candidate in enumerate(self.callbacks):
@@ -213,9 +214,9 @@ class CallbackList:
         return None
 
     def listen(self, event: str, method: Callable[..., Any]) -> None:
-        """Have a method called at an event, after those of all callbacks; it is none of them, and has no state.
+        """Call a method at an event, after the methods of all callbacks. It is no callback and has no state.
 
-        A signal handler may call this at any moment: what is being sent just then reaches the method too.
+        A signal handler may call this at any moment. An event that is being sent at that moment reaches the method too.
         """
         last = self._last.setdefault(event, [])
         if method not in last:
@@ -223,16 +224,16 @@ class CallbackList:
             self._listeners[event].append(method)
 
     def unlisten(self, event: str, method: Callable[..., Any]) -> None:
-        """Take back what `listen` did."""
+        """Undo `listen`."""
         if method in self._last.get(event, ()):
             self._last[event].remove(method)
             self._index()
 
     def fire(self, event: str, **extra: Any) -> None:
-        """Clear the flags that `event` clears, call every method that defines it, and take in what each returns.
+        """Clear the flags of `event`, call every method that defines it, and apply what each returns.
 
-        Within another event, as where a callback evaluates, no flag is cleared: what the run itself is about to do it
-        does all the same.
+        Within another event, as where a callback evaluates, no flag is cleared: the run still does what it was about
+        to do.
         """
         cleared = () if self._depth else _CLEARED.get(event, ())
         if event in _REINDEX_AT:
@@ -263,10 +264,10 @@ class CallbackList:
             self._depth -= 1
 
     def announce(self, folder: Path, step: int) -> None:
-        """Tell every callback that defines `on_checkpoint` of a checkpoint that is complete.
+        """Call `on_checkpoint` of every callback that defines it, for a complete checkpoint.
 
         Raises:
-            Exception: what the last that failed raised; the others were told all the same.
+            Exception: the exception of the last callback that failed. All others were still called.
         """
         failure: Exception | None = None
         for callback in list(self.callbacks):
@@ -279,7 +280,7 @@ class CallbackList:
             raise failure
 
     def stateful(self) -> dict[str, Stateful]:
-        """Return the callbacks that have a state, by class name; a second of one class is `Name#2`."""
+        """Return the callbacks that have a state, by class name; the second of one class is `Name#2`."""
         named: dict[str, Stateful] = {}
         for callback in self.callbacks:
             part = self._exported.get(id(callback), callback)
@@ -297,17 +298,17 @@ class CallbackList:
         return {name: callback.state_dict() for name, callback in self.stateful().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Hand each callback its saved state; one that was not saved keeps its own."""
+        """Load each callback's saved state; a callback without one keeps its own."""
         for name, callback in self.stateful().items():
             if name in state_dict:
                 callback.load_state_dict(state_dict[name])
 
     def _index(self) -> None:
-        for callback in self._callbacks:  # what was put into the list itself is looked at here first
+        for callback in self._callbacks:  # a callback put into the list directly is checked here first
             _checked(callback)
         exporting = [c for c in self._callbacks if exports_state(c) and not isinstance(c, Stateful)]
         self._exported = {id(c): self._exported.get(id(c)) or ExportedState(c) for c in exporting}
-        # Made once here, so that a step costs nothing for events that nobody listens to.
+        # Built once here, so that a step costs nothing for events without listeners.
         self._listeners = {
             event: [getattr(callback, event) for callback in self.callbacks if _defines(callback, event)]
             for event in EVENTS
@@ -315,7 +316,7 @@ class CallbackList:
         self.wants_outputs = any(names_argument(method, "outputs") for method in self._listeners["on_micro_batch_end"])
         steps = self._listeners["on_step_end"]
         steps[:] = [self._with_loss(method) if names_argument(method, "loss") else method for method in steps]
-        for event in list(self._last):  # of now: a signal may have added one while all this was made
+        for event in list(self._last):  # a copy: a signal handler may have added an event meanwhile
             listeners = self._listeners[event]
             listeners += [method for method in self._last[event] if method not in listeners]
 

@@ -1,7 +1,7 @@
 """Apply what a user assigns to a Trainer or its arguments, or refuse it with a message.
 
 Between runs an assignment acts at once. During a run it acts between two steps: from the next step, evaluation or save
-on. Whatever cannot act during a run ends it with a message.
+on. An assignment that cannot act during a run ends it with a message.
 
 No value that depends on an attribute is fixed when the Trainer is built. It is computed again after an assignment to
 the attribute or to an argument. Changed modules of the model are noticed too.
@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 from tr_args import TrainingArguments
 from tr_args.masking import mask_secrets
 
-# Attributes that act from the next step of a run on: what makes the loss, the step and the rate.
+# Attributes that act from the next step of a run: they determine the loss, the step and the rate.
 ACTS_NEXT_STEP = frozenset(
     {
         "compute_loss_func",
@@ -41,7 +41,7 @@ ACTS_NEXT_STEP = frozenset(
 )
 
 _BEFORE = "assign it before train()"
-# Attributes that a run takes when it begins -> what to do about them in its middle.
+# Attributes that a run reads at its beginning -> what to do about them during the run.
 TAKEN_AT_BEGIN: dict[str, str] = {
     "model": "change the weights or replace parts of the model in place, or end this run and begin another",
     "args": "assign to its attributes (trainer.args.max_grad_norm = 0.5)",
@@ -56,7 +56,7 @@ TAKEN_AT_BEGIN: dict[str, str] = {
     "get_train_dataloader": _BEFORE,
 }
 
-# Arguments of which a Trainer makes its parts when it is built.
+# Arguments from which the constructor of a Trainer builds its parts.
 _PARTS = (
     "accelerator_config",
     "bf16",
@@ -108,10 +108,10 @@ FIXED_WHEN_BUILT = frozenset(_PARTS)
 
 
 def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> None:
-    """Raise where an argument that a Trainer was built with is another one now.
+    """Raise if an argument that a Trainer was built with has changed.
 
     Args:
-        args: the arguments as they are.
+        args: the current arguments.
         built_with: what `values_when_built` returned when the Trainer was built.
 
     Raises:
@@ -128,7 +128,7 @@ def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> No
 
 
 def values_when_built(args: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments that a Trainer makes its parts of, as plain values."""
+    """Return the arguments from which a Trainer builds its parts, as plain values."""
     values = args.to_dict()
     found = {name: values[name] for name in sorted(FIXED_WHEN_BUILT) if name in values}
     found |= {f"{name} by the clock": _wall_time(getattr(args, name)) for name in STRATEGIES}
@@ -139,7 +139,7 @@ STRATEGIES = ("logging_strategy", "eval_strategy", "save_strategy")
 
 
 def _wall_time(strategy: Any) -> Any:
-    """Return the seconds of a strategy of wall time, which a callback of its own follows; None for any other."""
+    """Return the seconds of a wall-time strategy, which has its own callback; None for any other strategy."""
     return getattr(strategy, "seconds", None)
 
 
@@ -204,7 +204,7 @@ _INSTEAD = {
 
 
 def values_of_all_ranks(args: TrainingArguments, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a callback may change during a run, and every rank must have alike: else weights drift apart."""
+    """Return the values that a callback may change during a run; if they differ between ranks, weights drift apart."""
     names = ("max_grad_norm", "label_smoothing_factor", "average_tokens_across_devices")
     values = {f"args.{name}": getattr(args, name) for name in names}
     for number, group in enumerate(optimizer.param_groups):
@@ -214,7 +214,7 @@ def values_of_all_ranks(args: TrainingArguments, optimizer: torch.optim.Optimize
 
 
 def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
-    """Raise where a rank has another value than the first.
+    """Raise if a rank has another value than the first rank.
 
     Raises:
         ValueError: the message names the value and what each rank has.
@@ -231,9 +231,9 @@ def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
 
 @contextmanager
 def watching_modules(note: Callable[[], None]) -> Iterator[None]:
-    """Call a function when a module or parameter is put into some model inside the block; a step costs nothing for it.
+    """Call a function when a module or parameter is put into any model inside the block; a step costs nothing.
 
-    Not for a strategy that divides parameters: whole ones take their places in every forward there.
+    Not for a strategy that shards parameters: full parameters replace the shards in every forward there.
     """
 
     def changed(module: Any, name: str, value: Any) -> None:
@@ -251,16 +251,17 @@ def watching_modules(note: Callable[[], None]) -> Iterator[None]:
 
 
 class ChangeWatch:
-    """What a user may change during a run, as it was when last looked at.
+    """Record what a user may change during a run, and find the changes.
 
     Args:
         args: the training arguments.
         model: the unwrapped model.
-        optimizer: the run's.
+        optimizer: the optimizer of the run.
         clears_gradients: whether the strategy clears the gradients of all parameters itself.
 
     Attributes:
-        seen: assignments to the arguments, False, and the optimizer's groups: what the loop compares.
+        seen: number of assignments to the arguments, False, and number of the optimizer's groups; the loop compares
+            them.
         outside: parameters that the optimizer does not hold, by name.
     """
 
@@ -277,7 +278,7 @@ class ChangeWatch:
         self._leaves_out_by_choice = any(p.requires_grad for p in self.outside.values())
 
     def note(self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Look at everything."""
+        """Record the current arguments, model and optimizer."""
         self.note_arguments(args, optimizer)
         self._parameters = list(model.parameters())
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -285,7 +286,7 @@ class ChangeWatch:
         self.outside = {name: parameter for name, parameter in named.items() if id(parameter) not in held}
 
     def note_arguments(self, args: TrainingArguments, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the arguments alone: what the loop itself changed is no change of a user's."""
+        """Record the arguments only: a change by the loop itself is no change by the user."""
         self._arguments = {field.name: getattr(args, field.name) for field in fields(args) if field.init}
         self.seen = (args.num_assignments, False, len(optimizer.param_groups))
 
@@ -293,7 +294,7 @@ class ChangeWatch:
         """Return the names of the arguments that have changed.
 
         Raises:
-            ValueError: a run takes one of them when it begins.
+            ValueError: a run reads one of them only at its beginning.
         """
         changed = [name for name, value in self._arguments.items() if getattr(args, name) != value]
         for name in changed:
@@ -306,7 +307,7 @@ class ChangeWatch:
         return len(self._parameters) != len(now) or any(map(is_not, self._parameters, now))
 
     def check_new_parameters(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Raise where parameters were put into the model that are trainable and would never be updated.
+        """Raise if the model has new trainable parameters that no optimizer would update.
 
         Raises:
             ValueError: the message names them.
@@ -329,7 +330,7 @@ class ChangeWatch:
         """Clear the gradients of parameters that no optimizer holds: they would add up from step to step.
 
         Raises:
-            ValueError: a parameter was unfrozen which the optimizer, that had all trainable ones, does not hold.
+            ValueError: the optimizer held all trainable parameters, and one was unfrozen that it does not hold.
         """
         for name, parameter in self.outside.items():
             if parameter.grad is not None:

@@ -1,8 +1,8 @@
-"""Train: the loop, from the first sample to the last step, to be read from top to bottom.
+"""Train from the first sample to the last step: the loop, in reading order.
 
-A step is: fetch its micro-batches; forward and backward of each, gradients synchronised with the last one only; clip;
-optimizer; schedule; events; then log, evaluate and save, if they are due. Nothing in a step reads a value back from
-the device: losses and norms stay there until a log is due.
+A step fetches its micro-batches and runs forward and backward of each. Only the last one synchronises gradients. Then
+come clipping, optimizer, schedule and events, and log, evaluation and save, if they are due. Nothing in a step reads a
+value back from the device: losses and norms stay there until a log is due.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def run_epochs(run: Run) -> None:
     methods, position = run.methods, run.position
     while position.epoch < run.plan.num_epochs and not methods.control.should_training_stop:
         first_sample, first_step = position.samples, methods.state.global_step
-        if not run.is_epoch_complete():  # it is where a run resumes from a checkpoint of an epoch's last step
+        if not run.is_epoch_complete():  # complete after a resume from an epoch's last step
             run.begin_epoch()
             for step in iterate_steps(run, position.epoch, first_sample):
                 train_step(run, step)
                 log_evaluate_save(run)
-                # Compared here, for a step in which a user changed nothing is to cost no call.
+                # Compared here: a step without a user's change must cost no call.
                 seen = (methods.args.num_assignments, methods.has_assignments, len(run.optimizer.param_groups))
                 if seen != run.watch.seen:
                     run.apply_changes()
@@ -42,7 +42,7 @@ def run_epochs(run: Run) -> None:
 
 
 def end_epoch(run: Run, *, moves_on: bool) -> None:
-    """Do what is due at the end of an epoch; `moves_on` says whether the next sample is of the next epoch."""
+    """Run what is due at the end of an epoch. `moves_on`: whether the next sample belongs to the next epoch."""
     run.position.is_at_epoch_end = True
     if moves_on:
         run.position.next_epoch()
@@ -51,7 +51,7 @@ def end_epoch(run: Run, *, moves_on: bool) -> None:
 
 
 def train_step(run: Run, step: StepData) -> None:
-    """Make one optimizer step; its loss and gradient norm stay on the device."""
+    """Run one optimizer step. Its loss and gradient norm stay on the device."""
     methods, strategy, optimizer, window = run.methods, run.strategy, run.optimizer, run.window
     scope = methods.scope
     model, inner, state, fire = methods.model_wrapped, methods.model, methods.state, methods.callback_handler.fire
@@ -90,9 +90,9 @@ def train_step(run: Run, step: StepData) -> None:
 
 
 def log_evaluate_save(run: Run) -> None:
-    """Do what is due, in this order: log, evaluate, note the best, save.
+    """Run what is due, in this order: log, evaluate, record the best, save.
 
-    What is asked for after its turn, as a log in `on_save`, is due at the end of the next step.
+    A request after its turn, as for a log in `on_save`, is due at the end of the next step.
     """
     methods = run.methods
     control = methods.control
@@ -103,14 +103,14 @@ def log_evaluate_save(run: Run) -> None:
         run.check_updates()
     if control.should_evaluate:
         evaluate(run)
-        control.should_evaluate = False  # also where an override fires no event, which would clear it
+        control.should_evaluate = False  # an override may fire no event that clears it
     if control.should_save:
         save(run)
     control.should_log &= has_news
 
 
 def evaluate(run: Run) -> None:
-    """Evaluate, note the best, and step a schedule that follows a metric."""
+    """Evaluate, record the best, and step a schedule that follows a metric."""
     methods = run.methods
     run.store_tokens()
     with run.evaluating():
@@ -120,23 +120,23 @@ def evaluate(run: Run) -> None:
     if isinstance(run.schedule, ReduceLROnPlateau):  # stepped with an evaluation's result, not after every step
         run.schedule.step(watched_metric(methods.args, metrics))
     if is_best and (methods.args.save_strategy == "best" or methods.args.load_best_model_at_end):
-        methods.control.should_save = True  # with the latter, for there is nothing to load between two checkpoints
+        methods.control.should_save = True  # load_best_model_at_end needs a checkpoint of the best step
 
 
 def save(run: Run) -> None:
-    """Save a checkpoint, and say so."""
+    """Save a checkpoint, and fire `on_save`."""
     run.methods.save_checkpoint(run)
     run.fire("on_save")
 
 
 @dataclass(slots=True)
 class StepData:
-    """The micro-batches of one optimizer step.
+    """Hold the micro-batches of one optimizer step.
 
     Attributes:
-        micro_batches: they, to be iterated once; loaded one at a time unless something must be known of all first.
-        size: how many they are.
-        num_items: targets in all of them over all ranks, a scalar tensor on the device; None if not counted.
+        micro_batches: one-shot iterator. Loads lazily, unless targets must be counted first or the epoch has no length.
+        size: number of micro-batches.
+        num_items: targets in all micro-batches of all ranks, a scalar tensor on the device; None if not counted.
     """
 
     micro_batches: Iterator[MicroBatch]
@@ -145,10 +145,10 @@ class StepData:
 
 
 def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
-    """Yield the steps of an epoch after `position` samples; the last one takes what is left.
+    """Yield the steps of an epoch after `position` samples; the last one takes the remaining samples.
 
-    Micro-batches are loaded as they are used. Only where targets are counted, or where the length of the
-    epoch is unknown, are all of a step loaded first, and then to the host only.
+    Micro-batches are loaded as they are used. If targets are counted, or if the length of the epoch is unknown, all
+    micro-batches of a step are loaded first, to the host only.
     """
     accumulation, batches = run.plan.accumulation, run.data.iterate(epoch, position)
     remaining = run.data.remaining(position)

@@ -1,6 +1,6 @@
-"""Name the seams between the loop and what is plugged into it.
+"""Define the interfaces between the loop and its replaceable parts.
 
-A seam is a structural protocol: only torch and standard types in its signatures, so that an implementation needs no
+An interface is a structural protocol. Its signatures use only torch and standard types, so an implementation needs no
 import of this package. `tr_core.testing` holds a conformance suite for each.
 """
 
@@ -17,20 +17,20 @@ from torch import nn
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something whose state can be taken and put back: modules, optimizers, schedules, callbacks, positions."""
+    """Save and load a state: modules, optimizers, schedules, callbacks, positions."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: nested dicts, lists, tuples, tensors, numbers, strings, booleans, bytes and None."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take over a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """Who this process is among the others, and how values travel between them.
+    """Identify this process among the others, and exchange values between them.
 
     Attributes:
         device: where this process computes.
@@ -45,26 +45,26 @@ class Collectives(Protocol):
     world_size: int
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; the argument stays as it is.
+        """Return the sum of `tensor` over all ranks, on every rank; the argument does not change. Collective.
 
         No value is read back to the host.
         """
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's `tensor`, of one shape `(n, ...)` on all, along dimension 0, in rank order."""
+        """Concatenate `tensor` of all ranks along dimension 0, in rank order; all have one shape `(n, ...)`."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. A host-side exchange: not for the step."""
+        """Return the picklable `value` of every rank, in rank order. A host-side exchange: do not call it in a step."""
         ...
 
     def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin to find the largest of each of `values` over all ranks, on the host alone, and return without waiting.
+        """Start a maximum of each of `values` over all ranks, on the host only, without waiting. Collective.
 
         Returns:
-            What gives them, as often as it is called, once every rank has begun. All ranks begin in the same order,
-            with as many values; when each of them reads is its own affair.
+            A function that waits until every rank has started, and returns the maxima. It may be called repeatedly.
+            All ranks must start in the same order, with as many values. Each rank may read at any time.
         """
         ...
 
@@ -75,21 +75,21 @@ class Collectives(Protocol):
 
 @runtime_checkable
 class Strategy(Collectives, Protocol):
-    """Where a model lives and how its step is made, on one device or on many.
+    """Place a model and run its steps, on one device or on many.
 
-    The loop calls, in this order: `prepare` once; then for each micro-batch `accumulate`, inside it `autocast` around
-    the forward and `backward`; then for each step `clip_grad_norm` and `step`; at the very end `close`.
-    After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of what each
-    rank's losses gave.
+    The loop first calls `prepare` once. For each micro-batch it calls `accumulate`, and inside it `autocast` around the
+    forward, then `backward`. For each step it calls `clip_grad_norm` and `step`. At the very end it calls `close`.
+    After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of each rank's
+    gradients.
 
     A strategy need not define `binds_optimizer`, `bind_optimizer`, `accumulate_fused` and `gathered`: the Trainer adds
     those of `tr_core.single_device.StrategyDefaults`.
 
     Attributes:
-        forward_is_collective: whether a forward is an exchange between the ranks, so that all make as many: also those
-            that have nothing left to generate.
-        binds_optimizer: whether `bind_optimizer` checks, or exchanges, what an optimizer holds. Then the loop does not
-            look for the model's parameters in it.
+        forward_is_collective: whether a forward is an exchange between the ranks. Then every rank must call it equally
+            often, also a rank with nothing left to generate.
+        binds_optimizer: whether `bind_optimizer` checks or replaces the contents of an optimizer. Then the loop does
+            not look for the model's parameters in it.
     """
 
     forward_is_collective: bool
@@ -98,37 +98,37 @@ class Strategy(Collectives, Protocol):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.
 
-        Called before the optimizer is built, and again where modules or parameters of the model were replaced since.
-        Raises `ValueError` if the model cannot be trained this way, or what was replaced cannot be taken in.
+        Called before the optimizer is built, and again after modules or parameters of the model were replaced.
+        Raises `ValueError` if the model cannot be trained this way, or if it cannot apply the replacement.
         """
         ...
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that was given to `prepare`."""
+        """Return the module that was passed to `prepare`."""
         ...
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
-        """Surround forward and backward of one micro-batch; without `sync` gradients stay local and add up."""
+        """Return a block for one micro-batch's forward and backward. Without `sync`, gradients add up locally."""
         ...
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take an optimizer of what `prepare` returned, before its state is restored; its groups may change tensors."""
+        """Bind an optimizer to the prepared model, before its state is restored; may replace tensors in its groups."""
         ...
 
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Surround one micro-batch whose gradients an `InBackward` consumes; `last` is whether it ends the step."""
+        """Return a block for a micro-batch whose gradients an `InBackward` consumes. `last`: it ends the step."""
         ...
 
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Give one parameter whole to read inside a block, on every rank. Collective where it is divided."""
+        """Return a block in which every rank can read one full parameter. Collective if the parameter is sharded."""
         ...
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Surround a forward pass and its loss: mixed precision, if it was asked for."""
+        """Return a block for a forward pass and its loss: mixed precision, if requested."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of a scalar `loss`, scaling it first where the precision needs that."""
+        """Compute gradients of a scalar `loss`, after scaling it if the precision needs that."""
         ...
 
     def clip_grad_norm(
@@ -137,8 +137,8 @@ class Strategy(Collectives, Protocol):
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping, a scalar tensor on the device, a new one each step: the loop keeps it for a
-            while. Nothing is read back to the host.
+            The norm before clipping, a scalar tensor on the device. It is a new tensor each step, because the loop
+            keeps it for several steps. Nothing is read back to the host.
         """
         ...
 
@@ -146,57 +146,59 @@ class Strategy(Collectives, Protocol):
         """Apply the gradients.
 
         Args:
-            optimizer: what applies them.
-            skip: scalar on the device, the same on all ranks. Where it is not 0, parameters and optimizer state stay as
-                they are, bit for bit. It is given only with `on_nonfinite="skip"` or `"raise"`, and may be read back
-                only where the optimizer cannot leave out an update on the device.
+            optimizer: applies the gradients.
+            skip: scalar on the device, the same on all ranks. If it is not 0, parameters and optimizer state stay the
+                same, bit for bit. The loop passes it only with `on_nonfinite="skip"` or `"raise"`. It may be read back
+                only if the optimizer cannot skip an update on the device.
 
         Returns:
-            False where a float16 overflow left the update out, else True, also if `skip` did.
+            False if a float16 overflow skipped the update. True otherwise, also if `skip` skipped it.
         """
         ...
 
     def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
-        """Return what a checkpoint of this strategy holds, by name: `model`, `optimizer`, `scaler` where there is one.
+        """Return the parts of this strategy's checkpoints, by name: `model`, `optimizer`, and `scaler` if there is one.
 
-        `model` is what `prepare` returned. The `model` entry gives the state dict of the unwrapped module.
+        `model` is what `prepare` returned. The `model` entry returns the state dict of the unwrapped module.
         """
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict of the unwrapped module with whole tensors, as rank 0 writes it for others to load.
+        """Return the full state dict of the unwrapped module, which rank 0 writes for other programs. Collective.
 
-        Collective. On the other ranks it may be empty. Tensors may be the model's own, or copies in host memory.
+        It may be empty on the other ranks. Its tensors may be the model's own, or copies in host memory.
         """
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group if this object joined it. `failed` says that the run ends by an exception."""
+        """Leave the process group if this object joined it. `failed`: whether an exception ended the run."""
         ...
 
 
 @runtime_checkable
 class InBackward(Protocol):
-    """An optimizer that consumes gradients during the backward pass, so that they are never all there at once.
+    """Consume gradients during the backward pass, so that they never exist all at once: an optimizer.
 
-    It is a `torch.optim.Optimizer`, known by `fused_in_backward` being True. The loop calls `bind` once before the
-    first backward pass, then, in each step, `backward` for every micro-batch in place of `loss.backward()`,
-    `clip_grad_norm`, `step` and `zero_grad`, and `detach` when training ends, however it ends. In a loop of one's own
-    on one process `bind` and `detach` may be left out. A plain `loss.backward()` consumes nothing.
+    It is a `torch.optim.Optimizer` whose `fused_in_backward` is True. The loop calls `bind` once before the first
+    backward pass. In each step it calls `backward` for every micro-batch in place of `loss.backward()`. Then it calls
+    `clip_grad_norm`, `step` and `zero_grad`. It calls `detach` when training ends, also after an exception. A
+    hand-written loop on one process may omit `bind` and `detach`. A plain `loss.backward()` consumes nothing.
 
-    Any optimizer may have a method `expected_bytes(micro_batches)`, which says before the first step what it will take:
-    a pair of the most bytes of gradients, or of what it keeps of them, that are there at once in a step of so many
-    micro-batches, and the bytes of its state after a step, or None if it cannot tell. Preflight shows them; of an
-    optimizer without it, all gradients are counted, and its state is that of a step over shapes without numbers.
+    Any optimizer may have a method `expected_bytes(micro_batches)`, which estimates its memory before the first step.
+    It returns a pair. The first item is the most bytes of gradients, or of what it keeps of them, that exist at once in
+    a step of so many micro-batches. The second item is the bytes of its state after a step. It returns None if it has
+    no estimate. Preflight shows the pair. For an optimizer without the method, preflight counts all gradients, and
+    measures the state by a step over shapes without numbers.
 
     Attributes:
-        fused_in_backward: whether this is such an optimizer; one whose modes differ has it False in the others.
-        updates_in_backward: whether weights change in `backward` already. Where they do not, an update is left out by
-            not calling `step`, and nothing remembers it after `zero_grad`. Where they do, `clip_to(max_norm)` is called
-            once after `bind`, for the norm has to be known before; and a true `leaves_out_nonfinite` says that a step
-            whose loss or norm is not finite on any rank has changed nothing.
+        fused_in_backward: whether this is such an optimizer. An optimizer with several modes sets it False in the
+            others.
+        updates_in_backward: whether `backward` already changes weights. If not, an update is skipped by not calling
+            `step`, and `zero_grad` clears all traces of it. If so, `clip_to(max_norm)` is called once after `bind`,
+            because the norm must be known earlier. A true `leaves_out_nonfinite` then means that a step with a
+            non-finite loss or norm on any rank changes nothing.
         reduces_own_gradients: whether it averages over the ranks itself, so that a strategy must not.
-        norm_is_estimated: whether the norm that `clip_grad_norm` returned last is an estimate.
+        norm_is_estimated: whether the last norm of `clip_grad_norm` is an estimate.
     """
 
     fused_in_backward: bool
@@ -205,66 +207,66 @@ class InBackward(Protocol):
     norm_is_estimated: bool
 
     def bind(self, collectives: Collectives) -> None:
-        """Take over who this process is among the others, and how values travel between them."""
+        """Store the collectives: this process among the others, and the exchange of values."""
         ...
 
     def backward(self, loss: torch.Tensor, *, last: bool = True, scale: torch.Tensor | None = None) -> None:
         """Compute the gradients of one micro-batch and consume them.
 
         Args:
-            loss: scalar, already divided by what the step's losses are to be divided by.
+            loss: scalar, already divided by the divisor of the step's losses.
             last: whether it is the last micro-batch of its step.
-            scale: scalar on the device that the loss is multiplied by before, and gradients are divided by after, so
-                that small ones do not vanish in float16.
+            scale: scalar on the device. The loss is multiplied by it before, and gradients are divided by it after, so
+                that small gradients do not vanish in float16.
         """
         ...
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        """Have the step use gradients whose total 2-norm is at most `max_norm`; None measures without scaling.
+        """Clip the gradients of the step to a total 2-norm of at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping over all its parameters, those included that keep their `.grad`: a new scalar
-            tensor. Nothing is read back to the host.
+            The norm before clipping: a new scalar tensor. It covers all its parameters, also those that keep their
+            `.grad`. Nothing is read back to the host.
         """
         ...
 
     def step(self, closure: None = None) -> object:
-        """Apply what the backward passes since the last step have left."""
+        """Apply the results of the backward passes since the last step."""
         ...
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what the backward passes since the last step have left, gradients and all else."""
+        """Clear the results of the backward passes since the last step: gradients and everything else."""
         ...
 
     def detach(self) -> None:
-        """Take the hooks off the parameters; the next `backward` puts them on again."""
+        """Remove the hooks from the parameters; the next `backward` adds them again."""
         ...
 
 
 @runtime_checkable
 class EvaluationWeights(Protocol):
-    """A callback that has the model evaluated and exported with other weights than those that train.
+    """Swap in other weights than the trained ones for evaluation and export: a callback.
 
-    The loop asks: `weight_parts` at every save, and before a restore; `evaluation_weights` around every evaluation,
-    prediction and `save_model`; `keep_evaluation_weights` once, at the end of a run that no exception ended.
-    `model` is always the unwrapped module, on its device.
+    The loop calls `weight_parts` at every save, and before a restore. It uses `evaluation_weights` around every
+    evaluation, prediction and `save_model`. It calls `keep_evaluation_weights` once, at the end of a run without an
+    exception. `model` is always the unwrapped module, on its device.
     """
 
     def weight_parts(self, model: nn.Module) -> dict[str, Stateful]:
-        """Return what a checkpoint must hold of these weights, by names of files: saved with `save_only_model` too."""
+        """Return the parts of these weights for a checkpoint, by file name; also saved with `save_only_model`."""
         ...
 
     def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a block in which the model holds these weights; one inside another, and none needed, do nothing."""
+        """Return a block in which the model holds these weights. A nested block, or one not needed, does nothing."""
         ...
 
     def keep_evaluation_weights(self, model: nn.Module, state: Any) -> None:
-        """Give the model these weights for good; `state` is the run's `TrainerState`."""
+        """Copy these weights into the model permanently; `state` is the run's `TrainerState`."""
         ...
 
 
 class Restored(Protocol):
-    """What a restore of a `Checkpointer` did."""
+    """Report what a restore of a `Checkpointer` did."""
 
     @property
     def step(self) -> int | None:
@@ -278,12 +280,12 @@ class Restored(Protocol):
 
     @property
     def skipped(self) -> Sequence[str]:
-        """The checkpoints that were not taken though they may be newer, each with the reason: what is damaged."""
+        """The checkpoints that were skipped though they may be newer, each with its damage as the reason."""
         ...
 
     @property
     def loaded(self) -> Collection[str]:
-        """Names of the parts that were given a state."""
+        """Names of the parts that received a state."""
         ...
 
     @property
@@ -294,16 +296,15 @@ class Restored(Protocol):
 
 @runtime_checkable
 class Checkpointer(Protocol):
-    """Where a run's state is kept.
+    """Save and restore a run's state.
 
-    Every rank calls every method; which rank writes what is the implementation's affair. A save may go on in the
-    background after `save` has returned: what it saves is the state at the call, whatever changes meanwhile.
-    `restore`, `steps` and `path` wait for it first. A failure of it is raised once, by `check`, `wait`, `close` or
-    the next `save`.
+    Every rank calls every method; the implementation chooses which rank writes what. A save may continue in the
+    background after `save` has returned. It saves the state at the call, whatever changes meanwhile. `restore`, `steps`
+    and `path` wait for it first. Its failure is raised once, by `check`, `wait`, `close` or the next `save`.
 
-    One that can keep other runs from its folder may have two more methods. `claim()` is called when a run begins,
-    before anything is looked for there; it raises `OSError` where another run saves to it. `release()` is called when
-    the run ends, whichever way, by each rank for itself.
+    A checkpointer that can lock its folder may have two more methods. The run calls `claim()` when it begins, before it
+    looks for anything there. `claim()` raises `OSError` if another run saves to the folder. Each rank calls `release()`
+    when the run ends, also after an exception.
     """
 
     def save(
@@ -320,23 +321,23 @@ class Checkpointer(Protocol):
         Args:
             step: completed optimizer steps.
             parts: what to save, by name; the part named `rng` is saved by every rank, the others by rank 0.
-            write_extra: called on rank 0 with the folder being written, before it is sealed, to add files of its own
-                (`config.json`, a tokenizer); those files are verified as the others are.
+            write_extra: called on rank 0 with the folder being written, before it is sealed, to add more files
+                (`config.json`, a tokenizer); those files are verified like the others.
             protected: steps that must not be removed, whatever the limit (the best one).
-            on_commit: called on rank 0 with the checkpoint's folder once it is complete, before older ones are removed;
-                maybe in another thread, and it must return soon. What it raises is logged, not raised.
+            on_commit: called on rank 0 with the folder of the complete checkpoint, before older ones are removed. It
+                may run in another thread, and it must return soon. Its exceptions are logged, not raised.
 
         Returns:
-            The checkpoint's folder; it is there once `wait` has returned.
+            The checkpoint's folder; it exists once `wait` has returned.
 
         Raises:
-            OSError: it, or the one before, could not be written; what was there before is intact.
+            OSError: this checkpoint, or the one before, could not be written; older checkpoints are intact.
         """
         ...
 
     @property
     def restored(self) -> Restored | None:
-        """What the last `restore` did, also where it found no checkpoint; None before one."""
+        """What the last `restore` did, also if it found no checkpoint; None before the first."""
         ...
 
     def restore(
@@ -351,18 +352,18 @@ class Checkpointer(Protocol):
 
         Args:
             parts: what to load into, by name; loaded in this order, but random states last.
-            source: a checkpoint's folder; None takes the newest valid one and skips damaged ones, with a warning that
+            source: a checkpoint's folder; None loads the newest valid one and skips damaged ones, with a warning that
                 names the damage.
-            optional: names of parts that stay as they are where the checkpoint does not hold them.
-            only_read: names of parts whose state is put into `restored.states` instead of loading it; they need not
-                be in `parts`.
+            optional: names of parts that do not change if the checkpoint does not hold them.
+            only_read: names of parts whose state goes to `restored.states` and is not loaded; they need not be in
+                `parts`.
 
         Returns:
             The checkpoint's step, or None if `source` is None and there is no valid checkpoint.
 
         Raises:
-            ValueError: `source` is damaged or no checkpoint, or it lacks one of `parts` that is not optional; or one
-                that may be the newest cannot be read, which is no damage.
+            ValueError: `source` is damaged or no checkpoint, or it lacks a part of `parts` that is not optional. Or a
+                checkpoint that may be the newest cannot be read, which is no damage.
         """
         ...
 
@@ -370,7 +371,7 @@ class Checkpointer(Protocol):
         """Return the steps of all complete checkpoints, ascending.
 
         Raises:
-            ValueError: one cannot be looked at.
+            ValueError: a checkpoint cannot be listed.
         """
         ...
 
@@ -379,21 +380,21 @@ class Checkpointer(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise what a save that went on in the background failed with; local to this rank, and waits for nothing.
+        """Raise the error of a failed background save. Local to this rank, without waiting.
 
         Raises:
-            OSError: it could not be written; what was there before is intact.
+            OSError: a checkpoint could not be written; older checkpoints are intact.
         """
         ...
 
     def wait(self) -> None:
-        """Return when nothing is being written. All ranks call it, and all raise if one of them failed.
+        """Wait until nothing is being written. Collective: all ranks raise if one of them failed.
 
         Raises:
-            OSError: it could not be written; what was there before is intact.
+            OSError: a checkpoint could not be written; older checkpoints are intact.
         """
         ...
 
     def close(self) -> None:
-        """Finish what is being written; raises as `wait` does."""
+        """Finish background saves; raises as `wait` does."""
         ...

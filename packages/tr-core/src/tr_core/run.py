@@ -1,4 +1,4 @@
-"""Hold what one call of `train` works with: plan, data and position, optimizer, and everything since the last log."""
+"""Hold what one call of `train` uses: plan, data and position, optimizer, and everything since the last log."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tr_core.state import TrainerControl, TrainerState
 
 
 class RunMethods(Protocol):
-    """What one call of `train` asks of its owner, whose methods a subclass may override.
+    """Define what one call of `train` needs from its owner, whose methods a subclass may override.
 
-    Attributes are read each time they are used: a callback may assign some of them.
+    The run reads attributes at each use: a callback may assign some of them.
 
     Attributes:
         args: the training arguments.
@@ -43,14 +43,14 @@ class RunMethods(Protocol):
         lr_scheduler: the schedule.
         processing_class: tokenizer or processor, None if there is none.
         loss_rule: what is counted in a step.
-        scope: what is known of the step at hand within it.
+        scope: the data of the current step.
         step_function: `training_step`, called with the count as third argument.
         callback_handler: the callbacks.
-        loaders: the data loaders that callbacks are given.
+        loaders: the data loaders that callbacks get.
         train_dataset: the training data.
         random_state: the random generators.
-        search: the search that the run is a trial of, None for any other run.
-        has_assignments: whether something was assigned that acts from the next step.
+        search: the search whose trial this run is; None for any other run.
+        has_assignments: whether an assignment acts from the next step.
     """
 
     args: TrainingArguments
@@ -81,11 +81,11 @@ class RunMethods(Protocol):
         ...
 
     def optimizer_in_evaluation(self) -> AbstractContextManager[None]:
-        """Have an optimizer with two sets of weights put those to judge into the model, inside a block."""
+        """Swap in the evaluation weights of an optimizer that has two sets of weights, inside a block."""
         ...
 
     def prepare(self) -> nn.Module:
-        """Take in what was assigned."""
+        """Apply assignments."""
         ...
 
     def get_train_dataloader(self) -> Any:
@@ -97,7 +97,7 @@ class RunMethods(Protocol):
         ...
 
     def report_trial(self, metrics: dict[str, float]) -> None:
-        """Hand the metrics of an evaluation to the search."""
+        """Report the metrics of an evaluation to the search."""
         ...
 
     def log(self, logs: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class RunMethods(Protocol):
         ...
 
     def checkpointer(self) -> Checkpointer:
-        """Return where checkpoints go."""
+        """Return the checkpointer of the run."""
         ...
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -117,39 +117,39 @@ class RunMethods(Protocol):
         ...
 
     def counts_floating_point_ops(self) -> bool:
-        """Whether `floating_point_ops` can say anything."""
+        """Whether `floating_point_ops` can count anything."""
         ...
 
 
 class RunSettings(Stateful, Protocol):
-    """The part `settings` of a run's checkpoints."""
+    """Save and restore the part `settings` of a run's checkpoints."""
 
     def note_changes(self) -> None:
-        """Take in what a callback changed of the optimizer and the schedule."""
+        """Record what a callback changed in the optimizer and the schedule."""
         ...
 
 
 @dataclass
 class Run:
-    """One call of `train`.
+    """Hold the parts and the progress of one call of `train`.
 
     Attributes:
-        methods: whose run it is; the user's overrides are called through it.
+        methods: the owner of the run; it dispatches to the user's overrides.
         plan: how long the run is, and what a step is.
         data: epochs of the training data.
-        strategy: how updates are applied, and how ranks exchange what they hold.
-        optimizer: what applies the gradients.
-        schedule: what sets the learning rate.
+        strategy: applies updates, and exchanges values between ranks.
+        optimizer: applies the gradients.
+        schedule: sets the learning rate.
         window: everything since the last log.
-        mode: which of the model's modules train.
-        watch: what a user may change during the run, as it was when last looked at.
+        mode: which modules of the model are in training mode.
+        watch: the last recorded values of what a user may change during the run.
         training_step: computes loss and gradients of a micro-batch.
-        updates: what clips and applies gradients: the strategy, or a guard around it.
+        updates: clips and applies gradients: the strategy, or a guard around it.
         position: where in the data the run is.
         count_targets: counts the targets of a step; None where nothing needs the count.
-        settings: what the run is trained with, as its checkpoints keep it.
-        preemption: ends the run after a signal; None where nothing does.
-        ignore_keys: outputs of the model that evaluations leave out.
+        settings: the settings of the run, as its checkpoints save them.
+        preemption: ends the run after a signal; None if signals do not end it.
+        ignore_keys: outputs of the model that evaluations skip.
         has_saved: whether this call began to save a checkpoint.
     """
 
@@ -186,7 +186,7 @@ class Run:
         tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
         window = LogWindow(strategy, tokens)
         updates = choose_updates(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
-        # A strategy that divides parameters, or makes an engine of the optimizer, clears gradients itself.
+        # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.
         clears = strategy.forward_is_collective or strategy.binds_optimizer
         watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
         mode, step = TrainingMode(model, wrapped), methods.step_function
@@ -195,7 +195,7 @@ class Run:
         return run
 
     def take_settings(self) -> None:
-        """Take what may change during a run as it is now."""
+        """Read the current values of what may change during a run."""
         methods, args, window, rule = self.methods, self.methods.args, self.window, self.methods.loss_rule
         self.training_step = methods.step_function
         self.count_targets = rule.count if rule.counts else None
@@ -207,11 +207,11 @@ class Run:
         self.watch.note(args, methods.model, self.optimizer)
 
     def apply_changes(self) -> None:
-        """Have what was changed since the last step act, or refuse it.
+        """Apply the changes since the last step, or refuse them.
 
         Raises:
-            ValueError: an argument was changed that a run takes when it begins, or a part of the model was replaced
-                that cannot be taken in; the message says what to do instead.
+            ValueError: an argument was changed that a run reads only at its beginning, or a part of the model was
+                replaced that a run cannot replace. The message says what to do instead.
         """
         methods, args, state = self.methods, self.methods.args, self.methods.state
         self.check_length()
@@ -235,7 +235,7 @@ class Run:
             cast("Any", self.optimizer).clip_to(self.plan.max_grad_norm)
 
     def check_length(self) -> None:
-        """Raise where a callback made the run longer: epochs and schedule were planned for its length.
+        """Raise if a callback made the run longer: epochs and schedule were planned for its first length.
 
         Raises:
             ValueError: `state.max_steps` is larger than planned.
@@ -249,7 +249,7 @@ class Run:
             )
 
     def use_strategy(self, strategy: Strategy) -> None:
-        """Train with another strategy from now on."""
+        """Replace the strategy for the rest of the run."""
         if self.updates is self.strategy:
             self.updates = strategy
         else:
@@ -257,10 +257,10 @@ class Run:
         self.strategy = strategy
 
     def check_updates(self) -> None:
-        """Raise if an update was not finite and `on_nonfinite` is `raise`; reads the device once.
+        """Raise if an update was not finite and `on_nonfinite` is `raise`. Sync: one read of the device.
 
         Raises:
-            FloatingPointError: the message says which update, and what to do.
+            FloatingPointError: an update was not finite; the message says which one, and what to do.
         """
         if self.updates is not self.strategy:
             cast("UpdateGuard", self.updates).check()
@@ -272,7 +272,7 @@ class Run:
     # Epochs
 
     def begin_epoch(self) -> None:
-        """Do what is due at the beginning of an epoch, or where a run continues in its middle."""
+        """Run what is due at the beginning of an epoch, or where a resumed run enters it."""
         if not self.position.is_retry:
             self.fire("on_epoch_begin")
         self.position.is_retry = self.position.is_at_epoch_end = False
@@ -280,7 +280,7 @@ class Run:
         self.apply_changes()
 
     def is_epoch_complete(self) -> bool:
-        """Whether the epoch of `position` has no batch left; False where that cannot be known."""
+        """Whether the epoch of `position` has no batch left; False if its length is unknown."""
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
 
     # Logs
@@ -299,11 +299,11 @@ class Run:
         self.agree_on_flags()
 
     def close_window(self) -> ClosedWindow:
-        """Read the window of all ranks and begin a new one.
+        """Read the window of all ranks and begin a new one. Collective. Sync: once a log.
 
         Raises:
-            FloatingPointError: something was not finite, and `on_nonfinite` is `raise`.
-            ValueError: what has to be the same on all ranks was changed on some of them.
+            FloatingPointError: a loss or gradient was not finite, and `on_nonfinite` is `raise`.
+            ValueError: a value that must be the same on all ranks was changed on some of them.
         """
         self.check_updates()
         shared = values_of_all_ranks(self.methods.args, self.optimizer) if self.strategy.world_size > 1 else {}
@@ -314,7 +314,7 @@ class Run:
         return self.window.close(windows)
 
     def store_tokens(self) -> None:
-        """Add the input tokens of all ranks to the state, where they are counted, for an entry between two logs."""
+        """Add the input tokens of all ranks to the state, if they are counted, for an entry between two logs."""
         if self.window.tokens is not None:
             tokens = self.strategy.gather_objects(self.window.tokens.take())
             self.methods.state.num_input_tokens_seen += sum(tokens)
@@ -322,23 +322,23 @@ class Run:
     # Interruptions
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Surround an evaluation, which a signal may cut short."""
+        """Return a block for an evaluation, which a signal may cut short."""
         return nullcontext() if self.preemption is None else self.preemption.evaluating()
 
     def agree_on_flags(self) -> None:
-        """Have all ranks do what the callbacks of any ask for, at a place to which all come together."""
+        """Merge the callback flags of all ranks. Collective."""
         if self.preemption is not None and self.strategy.world_size > 1:
             self.preemption.agree_on_flags()
 
     def writes_in_background(self) -> bool:
-        """Whether a checkpoint may be on its way to the disk."""
+        """Whether a checkpoint may still be written in the background."""
         args = self.methods.args
         return args.save_async and (args.save_strategy != "no" or self.has_saved)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the open log window, that of every rank; see `collect_window`."""
+        """Return the position in the data and the open log windows of all ranks; see `collect_window`."""
         position, window = self.position, self.window
         return {
             "epoch": position.epoch,
@@ -353,19 +353,19 @@ class Run:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over the position in the data and the log window; another number of ranks shares the window evenly."""
+        """Restore the position in the data and the log window. Another number of ranks shares the window evenly."""
         position, strategy, skips_data = self.position, self.strategy, not self.methods.args.ignore_data_skip
         if "foreign" in state_dict:
             saved = state_dict["foreign"]
             position.epoch, samples = derive_position(saved, self.data, self.plan.per_step)
             position.samples = samples if skips_data else 0
-            position.is_at_epoch_end = True  # its run ended there, as far as its files tell
+            position.is_at_epoch_end = True  # its files say that its run ended there
             self.window.last_logged_step = saved["global_step"]
             return
         position.epoch, position.samples = state_dict["epoch"], state_dict["samples"] if skips_data else 0
         self.data.restore_order(state_dict["order"], position.samples)
         self.window.last_logged_step = state_dict["last_logged_step"]
-        # For the log at the end of an epoch, if the checkpoint is of its last step.
+        # For the log at the end of an epoch, if the checkpoint is that of its last step.
         self.window.learning_rate = state_dict["learning_rate"]
         position.pending = list(state_dict["owed"])
         position.is_at_epoch_end = state_dict["is_at_epoch_end"]
@@ -376,9 +376,9 @@ class Run:
         self.window.load(windows, strategy.rank, strategy.world_size)
 
     def collect_window(self, state: TrainerState) -> None:
-        """Read the log window of all ranks, to be saved: a log after a resume is then what it would have been.
+        """Read the log windows of all ranks for a save, so that the next log after a resume stays the same. Collective.
 
-        Operations and tokens are added to the state, where a checkpoint has them.
+        It adds operations and tokens to the state, where a checkpoint saves them.
         """
         own = self.window.read()  # sync: once a save
         own["place"] = self.data.place_state()

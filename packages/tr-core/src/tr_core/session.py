@@ -1,6 +1,6 @@
-"""Begin a run at its first or its restored step, and sum it up after its last.
+"""Begin a run at its first or its restored step, and summarize it after its last.
 
-A resumed run first does what was due at the step of its checkpoint: an evaluation or a save that an interruption
+A resumed run first runs what was due at the step of its checkpoint: an evaluation or a save that an interruption
 skipped, and the end of an epoch.
 """
 
@@ -31,7 +31,7 @@ logger = get_logger("tr_core.trainer")
 
 @contextmanager
 def preempting(run: Run) -> Iterator[None]:
-    """Surround training: a signal may end it between two steps, and modules put into a model are noticed."""
+    """Return a block for training: a signal may end it between two steps, and new modules of a model are noticed."""
     run.preemption = make_preemption(
         run.methods, run.strategy, run.position, partial(save, run), run.writes_in_background
     )
@@ -46,13 +46,13 @@ def preempting(run: Run) -> Iterator[None]:
 def fresh_state(
     args: TrainingArguments, strategy: Collectives, plan: TrainingPlan, trial: Mapping[str, Any]
 ) -> TrainerState:
-    """Return the state of a run that begins.
+    """Return the state of a new run.
 
     Args:
         args: the training arguments.
         strategy: which process this is.
         plan: how long the run is.
-        trial: what the state says of a search's trial.
+        trial: the state's fields about a search's trial.
     """
     return TrainerState(
         epoch=0.0,
@@ -69,10 +69,10 @@ def fresh_state(
 
 
 def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_dir: str) -> None:
-    """Warn where a run that begins would save among checkpoints of another one.
+    """Warn if a new run would save among the checkpoints of another run.
 
     Raises:
-        ValueError: they cannot be looked at.
+        ValueError: the checkpoints cannot be listed.
     """
     earlier, problem = [], ""
     if strategy.rank == 0:
@@ -81,7 +81,7 @@ def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_di
         except ValueError as error:
             problem = str(error)
     if problem := strategy.gather_objects(problem)[0]:
-        raise ValueError(problem)  # the first save would fail at it
+        raise ValueError(problem)  # the first save would fail too
     if earlier:
         logger.warning(
             "%s holds checkpoints of an earlier run, up to step %d: resuming takes those until this run has saved its "
@@ -93,7 +93,7 @@ def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_di
 
 
 def log_run_start(run: Run, num_parameters: int) -> None:
-    """Log what is trained, and how long."""
+    """Log what the run trains, and how long."""
     args = run.methods.args
     logger.info(
         "training %s: %s trainable parameters on %s x %d, %s samples an epoch, %d a device and micro-batch, "
@@ -111,7 +111,7 @@ def log_run_start(run: Run, num_parameters: int) -> None:
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """Wait for what is being written, close the log window, and return the figures of the whole run."""
+    """Wait for background saves, close the log window, and return the figures of the whole run."""
     state, window, plan = run.methods.state, run.window, run.plan
     steps = state.global_step - window.first_step
     if run.preemption is not None:
@@ -129,20 +129,20 @@ def load_best(
     parts: Callable[[], dict[str, Stateful]],
     metric: str | None,
 ) -> bool | None:
-    """Load the weights of the best step; what is missing is logged, for an exception would lose the trained weights.
+    """Load the weights of the best step. Missing files are logged: an exception would lose the trained weights.
 
     Args:
-        state: says which step it is.
-        checkpointer: where checkpoints are.
-        strategy: how ranks agree on where the weights are.
-        parts: returns what holds the weights.
+        state: holds the number of the best step.
+        checkpointer: finds the checkpoints.
+        strategy: exchanges between ranks where the weights are.
+        parts: returns the parts that hold the weights.
         metric: the argument `metric_for_best_model`.
 
     Returns:
-        Whether the checkpoint of the best step is there, as rank 0 sees it; None if there is no best step.
+        Whether rank 0 finds the checkpoint of the best step; None if there is no best step.
 
     Raises:
-        ValueError: checkpoints cannot be looked at.
+        ValueError: the checkpoints cannot be listed.
     """
     if state.best_global_step is None:
         logger.error(
@@ -170,13 +170,13 @@ def load_best(
 
 
 def _find_best_checkpoint(state: TrainerState, checkpointer: Checkpointer) -> tuple[str, bool, str]:
-    """Return where the checkpoint of the best step is, whether it is there, and why that cannot be found out."""
+    """Return the folder of the best step's checkpoint, whether it exists, and the error of a failed look-up."""
     best = cast("int", state.best_global_step)
     try:
         folder = str(checkpointer.path(best))
         if best in checkpointer.steps():
             return folder, True, ""
-        # The run began in another folder, or on another machine and went on from the Hub.
+        # The run began in another folder, or it began on another machine and resumed from the Hub.
         folder = state.best_model_checkpoint or folder
         return folder, os.path.isdir(folder), ""
     except ValueError as error:
@@ -184,16 +184,16 @@ def _find_best_checkpoint(state: TrainerState, checkpointer: Checkpointer) -> tu
 
 
 def last_train_loss(state: TrainerState) -> float:
-    """Return the mean loss that a finished run has logged; NaN if it has not."""
+    """Return the mean loss that a finished run has logged; NaN if it has logged none."""
     entries = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
     return entries[-1] if entries else math.nan
 
 
 def is_run_complete(run: Run) -> bool:
-    """Whether a restored run has made all its steps, and the evaluation and the log that are due after the last one.
+    """Whether a restored run has done all its steps, and the evaluation and the log after the last one.
 
-    A checkpoint of a step is saved before the epoch ends with it, so that a run which dies in the evaluation at the end
-    of its last epoch has made its last step, and that evaluation is still to come.
+    A step's checkpoint is saved before its epoch ends. So a run may die in the evaluation at the end of its last
+    epoch: it has done its last step, and that evaluation is still pending.
     """
     if run.window.first_step < run.plan.max_steps:
         return False
@@ -204,14 +204,14 @@ def is_run_complete(run: Run) -> bool:
 
 
 def run_pending(run: Run) -> None:
-    """Do what is still to come at the step of the checkpoint, so that the run continues as one that never stopped.
+    """Run what is pending at the step of the checkpoint, so that the run continues as one that never stopped.
 
-    That is an evaluation which an interruption skipped, with the save after it, and the end of an epoch that ends
-    before its last sample: with the last step of the run, because a callback of that evaluation ends it, or because
-    a callback had asked for it. The end of any other epoch comes when the loop finds no sample left.
+    Pending may be an evaluation that an interruption skipped, with the save after it. Pending may also be the end of an
+    epoch that ends before its last sample: at the last step of the run, because a callback of that evaluation ends
+    the epoch, or because a callback had asked for it. Any other epoch ends when the loop finds no sample left.
     """
     control, state, args = run.methods.control, run.methods.state, run.methods.args
-    # Left by an earlier call of `train` that an exception ended.
+    # An exception may have ended an earlier call of `train` with flags still set.
     control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
     is_at_the_end = state.global_step >= state.max_steps
     is_asked_to_stop = control.should_training_stop  # in `on_train_begin`

@@ -1,7 +1,7 @@
-"""Hold the progress of a run (`TrainerState`), what happens next (`TrainerControl`), and what events are given.
+"""Hold the progress of a run (`TrainerState`), what happens next (`TrainerControl`), and the arguments of events.
 
-`ExportedState` saves and restores a callback that reports its progress in a method `state`, as those of transformers
-do. `WatchedList` holds callbacks and notices when they change.
+`ExportedState` saves and restores a callback that reports its progress in a method `state`, as callbacks of
+transformers do. `WatchedList` holds callbacks and notices when they change.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ logger = get_logger(__name__)
 
 @dataclass
 class TrainerState:
-    """What a run has reached; saved with every checkpoint as `trainer_state.json`.
+    """Record the progress of a run; saved with every checkpoint as `trainer_state.json`.
 
     Attributes:
-        epoch: passes over the data, as a fraction; 0 before training.
+        epoch: epochs completed, as a fraction; 0 before training.
         global_step: completed optimizer steps.
         max_steps: optimizer steps of the whole run.
-        logging_steps: steps between logs, as resolved from a ratio if one was given.
-        eval_steps: steps between evaluations, likewise.
-        save_steps: steps between checkpoints, likewise.
+        logging_steps: steps between logs; a ratio is resolved to steps.
+        eval_steps: steps between evaluations; a ratio is resolved to steps.
+        save_steps: steps between checkpoints; a ratio is resolved to steps.
         train_batch_size: samples per device and micro-batch.
-        num_train_epochs: passes begun at most.
-        num_input_tokens_seen: elements of the main input used in training, where counted.
-        total_flos: floating-point operations of all forward and backward passes, where the model tells them.
+        num_train_epochs: greatest number of epochs begun.
+        num_input_tokens_seen: elements of the main input used in training, if counted.
+        total_flos: floating-point operations of all forward and backward passes, if the model can count them.
         log_history: every logged entry, each with its `step`.
-        best_metric: best value so far of the metric that chooses the best model.
+        best_metric: best value so far of the metric that selects the best model.
         best_global_step: step of that value.
         best_model_checkpoint: folder of the checkpoint of that step, if it was saved.
         is_local_process_zero: whether this is the first process of its machine.
@@ -77,7 +77,7 @@ class TrainerState:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over saved fields; who this process is stays as it is, unknown keys are passed over with a warning."""
+        """Restore saved fields, but not which process this is. Skip unknown keys with a warning."""
         own = {"is_local_process_zero", "is_world_process_zero"}
         known = {f.name for f in fields(self)}
         if unknown := sorted(set(state_dict) - known):
@@ -120,11 +120,11 @@ def _strict(value: Any) -> Any:
 
 @dataclass
 class TrainerControl:
-    """What is to happen next; callbacks set the flags.
+    """Hold the flags of what happens next; callbacks set them.
 
     Attributes:
         should_training_stop: end the run after this step.
-        should_epoch_stop: end this pass over the data after this step.
+        should_epoch_stop: end this epoch after this step.
         should_save: save a checkpoint now.
         should_evaluate: evaluate now.
         should_log: log now.
@@ -140,7 +140,7 @@ class TrainerControl:
         """Set flags by name.
 
         Raises:
-            ValueError: a name is not a flag; `source` says who sent it.
+            ValueError: a name is not a flag; the message names `source`, which sent it.
         """
         known = [f.name for f in fields(self)]
         if unknown := sorted(set(flags) - set(known)):
@@ -156,18 +156,18 @@ def exports_state(callback: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EventContext:
-    """What events are given.
+    """Hold the arguments of events.
 
     Attributes:
         args: the training arguments.
-        state: what the run has reached.
-        control: what a callback asks for.
+        state: the progress of the run.
+        control: the flags that callbacks set.
         model: the unwrapped model.
         processing_class: tokenizer or processor, None if there is none.
         optimizer: the optimizer, None before there is one.
         lr_scheduler: the schedule, None before there is one.
-        loaders: `train_dataloader` of the run and `eval_dataloader` of the last evaluation, each None before.
-        loss: loss of the last step on this rank, None before one.
+        loaders: `train_dataloader` of the run and `eval_dataloader` of the last evaluation; each is None before.
+        loss: loss of the last step on this rank; None before the first step.
     """
 
     args: TrainingArguments
@@ -182,14 +182,14 @@ class EventContext:
 
 
 class ExportedState:
-    """What a callback's method `state` returns, as a part of a checkpoint: `args` and `attributes`.
+    """Save what a callback's method `state` returns as a part of a checkpoint: `args` and `attributes`.
 
-    Restored attributes are set on the callback. Of the arguments of its constructor a restored run takes those that
-    it was itself given otherwise than the saved run was; all others are those of the checkpoint, for some callbacks
-    keep in them what they have reached.
+    Restored attributes are set on the callback. A constructor argument keeps its current value if the user changed it
+    since the saved run. Every other argument comes from the checkpoint, because some callbacks keep their progress
+    in arguments.
 
     Args:
-        callback: the callback, as it was given: its arguments are looked at here.
+        callback: the callback, as the user passed it: its arguments are read here.
     """
 
     def __init__(self, callback: Any) -> None:
@@ -197,11 +197,11 @@ class ExportedState:
         self._given = self._read()["args"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, and the arguments that the callback was given."""
+        """Return the state, and the arguments that the callback was built with."""
         return {**self._read(), "given": self._given}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Bring the callback to what was saved; of other programs' checkpoints there are the attributes alone."""
+        """Restore the callback. Checkpoints of other programs hold only the attributes."""
         callback, name = self._callback, type(self._callback).__name__
         if "given" not in state_dict:
             _set_attributes(callback, state_dict)
@@ -212,7 +212,7 @@ class ExportedState:
             logger.info("callback %s: %s: %r -> %r", name, key, then[key], own[key])
         wanted = {key: own[key] if key in changed else saved.get(key, own[key]) for key in own}
         if _differ(wanted, self._read()["args"]):
-            # As the class itself makes one, for what it derives of its arguments; the object stays the user's own.
+            # Builds a new one for what the class derives from its arguments; the user's object stays.
             vars(callback).update(vars(type(callback)(**copy.deepcopy(wanted))))
         _set_attributes(callback, state_dict["attributes"])
 
@@ -258,8 +258,8 @@ class WatchedList(list[Any]):
     """A list that calls a function after every change.
 
     Args:
-        items: what it holds at first.
-        on_change: called without arguments.
+        items: the first items.
+        on_change: called without arguments after each change.
     """
 
     def __init__(self, items: Iterable[Any], on_change: Callable[[], None]) -> None:
@@ -267,7 +267,7 @@ class WatchedList(list[Any]):
         self._on_change = on_change
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as items and function: a copy made item by item would call what it does not have yet."""
+        """Copy and pickle as items and function: a copy built item by item would call a missing function."""
         return WatchedList, (list(self), self._on_change)
 
 
