@@ -175,8 +175,8 @@ class WeightAverage:
 class EMACallback(TrainerCallback):
     """Average the weights during training; evaluation, `save_model` and the end of the run use the average.
 
-    A checkpoint holds the raw weights as its part `model` and the average as its part `ema`, so `ema.safetensors` has
-    the names of the model's own file. After an exception the model has the raw weights.
+    A checkpoint holds the raw weights as its part `model` and the average as its part `ema`. `ema.safetensors` has the
+    names of the model's own file. After an exception the model has the raw weights.
 
     Args:
         decay: as of `WeightAverage`, for one update.

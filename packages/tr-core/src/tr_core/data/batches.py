@@ -93,7 +93,7 @@ class _Stream:
     of an epoch. After that, the number of samples does not give the number of micro-batches.
 
     It records the position at which an epoch ended. No samples follow that position, whatever the data's state. At the
-    end of an epoch the state of some data points to the beginning of the next one, which would then be read once more.
+    end of an epoch some data's state points to the beginning of the next one, which would be read once more.
     """
 
     def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:

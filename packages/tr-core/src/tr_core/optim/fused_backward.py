@@ -1,7 +1,7 @@
 """Train with an optimizer that consumes gradients during the backward pass.
 
-The optimizer then does what a strategy usually does with gradients. A wrapper replaces the strategy during such a run,
-and the loop is the same.
+The optimizer then does a strategy's work with gradients. A wrapper replaces the strategy during such a run, and the
+loop is the same.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ Kind = Literal["step", "backward", "backward-update"]
 
 
 def kind(optimizer: torch.optim.Optimizer) -> Kind:
-    """Say when an optimizer uses gradients: in `step`, in the backward pass, or there with an update of the weights."""
+    """Return when an optimizer uses gradients: in `step`, in the backward pass, or there with an update."""
     if not getattr(optimizer, "fused_in_backward", False):
         return "step"
     return "backward-update" if getattr(optimizer, "updates_in_backward", True) else "backward"
 
 
 def skips_nonfinite(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer skips by itself a step whose loss or gradient norm is not finite on any rank."""
+    """Whether an optimizer itself skips a step whose loss or gradient norm is not finite on any rank."""
     return getattr(optimizer, "leaves_out_nonfinite", False)
 
 
 class FusedBackwardStrategy:
-    """A strategy whose backward, clipping and step are those of an optimizer that consumes gradients.
+    """A strategy that leaves backward, clipping and step to an optimizer that consumes gradients.
 
-    All else is the strategy's own.
+    It delegates everything else to the strategy.
 
     Args:
-        strategy: what places the model and talks to the other ranks.
+        strategy: places the model and communicates with the other ranks.
         optimizer: a `tr_core.protocols.InBackward`.
         model: what the strategy's `prepare` returned.
-        tell: called with a sentence, once, if the gradient norm is an estimate.
+        tell: called once with a sentence, if the gradient norm is an estimate.
     """
 
     def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, tell: Any) -> None:
@@ -50,23 +50,23 @@ class FusedBackwardStrategy:
         self._is_last = True
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is the strategy's own."""
+        """Return an attribute of the strategy."""
         return getattr(self._strategy, name)
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
-        """Surround one micro-batch; what averages the gradients is the optimizer."""
+        """Surround one micro-batch; the optimizer averages the gradients."""
         self._is_last = sync
         return self._strategy.accumulate_fused(model, last=sync)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Have the optimizer compute and consume the gradients."""
+        """Compute and consume the gradients in the optimizer."""
         scale = None if self._scaler is None else self._scaler.scale(self._flag.one)
         self._optimizer.backward(loss, last=self._is_last, scale=scale)
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
-        """Have the optimizer measure, and scale what it kept down to `max_norm`."""
+        """Return the optimizer's gradient norm, and scale its kept gradients down to `max_norm`."""
         norm = self._optimizer.clip_grad_norm(max_norm)
         self._flag.note(norm)
         if self._tell is not None and self._optimizer.norm_is_estimated:
@@ -78,9 +78,9 @@ class FusedBackwardStrategy:
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the update; under float16 one that overflowed is left out."""
+        """Apply the update; with float16, skip one that overflowed."""
         if skips_nonfinite(optimizer):
-            skip = None  # left out already, by the same rule; a strategy would have to read the flag
+            skip = None  # skipped already, by the same rule; a strategy would have to read the flag
         if self._scaler is None:
             return self._strategy.step(optimizer, skip=skip)
         return self._strategy.step(cast("torch.optim.Optimizer", self._flag), skip=skip)
@@ -90,14 +90,14 @@ class FusedBackwardStrategy:
 def fused_backward(
     strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float | None, tell: Any
 ) -> Iterator[Strategy]:
-    """Give the strategy to train with: one whose backward and step are the optimizer's, if that consumes gradients.
+    """Return the strategy to train with: a wrapper, if the optimizer consumes gradients.
 
     Args:
-        strategy: what places the model and talks to the other ranks.
+        strategy: places the model and communicates with the other ranks.
         optimizer: the run's, checked by `check_fused_backward`.
         model: what the strategy's `prepare` returned.
         max_norm: norm that gradients are clipped to; None for no clipping.
-        tell: called with a sentence, once, if the gradient norm is an estimate.
+        tell: called once with a sentence, if the gradient norm is an estimate.
     """
     if kind(optimizer) == "step":
         yield strategy
@@ -116,16 +116,16 @@ def fused_backward(
 def check_fused_backward(
     optimizer: torch.optim.Optimizer, strategy: Strategy, name: str | None, *, syncs_each_batch: bool
 ) -> None:
-    """Raise if an optimizer that consumes gradients in the backward pass cannot do what it is asked for.
+    """Raise if an optimizer that consumes gradients in the backward pass lacks a requested feature.
 
     Args:
-        optimizer: the run's; any other one passes.
-        strategy: what the run computes with.
+        optimizer: the run's; no other kind of optimizer raises.
+        strategy: the run's strategy.
         name: the argument `optim`; None if the optimizer was passed or assigned.
         syncs_each_batch: whether gradients are exchanged after every micro-batch.
 
     Raises:
-        ValueError: the message says what cannot be done, and what to use instead.
+        ValueError: the message names the missing feature, and what to use instead.
     """
     if kind(optimizer) == "step":
         return
@@ -153,9 +153,9 @@ def check_fused_backward(
 
 
 class _OverflowFlag:
-    """What a loss scaler takes for an optimizer: one number whose gradient is infinite where the norm was.
+    """Poses as an optimizer for a loss scaler: one number, with an infinite gradient where the norm was infinite.
 
-    The scaler looks for overflows in `.grad`, where nothing is left.
+    The scaler looks for overflows in `.grad`, which the optimizer has emptied.
     """
 
     def __init__(self, optimizer: InBackward, device: torch.device) -> None:

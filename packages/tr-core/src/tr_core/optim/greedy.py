@@ -1,4 +1,4 @@
-"""Raise the learning rate while evaluations improve, and lower it while they do not."""
+"""Raise the learning rate while evaluations improve, and lower it while they fail to."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 LEAST_SHARE, GREATEST_SHARE = 0.01, 10.0
-"""Default bounds, as shares of the rate that each parameter group begins with."""
+"""Default bounds, as shares of each parameter group's initial rate."""
 
 
 class GreedyLR(ReduceLROnPlateau):
     """Divide the learning rate by `factor` after a row of improvements, multiply it after a row of failures.
 
-    It is stepped with the result of each evaluation. An improvement is better than the best so far by more than
-    `threshold`; the row is over, and a new one begins, with each evaluation of the other kind and each change.
+    Step it with the result of each evaluation. An improvement is better than the best so far by more than `threshold`.
+    An evaluation of the other kind, or a change of the rate, ends the row and begins a new one.
 
     Source: Subramanian, Krishnamoorthy, Murthy 2025, "Dynamic Learning Rate Scheduling based on Loss Changes Leads to
-    Faster Convergence", arXiv:2512.14527, with the options that transformers 5 gives it. Deviations from those: the
-    default bounds are shares of each group's own rate, not 1e-3 and 1.0, which leave a rate below 1e-3 no way down; and
-    with `rel` a share is one of the best result's size, so that it means the same for negative results.
+    Faster Convergence", arXiv:2512.14527, with the options of transformers 5. Deviations from those: the default bounds
+    are shares of each group's own rate, not 1e-3 and 1.0, which leave a rate below 1e-3 no way down; and with `rel` a
+    share is one of the best result's size, so that it means the same for negative results.
 
     Args:
-        optimizer: whose rates, as they are now, are changed.
+        optimizer: its current rates are changed.
         mode: `min` if lower results are better, else `max`.
         factor: above 0 and below 1.
-        patience: how many evaluations in a row change nothing; the next one does.
-        threshold: how much better counts: an amount, or with `rel` a share of the best.
+        patience: evaluations in a row that change nothing; the next one does.
+        threshold: least improvement that counts: an amount, or with `rel` a share of the best.
         threshold_mode: `abs` or `rel`.
-        cooldown: evaluations that are passed over after the rate was lowered.
-        warmup: evaluations that are passed over after it was raised.
+        cooldown: evaluations to skip after the rate was lowered.
+        warmup: evaluations to skip after it was raised.
         min_lr: least rate, one number or one for each group; by default a hundredth of the group's first rate.
-        max_lr: greatest rate, likewise; by default ten times the first.
-        eps: a change that is not greater is not made.
-        smooth: compare means over the last `window_size` results in place of single ones.
+        max_lr: greatest rate, one number or one for each group; by default ten times the group's first rate.
+        eps: only larger changes are applied.
+        smooth: compare means over the last `window_size` results instead of single results.
         window_size: see `smooth`.
-        reset_start: with all rates at their least, this many further failing rows begin anew with the first rates.
+        reset_start: with all rates at their least, restart from the first rates after this many further failing rows.
 
     Raises:
-        ValueError: a value is out of range, or the bounds leave a group's rate no way.
+        ValueError: a value is out of range, or the bounds leave a group's rate no room to change.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GreedyLR(ReduceLROnPlateau):
         self._begin_anew()
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Take in the result of an evaluation, and change the rates if a row is complete."""
+        """Count the result of an evaluation, and change the rates if a row is complete."""
         result = self._smoothed(float(metrics))
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         if self.cooldown_counter > 0 or self.warmup_counter > 0:
@@ -116,7 +116,7 @@ class GreedyLR(ReduceLROnPlateau):
         return result > self.best + margin if self.mode == "max" else result < self.best - margin
 
     def _end_at_least(self) -> None:
-        """Begin anew once the rates have been at their least for long enough."""
+        """Restart once the rates have been at their least for long enough."""
         if any(rate > least for rate, least in zip(self._rates(), self.min_lrs, strict=True)):
             return
         self.rows_at_least += 1

@@ -1,12 +1,12 @@
 """Skip a step, or raise, if its loss or gradient norm is NaN or infinite.
 
-This is decided on the device, and identically on all ranks. With `on_nonfinite="log"` nothing here is used: the loop
-applies every update, and counts. For the other two a guard replaces the strategy where gradients are clipped and
-applied.
+The decision is made on the device, and identically on all ranks. With `on_nonfinite="log"` nothing here is used: the
+loop applies every update, and counts. For the other two values a guard replaces the strategy where gradients are
+clipped and applied.
 
-An update is skipped by a flag on the device. `tr_dist/skipping.py` has the same code on purpose, because neither
-package imports the other. The flag is an argument of `Strategy.step`: with float16 a strategy updates its scaler also
-if it skips the update.
+A flag on the device skips an update. `tr_dist/skipping.py` has the same code on purpose, because neither package
+imports the other. The flag is an argument of `Strategy.step`: with float16 a strategy updates its scaler even if it
+skips the update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES_SHOWN = 5
 
 
 class UpdateGuard(Protocol):
-    """Wraps a strategy's `clip_grad_norm` and `step`; skips or notes updates that are not finite.
+    """Wraps a strategy's `clip_grad_norm` and `step`; skips or records non-finite updates.
 
     Attributes:
         strategy: the strategy.
@@ -38,38 +38,38 @@ class UpdateGuard(Protocol):
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
-        """Do what the strategy's does."""
+        """Clip as the strategy does."""
         ...
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply a step's update, or not; nothing is read from the device that the optimizer does not need.
+        """Apply or skip a step's update. No sync beyond the optimizer's own.
 
-        The window has the step's loss, gradient norm and number.
+        The window holds the step's loss, gradient norm and number.
 
         Returns:
-            False where a float16 overflow left the update out, else True.
+            False if a float16 overflow skipped the update, else True.
         """
         ...
 
     def check(self) -> None:
-        """Raise `FloatingPointError` if the run must not go on; reads the device once. Every rank calls it."""
+        """Raise `FloatingPointError` if the run must stop. Sync: once. Every rank calls it."""
         ...
 
 
 class SkipNonfinite:
-    """Leave out every update whose step's loss, on any rank, or gradient norm is not finite.
+    """Skips every update whose loss, on any rank, or gradient norm is not finite.
 
-    Parameters and the optimizer's state stay as they are; the schedule goes on, as `global_step` does, for whether an
-    update was applied is known to the device alone. The window's loss, and the parts of it that `compute_loss` gives,
-    are those of the steps that were applied.
+    Parameters and the optimizer's state do not change. The schedule and `global_step` advance, because only the device
+    knows whether an update was applied. The window's loss, and the parts of it from `compute_loss`, cover only the
+    applied steps.
 
     Args:
-        strategy: what clips and applies gradients.
-        window: where the step's loss and norm are.
+        strategy: clips and applies gradients.
+        window: holds the step's loss and norm.
         optimizer: the run's.
 
     Raises:
-        ValueError: the strategy or the optimizer cannot leave out an update.
+        ValueError: the strategy or the optimizer cannot skip an update.
     """
 
     def __init__(self, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer) -> None:
@@ -85,17 +85,17 @@ class SkipNonfinite:
             )
         self.strategy, self._window = strategy, window
         window.means.holds_back = True
-        # torch's schedules warn where the first of all updates was left out; here that is what was asked for.
+        # torch's schedules warn if the first of all updates was skipped; here that is intended.
         vars(optimizer)["_opt_called"] = True
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
-        """Do what the strategy's does."""
+        """Clip as the strategy does."""
         return self.strategy.clip_grad_norm(model, optimizer, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply a step's update if everything is finite."""
+        """Apply a step's update if loss and norm are finite."""
         window = self._window
         norm = cast("torch.Tensor", window.grad_norm)
         skip = on_any_rank(is_nonfinite(window.step_loss, norm), self.strategy)
@@ -104,18 +104,18 @@ class SkipNonfinite:
         return applied
 
     def check(self) -> None:
-        """Do nothing: what is not finite was left out."""
+        """Do nothing: non-finite updates were skipped."""
 
 
 class RaiseNonfinite:
-    """Note the first step whose loss or gradient norm is not finite, and raise at the next boundary.
+    """Records the first step whose loss or gradient norm is not finite, and raises at the next boundary.
 
-    Nothing is read in a step. Where the optimizer can leave out an update on the device (see `skips_on_device`), that
-    of the first such step and all later ones are left out, so that the weights are those of the last good step.
+    No sync in a step. If the optimizer can skip an update on the device (see `skips_on_device`), the first such update
+    and all later ones are skipped. The weights are then those of the last good step.
 
     Args:
-        strategy: what clips and applies gradients.
-        window: where the step's loss, norm and number are.
+        strategy: clips and applies gradients.
+        window: holds the step's loss, norm and number.
         optimizer: the run's.
         model: what the strategy's `prepare` returned; the error names its parameters.
     """
@@ -125,7 +125,7 @@ class RaiseNonfinite:
     ) -> None:
         self.strategy, self._window, self._optimizer = strategy, window, optimizer
         self._named = [(name, p) for name, p in strategy.unwrap(model).named_parameters() if p.requires_grad]
-        # A scaler leaves out what overflowed as a matter of course: there the loss alone is judged.
+        # A scaler routinely skips overflowed updates, so with one only the loss is checked.
         self._has_scaler = "scaler" in strategy.state_parts(model, optimizer)
         can_skip = self._has_scaler or skips_on_device(optimizer)
         self.protects_weights = can_skip and takes_argument(strategy.step, "skip")
@@ -137,13 +137,13 @@ class RaiseNonfinite:
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
-        """Look at the gradients first: clipping by a norm that is NaN makes all of them NaN."""
+        """Check the gradients, then clip: clipping by a norm that is NaN makes all of them NaN."""
         gradients = [self._none if p.grad is None else _local(p.grad) for _, p in self._named]
         self._bad_now = ~torch.stack(torch._foreach_norm(gradients)).isfinite()
         return self.strategy.clip_grad_norm(model, optimizer, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply a step's update, unless something was not finite and the optimizer can leave it out."""
+        """Apply a step's update, unless a value was not finite and the optimizer can skip the update."""
         strategy, window = self.strategy, self._window
         loss, norm = window.step_loss, cast("torch.Tensor", window.grad_norm)
         bad = on_any_rank(is_nonfinite(loss, loss if self._has_scaler else norm), strategy)
@@ -160,7 +160,7 @@ class RaiseNonfinite:
         """Raise if a step was not finite.
 
         Raises:
-            FloatingPointError: the message says which step, with what loss and norm, where it shows, and what to do.
+            FloatingPointError: the message gives the step, its loss and norm, the parameters, and what to do.
         """
         step, loss, norm = read_scalars([self._step, self._loss, self._norm])
         if step > 0:
@@ -190,12 +190,12 @@ class RaiseNonfinite:
 def choose_updates(
     on_nonfinite: str, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> Strategy | UpdateGuard:
-    """Return what clips and applies gradients: the strategy, or the guard that `on_nonfinite` asks for around it.
+    """Return the strategy, or the guard around it that `on_nonfinite` requires.
 
     Args:
         on_nonfinite: the argument of that name.
         strategy: what computes.
-        window: where the loop puts a step's loss, norm and number.
+        window: holds a step's loss, norm and number.
         optimizer: the run's.
         model: what the strategy's `prepare` returned.
     """
@@ -205,7 +205,7 @@ def choose_updates(
 
 
 def on_any_rank(flag: torch.Tensor, strategy: Strategy) -> torch.Tensor:
-    """Return, on every rank, whether a flag is set on any; it stays on the device."""
+    """Return on every rank whether a flag is set on any rank; the result stays on the device."""
     return flag if strategy.world_size == 1 else strategy.sum(flag.to(torch.int32)) > 0
 
 
@@ -216,10 +216,10 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out an update by a flag on the device: torch's fused ones, by `found_inf`.
+    """Whether an optimizer skips an update by a flag on the device: torch's fused ones, by `found_inf`.
 
-    Not with momentum in SGD: of the first update, even one it leaves out, it keeps uninitialised memory for the buffer.
-    Not on the mps device, where versions of torch apply what is to be left out.
+    SGD with momentum does not: a skipped first update leaves uninitialised memory in its buffer. The mps device does
+    not: some versions of torch apply updates that should be skipped.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_scaler(type(optimizer)):
         return False
@@ -228,10 +228,10 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Apply an update unless a flag is set; parameters and state then stay as they are, bit for bit.
+    """Apply an update unless a flag is set; if set, parameters and state do not change by a bit.
 
     Args:
-        skip: scalar on the device. It is read only where the optimizer cannot do that (see `skips_on_device`).
+        skip: scalar on the device. Sync only if the optimizer cannot skip by itself (see `skips_on_device`).
         optimizer: whose `step` is called.
     """
     if skips_on_device(optimizer):
@@ -240,11 +240,11 @@ def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
             optimizer.step()
         finally:
             del vars(optimizer)["grad_scale"], vars(optimizer)["found_inf"]
-    elif not skip.item():  # sync: every step, with an optimizer that cannot leave out an update by itself
+    elif not skip.item():  # sync: every step, with an optimizer that cannot skip an update by itself
         optimizer.step()
 
 
 @cache
 def _takes_scaler(kind: type[Any]) -> bool:
-    # An older protocol, in which an optimizer asks the scaler itself.
+    # An older protocol, in which an optimizer queries the scaler itself.
     return names_argument(kind.step, "grad_scaler")

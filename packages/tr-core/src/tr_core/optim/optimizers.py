@@ -16,12 +16,12 @@ from tr_args.fields.training import OptimizerFields
 from tr_core import plugins
 from tr_core.optim.parameter_rules import Groups, Rule, assign, check_groups_on_load, groups_of, resolve_options
 
-# Biases and the scales of norms are not weights to be shrunk: whole LayerNorm modules, and by name the others.
+# Weight decay excludes biases and the scales of norms: whole LayerNorm modules, and other norms by name.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that weight decay applies to, by the reference Trainer's rule."""
+    """Return the names of the parameters with weight decay, by the reference Trainer's rule."""
     inside_norms = {
         f"{module_name}.{name}" if module_name else name
         for module_name, module in model.named_modules(remove_duplicate=False)
@@ -36,16 +36,16 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 def parameter_groups(
     model: nn.Module, weight_decay: float, decayed: list[str] | None = None, rules: Sequence[Rule] = ()
 ) -> Groups:
-    """Divide the trainable parameters into groups with and without weight decay, and by the rules that they have.
+    """Divide the trainable parameters into groups, by weight decay and by their rules.
 
-    Frozen parameters are left out. The first two groups, of parameters without a rule, are always there, though one may
-    be empty, so that saved optimizer states keep their shape.
+    Frozen parameters are left out. The first two groups, of parameters without a rule, always exist, though one may be
+    empty. So saved optimizer states keep their shape.
 
     Args:
         model: the model to train.
         weight_decay: of the parameters in `decayed`.
         decayed: names of the parameters that weight decay applies to; None is `decay_parameter_names`.
-        rules: what is different for some parameters (see `tr_core.optim.parameter_rules`).
+        rules: options for some parameters (see `tr_core.optim.parameter_rules`).
 
     Raises:
         ValueError: nothing is trainable, or a rule matches nothing.
@@ -75,19 +75,20 @@ def parameter_groups(
 def optimizer_factory(
     args: OptimizerFields, model: nn.Module | None = None
 ) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Return what builds `args.optim` of parameter groups, and the keyword arguments to call it with.
+    """Return the function that builds `args.optim` from parameter groups, and its keyword arguments.
 
-    For an optimizer of torch that is its class; for one that an installed package offers, a function of the groups.
-    What a package offers is called with groups and arguments; with the model too, if its attribute `needs_model` is
-    True. One that acts on `optim_target_modules` has a true `takes_target_modules`.
+    For an optimizer of torch the function is its class; for one of an installed package, a function of the groups. A
+    package's function is called with groups and arguments, and with the model if its attribute `needs_model` is True. A
+    function that uses `optim_target_modules` has a true `takes_target_modules`.
 
     Args:
         args: the training arguments.
         model: whose parameters the groups will hold.
 
     Raises:
-        tr_core.plugins.PluginError: nothing offers the name; the message says which package would.
-        ValueError: `optim_args` has what the optimizer does not take, or it takes no target modules and is given some.
+        tr_core.plugins.PluginError: no installed package has the name; the message says which one does.
+        ValueError: `optim_args` has an argument that the optimizer does not take, or the optimizer takes no target
+            modules.
     """
     name = str(args.optim)
     if name in _TORCH:
@@ -102,16 +103,16 @@ def optimizer_factory(
 def build_optimizer(
     kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], groups: Groups, rules: Sequence[Rule] = ()
 ) -> torch.optim.Optimizer:
-    """Build an optimizer over parameter groups, and hold it to their rules.
+    """Build an optimizer over parameter groups, and apply the options of their rules.
 
     Args:
         kind: a class, or a function of parameter groups.
-        options: keyword arguments; `params`, `model` or `optimizer_dict` among them takes the groups' place.
+        options: keyword arguments; `params`, `model` or `optimizer_dict` among them replaces the groups.
         groups: what `parameter_groups` returned.
-        rules: those that the groups are made of.
+        rules: the rules of the groups.
 
     Raises:
-        ValueError: a rule has what the optimizer does not take.
+        ValueError: a rule has an option that the optimizer does not take.
     """
     options = dict(options)
     for name in ("params", "model", "optimizer_dict"):
@@ -123,7 +124,7 @@ def build_optimizer(
 
 
 def describe(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class and the numbers it was built with, without the learning rate and what is unset."""
+    """Return an optimizer's class and its options that are set, without the learning rate."""
     passed_over = ("lr", "weight_decay", "params")
     known = {name: value for name, value in optimizer.defaults.items() if name not in passed_over}
     settings = [f"{name}={value}" for name, value in known.items() if value is not None and value is not False]
@@ -131,12 +132,12 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
 
 
 def has_fused(device: torch.device) -> bool:
-    """Whether torch's fused optimizers run on a device, by torch's own list; they say so themselves in a step only."""
+    """Whether torch's fused optimizers run on a device, by torch's list; they raise only in a step."""
     return device.type in _foreach_utils._get_fused_kernels_supported_devices()
 
 
 def optimizer_names() -> list[str]:
-    """List every name that `optim` can have with what is installed."""
+    """List every name that `optim` can have with the installed packages."""
     return sorted({*_TORCH, *plugins.available("tr.optimizers")})
 
 
@@ -167,7 +168,7 @@ Factory = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 def _where_it_is(
     model: nn.Module | None, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
 ) -> Factory:
-    """Leave out what the model's device does not know."""
+    """Remove options that the model's device does not support."""
     place = None if model is None else next(model.parameters(), None)
     if place is not None and not has_fused(place.device):
         options = {name: value for name, value in options.items() if name != "fused"}

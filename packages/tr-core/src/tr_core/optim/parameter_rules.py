@@ -6,8 +6,8 @@ A rule is a mapping. `TrainingArguments.parameter_rules` holds a list of rules:
     {"params": ["classifier.weight", "pooler"], "learning_rate": 1e-3, "weight_decay": 0.0, "betas": [0.9, 0.95]}
 
 `params` is one pattern or several. A pattern matches a parameter if the name contains it literally, or if the whole
-name matches it as a regular expression. The first rule that matches a parameter applies. Parameters without a rule are
-trained as the arguments say.
+name matches it as a regular expression. The first rule that matches a parameter applies. The arguments apply to
+parameters without a rule.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ RULE = "rule"
 
 @dataclass(frozen=True)
 class Rule:
-    """What is different for some parameters.
+    """Options for some parameters.
 
     Attributes:
-        number: place among the rules, from 1.
-        name: what its learning rate is logged under.
-        patterns: which parameters it is for.
-        learning_rate: base learning rate; None leaves that of the optimizer.
-        weight_decay: weight decay of all its parameters, biases and norms included; None leaves that of the
-            arguments, which spares those.
+        number: index among the rules, from 1.
+        name: name of its learning rate in the log.
+        patterns: patterns of the names of its parameters.
+        learning_rate: base learning rate; None for the optimizer's.
+        weight_decay: weight decay of all its parameters, biases and norms included; None for that of the arguments,
+            which excludes biases and norms.
         options: further options of the optimizer.
     """
 
@@ -57,11 +57,11 @@ class Rule:
 
 
 def read_rules(given: Sequence[Mapping[str, Any]] | None, learning_rate: float) -> list[Rule]:
-    """Return the rules that the arguments hold.
+    """Return the rules in the arguments.
 
     Args:
         given: `TrainingArguments.parameter_rules`.
-        learning_rate: what `lr_scale` of a rule without a `learning_rate` multiplies.
+        learning_rate: the base of `lr_scale`, for a rule without a `learning_rate`.
     """
     rules: list[Rule] = []
     for number, values in enumerate(given or (), start=1):
@@ -82,7 +82,7 @@ def assign(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Rule]:
     """Return the rule of each trainable parameter that has one, by the parameter's name.
 
     Raises:
-        ValueError: a pattern matches nothing, or a rule is left with no parameter; the message says why.
+        ValueError: a pattern matches nothing, or a rule has no parameter left; the message says why.
     """
     names = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     rule_of: dict[str, Rule] = {}
@@ -107,7 +107,7 @@ def groups_of(rule: Rule, decayed: list[nn.Parameter], others: list[nn.Parameter
 
     Args:
         rule: the rule.
-        decayed: its parameters that weight decay applies to.
+        decayed: its parameters with weight decay.
         others: its other parameters.
         weight_decay: that of the arguments.
     """
@@ -124,7 +124,7 @@ def check_applied(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> No
     """Raise unless the optimizer has the groups of every rule.
 
     Raises:
-        ValueError: it was built by other means than the Trainer's own.
+        ValueError: a group is missing: the optimizer was not built by the Trainer.
     """
     found = {group.get(RULE) for group in optimizer.param_groups}
     for rule in rules:
@@ -136,10 +136,10 @@ def check_applied(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> No
 
 
 def resolve_options(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> None:
-    """Check the options in an optimizer's groups by what the optimizer takes, and convert them to its types.
+    """Check the options in an optimizer's groups against its parameters, and convert them to their types.
 
     Raises:
-        ValueError: it does not take an option, or not its value.
+        ValueError: the optimizer does not take an option or its value.
     """
     check_applied(optimizer, rules)
     for rule in rules:
@@ -151,16 +151,16 @@ def resolve_options(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> 
 
 
 def check_groups_on_load(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer refuse a saved state whose groups are those of other rules.
+    """Make the optimizer refuse a saved state with groups of other rules.
 
-    torch tells states apart by their order alone: under other rules the moments of one parameter would become those of
-    another.
+    torch matches states to parameters by their order alone: under other rules the moments of one parameter would become
+    those of another.
     """
     optimizer.register_load_state_dict_pre_hook(_check_state)
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the learning rate of each rule as it is now, by the name it is logged under."""
+    """Return the current learning rate of each rule, by its name in the log."""
     return {f"learning_rate/{group[RULE]}": group["lr"] for group in optimizer.param_groups if RULE in group}
 
 
@@ -174,7 +174,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _short_name(pattern: str) -> str:
-    r"""Return a pattern without what trackers do not take in a name: `encoder\..*` becomes `encoder`."""
+    r"""Return a pattern without characters that trackers refuse in a name: `encoder\..*` becomes `encoder`."""
     return re.sub(r"[^\w.-]", "", pattern).strip(".")
 
 
@@ -225,7 +225,7 @@ def _number(value: Any) -> float:
 
 
 def _try_out(optimizer: torch.optim.Optimizer, rule: Rule, options: dict[str, Any]) -> None:
-    """Have the optimizer's own constructor check the values: it looks at defaults only, not at those of groups."""
+    """Check the values with the optimizer's own constructor, as defaults: it does not check values in groups."""
     kind = type(optimizer)
     taken = parameters_of(kind.__init__)
     usual = {key: value for key, value in optimizer.defaults.items() if key in taken}
@@ -233,7 +233,7 @@ def _try_out(optimizer: torch.optim.Optimizer, rule: Rule, options: dict[str, An
         return
     try:
         kind([nn.Parameter(torch.zeros(1))], **usual)
-    except Exception:  # one that needs more than its defaults cannot be asked
+    except Exception:  # an optimizer that needs more than its defaults cannot be tried
         return
     try:
         kind([nn.Parameter(torch.zeros(1))], **{**usual, **options})

@@ -42,7 +42,7 @@ def cosine(step: int, *, warmup_steps: int, total_steps: int, num_cycles: float 
 
 
 def constant(step: int, *, warmup_steps: int, total_steps: int) -> float:
-    """Stay at 1."""
+    """Return 1."""
     return 1.0
 
 
@@ -230,10 +230,10 @@ def get_scheduler(
 
     Args:
         name: a key of `SCHEDULES`; `reduce_lr_on_plateau`, torch's own, or `greedy`, which are stepped with a metric;
-            or a function `(step, *, warmup_steps, total_steps, **kwargs) -> multiplier`, also given `base_lr`, the
-            first group's, if it takes that.
-        optimizer: whose learning rates, as they are now, are multiplied; a group that is added later follows the same
-            function, and what is multiplied is the rate that it came with.
+            or a function `(step, *, warmup_steps, total_steps, **kwargs) -> multiplier`. A function with a parameter
+            `base_lr` also receives the first group's base rate.
+        optimizer: its current learning rates are multiplied. A group that is added later follows the same function,
+            from the rate that it was added with.
         num_warmup_steps: optimizer steps of the warm-up.
         num_training_steps: optimizer steps of the run.
         scheduler_specific_kwargs: further arguments of the schedule (`num_cycles`).
@@ -258,7 +258,7 @@ def get_scheduler(
 
 
 def _take_in_new_groups(schedule: LambdaLR) -> None:
-    """Have a schedule know of a group as soon as its optimizer does: asking in every step would cost every step."""
+    """Add new groups of the optimizer to a schedule at once; a check in every step would cost every step."""
     optimizer: Any = schedule.optimizer
     add, known = optimizer.add_param_group, ref(schedule)
 

@@ -65,8 +65,8 @@ class StopSignals:
     Args:
         notify: called, once, by the handler of the first signal. It may come between any two operations of the main
             thread.
-        watches: also end the process at the second signal while the main thread is in a call that Python cannot
-            interrupt, such as an exchange with a hanging rank. A thread does it.
+        watches: use a thread to end the process at the second signal also while the main thread cannot be interrupted.
+            That happens in an exchange with a hanging rank.
 
     Attributes:
         number: the first signal that came; 0 if none has.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tr_core.signatures import parameters_of, takes_argument
 
-# What transformers' models are told with. The second is the older name of the first.
+# Methods that switch checkpointing on in transformers' models. The second is the older name of the first.
 _ENABLING = (
     ("activation_checkpointing_enable", "activation_checkpointing_kwargs"),
     ("gradient_checkpointing_enable", "gradient_checkpointing_kwargs"),
@@ -27,24 +27,24 @@ _INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 def checkpointed_activations(
     model: nn.Module, device: torch.device, options: Mapping[str, Any] | None = None
 ) -> Iterator[list[str]]:
-    """Checkpoint the activations of a model within the block; afterwards it is as it was.
+    """Checkpoint the activations of a model within the block, and restore the model afterwards.
 
-    A model that has `activation_checkpointing_enable` or `gradient_checkpointing_enable` is told so. In any other the
-    repeated layers are checkpointed (see `repeated_layers`); names and modules stay what they are. Gradients are bit
-    for bit those without checkpointing, dropout included.
+    A model with `activation_checkpointing_enable` or `gradient_checkpointing_enable` is switched by that method. In any
+    other model the repeated layers are checkpointed (see `repeated_layers`); names and modules do not change. Gradients
+    are bit for bit those without checkpointing, dropout included.
 
     Args:
         model: the unwrapped model.
         device: where it computes.
-        options: those of `torch.utils.checkpoint.checkpoint`, of which `use_reentrant` is False here by default;
-            `every_n_layers`: checkpoint only every so many layers; `offload`: keep in host memory what is needed to
-            compute a layer again.
+        options: those of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False by default. Two more:
+            `every_n_layers` checkpoints only every n-th layer; `offload` keeps the inputs of recomputed layers in host
+            memory.
 
     Returns:
-        Names of the layers that are checkpointed; none where the model decides.
+        Names of the checkpointed layers; none where the model decides.
 
     Raises:
-        ValueError: an option is not known, or there is nothing to checkpoint.
+        ValueError: an option is unknown, or there is nothing to checkpoint.
     """
     settings = check_checkpointing_options(options)
     every, offload = settings.pop("every_n_layers"), settings.pop("offload")
@@ -53,7 +53,7 @@ def checkpointed_activations(
             if callable(enable := getattr(model, name, None)):
                 undo.enter_context(_flags_put_back(model, name))
                 extra = {"every_n_layers": every} if every != 1 else {}
-                # On a CPU they are in host memory already, and transformers would ask for pinned memory.
+                # On a CPU they are in host memory already, and transformers would pin memory.
                 extra |= {"offload": True} if offload and device.type != "cpu" else {}
                 _enable(enable, keyword, _counting_once(model, settings), extra, told=bool(options))
                 yield []
@@ -72,7 +72,7 @@ def check_checkpointing_options(options: Mapping[str, Any] | None) -> dict[str, 
     """Return the options with their defaults.
 
     Raises:
-        ValueError: one is not known, or `every_n_layers` is no whole number of at least 1.
+        ValueError: an option is unknown, or `every_n_layers` is no whole number of at least 1.
     """
     takes = set(parameters_of(checkpoint)) - {"function", "args", "kwargs", "context_fn"}
     known = sorted(takes | {"preserve_rng_state", "every_n_layers", "offload"})
@@ -88,10 +88,10 @@ def check_checkpointing_options(options: Mapping[str, Any] | None) -> dict[str, 
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that a model repeats, by name: the members of its stacks.
+    """Return the repeated layers of a model, the members of its stacks, by name.
 
     A stack is an `nn.ModuleList` or `nn.Sequential` of at least two modules of one type with parameters, outside any
-    other stack. Stacks of single operations, such as several `nn.Linear`, count only where there is no other.
+    other stack. Stacks of single operations, such as several `nn.Linear`, count only without any other stack.
     """
     layers = {name: layer for stack in _stacks("", model) for name, layer in stack.items()}
     made_of_parts = {name: layer for name, layer in layers.items() if any(True for _ in layer.children())}
@@ -118,7 +118,7 @@ def _stacks(path: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 @contextmanager
 def _checkpointed(layer: nn.Module, settings: dict[str, Any], offloaded_from: str | None) -> Iterator[None]:
-    # The class is exchanged, not the method of the object: a copy of the layer then computes with its own weights.
+    # Replaces the class, not the object's method: a copy of the layer then computes with its own weights.
     before = type(layer)
     layer.__class__ = _checkpointing_class(before, settings, offloaded_from)
     try:
@@ -159,7 +159,7 @@ def _check_reentrant(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _enable(
     enable: Callable[..., Any], keyword: str, settings: dict[str, Any], extra: dict[str, Any], *, told: bool
 ) -> None:
-    """Tell a model to checkpoint, with as much as its method takes."""
+    """Switch checkpointing on in a model, with the options that its method takes."""
     arguments = {keyword: settings, **extra}
     refused = [name for name in arguments if not takes_argument(enable, name)]
     if refused and told:
@@ -172,7 +172,7 @@ def _enable(
 
 @contextmanager
 def _flags_put_back(model: nn.Module, enabling: str) -> Iterator[None]:
-    """Note how a model of transformers checkpoints, and put that back; another one is told to stop."""
+    """Restore the checkpointing flags of a transformers model after the block; switch off any other model's."""
     names = (*_FLAGS, *_INPUT_HOOKS)
     noted = [(module, {n: vars(module)[n] for n in names if n in vars(module)}) for module in model.modules()]
     try:
@@ -193,10 +193,10 @@ def _flags_put_back(model: nn.Module, enabling: str) -> Iterator[None]:
 
 
 def _counting_once(module: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings under which a batch counts once in running statistics, though it is computed twice.
+    """Return settings with which a batch counts once in running statistics, though it is computed twice.
 
     Raises:
-        ValueError: checkpointing is reentrant, which knows no such setting.
+        ValueError: checkpointing is reentrant, which has no such setting.
     """
     tracking = [part for part in module.modules() if getattr(part, "track_running_stats", False)]
     if not tracking:
@@ -211,7 +211,7 @@ def _counting_once(module: nn.Module, settings: dict[str, Any]) -> dict[str, Any
 
 @contextmanager
 def _statistics_kept(tracking: list[nn.Module]) -> Iterator[None]:
-    """Have modules keep running statistics in copies, which are thrown away."""
+    """Redirect the running statistics of modules to copies, which are dropped."""
     originals = [(module, dict(module._buffers)) for module in tracking]
     for module, buffers in originals:
         module._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})

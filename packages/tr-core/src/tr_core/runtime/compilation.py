@@ -1,4 +1,4 @@
-"""Compile the forward of a model during the calls of this Trainer."""
+"""Compile the forward of a model while the Trainer uses it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Call = Callable[..., Any]
 
 
 class Compilation:
-    """Has a model's calls compiled inside a block, in place: it stays the module it is, with the names it has.
+    """Compiles a model's calls in place inside a block; module and names do not change.
 
-    What was compiled is kept for the next block with the same model. Compiled is the module itself, not what a
-    strategy wraps around it: torch then cuts the graph where gradients are exchanged.
+    Compiled code is kept for the next block with the same model. It compiles the module itself, not the strategy's
+    wrapper: torch then cuts the graph where gradients are exchanged.
 
     Args:
         backend: name of a backend of `torch.compile`.
@@ -38,7 +38,7 @@ class Compilation:
         if self._model is not model:
             self._model, self._call = model, self._compile(model)
         before = model._compiled_call_impl
-        # What nn.Module.compile() does; by hand, because that cannot be undone nor put back.
+        # As nn.Module.compile(), but by hand, because that cannot be undone or restored.
         model._compiled_call_impl = self._call
         try:
             yield
@@ -47,7 +47,7 @@ class Compilation:
 
     @contextmanager
     def paused(self, model: nn.Module) -> Iterator[None]:
-        """Have `model` called uncompiled within the block, inside one where its calls are compiled."""
+        """Call `model` uncompiled within the block, nested in a block that compiles."""
         meanwhile, model._compiled_call_impl = model._compiled_call_impl, None
         try:
             yield
@@ -60,7 +60,7 @@ class Compilation:
 
 def check_compilation(backend: str, mode: str | None) -> None:
     """Raise `ValueError` unless torch has this backend, and inductor this mode."""
-    from torch import _dynamo as dynamo  # seconds, which only those pay who compile
+    from torch import _dynamo as dynamo  # takes seconds, so only where needed
 
     if backend not in dynamo.list_backends(exclude_tags=()):
         raise ValueError(

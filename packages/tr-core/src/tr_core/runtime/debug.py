@@ -18,13 +18,13 @@ _MODULES_SHOWN = 21
 
 @contextmanager
 def overflow_watch(model: nn.Module) -> Iterator[None]:
-    """Look into every module of a model after each of its forward passes, within the block.
+    """Check every module of a model after each of its forward passes, within the block.
 
-    For debugging: several values are read from the device for every module.
+    For debugging. Sync: several times for every module.
 
     Raises:
-        FloatingPointError: in a forward, where a weight or an output is infinite or NaN; the message lists the
-            modules that ran last, with the least and the greatest absolute value of weights, inputs and outputs.
+        FloatingPointError: a weight or an output is infinite or NaN, in a forward. The message lists the modules that
+            ran last, with the extreme absolute values of weights, inputs and outputs.
     """
     seen: deque[str] = deque(maxlen=_MODULES_SHOWN)
     names = {module: name for name, module in model.named_modules()}
@@ -54,7 +54,7 @@ def overflow_watch(model: nn.Module) -> Iterator[None]:
 
 
 def _describe(label: str, value: Any) -> list[tuple[str, str, bool]]:
-    """Return for each floating-point tensor in `value` a line, what it is called, and whether all of it is finite."""
+    """Return a line, the name, and whether all is finite, for each floating-point tensor in `value`."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point() or not value.numel():
             return []

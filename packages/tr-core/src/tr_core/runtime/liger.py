@@ -1,4 +1,4 @@
-"""Replace parts of a model by kernels of the liger-kernel package."""
+"""Replace parts of a model with kernels of the liger-kernel package."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def check_liger() -> None:
 
 
 def apply_liger_kernel(model: nn.Module, options: Mapping[str, Any] | None) -> None:
-    """Exchange parts of a model of transformers, in place and for good.
+    """Replace parts of a transformers model, in place and permanently.
 
     Args:
         model: the model, or an adapter wrapper (PEFT's) around it.
-        options: which kernels, such as `{"rope": True}`; None is the package's choice.
+        options: the kernels, such as `{"rope": True}`; None for the package's choice.
 
     Raises:
         ImportError: the package is not installed.
-        ValueError: it has no kernels for this model, or does not take an option.
+        ValueError: the package has no kernels for this model, or does not take an option.
     """
     check_liger()
     from liger_kernel.transformers import monkey_patch  # type: ignore[import-not-found]
@@ -38,7 +38,7 @@ def apply_liger_kernel(model: nn.Module, options: Mapping[str, Any] | None) -> N
     inner, options = base_model(model), dict(options or {})
     kind = getattr(getattr(inner, "config", None), "model_type", None)
     known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
-    # The package itself passes over what it does not know.
+    # The package itself ignores unknown options.
     if kind not in known:
         raise ValueError(
             f"use_liger_kernel=True, but liger-kernel has no kernels for {type(inner).__name__} (model_type {kind!r}); "

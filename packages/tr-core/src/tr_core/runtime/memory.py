@@ -24,18 +24,18 @@ ReadMemory = Callable[[], Metrics]
 
 
 class MemoryMeter:
-    """Measures stages of a run, of which only the outermost counts: an evaluation inside training is training's.
+    """Measures stages of a run; only the outermost counts, so training includes its evaluations.
 
     Host memory is that of the whole process (resident set), as the kernel counts it. On Linux its peak is that of the
-    stage; elsewhere the kernel tells only by how much the stage raised the peak of the whole run, and the allocated
-    difference is left out. Memory of an accelerator is what torch's allocator gave out.
+    stage; elsewhere the kernel reports only how much the stage raised the peak of the whole run. There the allocated
+    difference is missing. For an accelerator, memory is what torch's allocator handed out.
 
     Args:
         device: where the run computes.
         is_on: whether to measure at all.
 
     Raises:
-        ValueError: this system tells neither.
+        ValueError: this system reports neither.
     """
 
     def __init__(self, device: torch.device, is_on: bool) -> None:
@@ -51,12 +51,12 @@ class MemoryMeter:
         """Measure a stage.
 
         Args:
-            name: what the metrics' names begin with.
+            name: prefix of the metrics' names.
 
         Returns:
-            What gives the metrics, in bytes, when it is called within the block: `<name>_mem_cpu_alloc_delta` is what
-            the stage still holds, `<name>_mem_cpu_peaked_delta` how much more it held at its peak; with `gpu` the
-            same of an accelerator. Empty inside another stage.
+            A function for the metrics, in bytes, to call within the block. `<name>_mem_cpu_alloc_delta` is what the
+            stage still holds; `<name>_mem_cpu_peaked_delta` is how much more it held at its peak. With `gpu` they are
+            the same of an accelerator. The metrics are empty inside another stage.
         """
         if not self._is_on or self._is_busy:
             yield dict
@@ -78,7 +78,7 @@ class MemoryMeter:
 def _host_gauge() -> ReadMemory | None:
     if not _STATUS.exists():
         return _peak_gauge()
-    with suppress(OSError):  # where that is not allowed, the peak is that of the whole run so far
+    with suppress(OSError):  # without permission, the peak is that of the whole run so far
         _RESET.write_text("5")
     begin = _resident()["VmRSS"]
 
@@ -112,10 +112,10 @@ def _device_gauge(device: torch.device) -> ReadMemory | None:
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
-    if hasattr(module, "current_allocated_memory"):  # a Mac's, which tells no peak
+    if hasattr(module, "current_allocated_memory"):  # a Mac's, which reports no peak
         begin = module.current_allocated_memory()
         return lambda: {"gpu_alloc_delta": module.current_allocated_memory() - begin}
-    if not hasattr(module, "reset_peak_memory_stats"):  # XLA's: the compiler has planned what is used
+    if not hasattr(module, "reset_peak_memory_stats"):  # XLA's: the compiler has planned the usage
         return None
     module.reset_peak_memory_stats(device)
     begin = module.memory_allocated(device)
@@ -134,19 +134,19 @@ _OUT_OF_MEMORY_MESSAGES = (
     "not enough memory: you tried to allocate",  # the same on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's way of saying that its work space did not fit
+    "CUDNN_STATUS_NOT_SUPPORTED",  # from cuDNN, when its work space does not fit
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that a device, or the host, has no memory left."""
+    """Whether an exception means that a device, or the host, ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_MESSAGES)
 
 
 def free_memory(error: BaseException, device: torch.device) -> None:
-    """Free what the frames of a caught exception hold, and give the device's cached memory back."""
+    """Free the locals in the frames of a caught exception, and release the device's cached memory."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     if device.type != "cpu":

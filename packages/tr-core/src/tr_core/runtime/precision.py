@@ -1,7 +1,7 @@
 """Change the precision of computation inside a block: TF32 products, or a whole model in a lower precision.
 
-TF32 rounds the factors of float32 products to 10 bits. A model in a lower precision has its own weights back after the
-block.
+TF32 rounds the factors of float32 products to 10 bits. After the block a model in a lower precision has its original
+weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def check_tf32(allow: bool | None, device: torch.device) -> None:
-    """Raise `ValueError` if TF32 is asked for where there is none."""
+    """Raise `ValueError` if TF32 is requested on a device without it."""
     if allow and not has_tf32(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         raise ValueError(
@@ -52,7 +52,7 @@ def tf32(allow: bool | None) -> Iterator[None]:
 
 
 def _set(products: str, *, convolutions: bool) -> None:
-    """Set both by the older interface: torch keeps the newer one in step with it, but not the other way round."""
+    """Set both by the older interface: torch syncs the newer one with it, but not vice versa."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)  # torch 2.9
         torch.set_float32_matmul_precision(products)
@@ -62,21 +62,21 @@ def _set(products: str, *, convolutions: bool) -> None:
 def _products() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set through the newer interface alone, which is put back by its own name
+    except RuntimeError:  # set through the newer interface alone; it is restored through that
         return "highest"
 
 
 @contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype, label_names: Sequence[str] = ()) -> Iterator[None]:
-    """Have a model compute in `dtype` throughout within the block: weights, buffers and floating-point inputs.
+    """Cast a model to `dtype` within the block: weights, buffers and floating-point inputs.
 
-    Afterwards the weights are bit for bit what they were. Meanwhile an accelerator holds only the cast ones: the
-    originals wait in host memory. On a CPU both are held.
+    Afterwards the weights are bit for bit what they were. In the block an accelerator holds only the cast weights; the
+    originals are in host memory. A CPU holds both.
 
     Args:
-        model: the unwrapped model; it is the same module with the same parameters in and after the block.
+        model: the unwrapped model; it keeps its module and parameter objects in and after the block.
         dtype: a floating-point type.
-        label_names: inputs that stay as they are, for the loss.
+        label_names: inputs that are not cast, for the loss.
     """
     handle = model.register_forward_pre_hook(_caster(dtype, frozenset(label_names)), with_kwargs=True)
     originals: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -92,11 +92,11 @@ def in_precision(model: nn.Module, dtype: torch.dtype, label_names: Sequence[str
 
 
 def _parked(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each tensor that is to be cast, one at a time, with a copy of it in host memory."""
+    """Yield each tensor to cast, one at a time, with its copy in host memory."""
     tensors = [t for t in chain(model.parameters(), model.buffers()) if t.is_floating_point() and t.dtype != dtype]
     sharers = Counter(_storage(tensor) for tensor in tensors)
     for tensor in tensors:
-        # Tensors that share memory would not do so any more, once they had been away.
+        # Moving tensors would separate those that share memory.
         is_alone = sharers[_storage(tensor)] == 1
         yield tensor, tensor.data.to("cpu") if is_alone else tensor.data
 

@@ -30,11 +30,11 @@ logger = get_logger("tr_core.trainer")
 
 WATCH, TPU_METRICS = "underflow_overflow", "tpu_metrics_debug"
 
-# Backends of torch.compile that run a graph without AOTAutograd. They compute checkpointed layers again with random
-# numbers drawn anew: gradients belong to another dropout mask than the loss.
+# Backends of torch.compile that run a graph without AOTAutograd. They recompute checkpointed layers with new random
+# numbers: gradients belong to another dropout mask than the loss.
 _REDRAWING_BACKENDS = frozenset({"eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts"})
 
-# Options -> what has to be on for them to act.
+# Option -> the option that it needs to take effect.
 _NEEDS = {
     "activation_checkpointing_kwargs": "activation_checkpointing",
     "liger_kernel_config": "use_liger_kernel",
@@ -42,7 +42,7 @@ _NEEDS = {
 
 
 def check_conditions(args: TrainingArguments, device: torch.device) -> None:
-    """Raise for what could not be set up, before anything is trained.
+    """Raise for settings that cannot be applied, before training.
 
     Raises:
         ValueError: an option does not suit the device, torch, or another option.
@@ -74,16 +74,16 @@ def check_conditions(args: TrainingArguments, device: torch.device) -> None:
 
 
 class UseCache:
-    """The `use_cache` of a model's configuration: a run switches it, and what is saved has it as it was given."""
+    """Switches `use_cache` in a model's configuration during a run; saved models have the original value."""
 
     def __init__(self) -> None:
         self._given: Any = None
 
     @contextmanager
     def switched(self, model: nn.Module, value: bool) -> Iterator[None]:
-        """Set it for a block, where the model has such a configuration."""
+        """Set `use_cache` for a block, if the model has such a configuration."""
         config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", None) is None:  # nothing that could be switched
+        if getattr(config, "use_cache", None) is None:  # nothing to switch
             yield
             return
         given = self._given = config.use_cache
@@ -96,7 +96,7 @@ class UseCache:
 
     @contextmanager
     def original(self, model: nn.Module) -> Iterator[None]:
-        """Give the configuration its own for a block: what is saved is to be used, not trained."""
+        """Restore the original `use_cache` for a block: a saved model is for use, not training."""
         config: Any = getattr(model, "config", None)
         if self._given is None or config is None:
             yield
@@ -118,7 +118,7 @@ def training_context(
 ) -> Iterator[None]:
     """Surround a run: TF32, activation checkpointing, `use_cache`, watching for overflows, compiled calls.
 
-    Micro-batch and accumulation, which a search for the batch size changes, are put back with the rest.
+    Micro-batch and accumulation, which a search for the batch size changes, are restored with the rest.
     """
     with ExitStack() as undo:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
@@ -148,10 +148,10 @@ def evaluation_context(
     *,
     is_in_train: bool,
 ) -> Iterator[None]:
-    """Surround an evaluation or prediction; inside training nothing is left to set up, and weights keep their type.
+    """Surround an evaluation or prediction; inside training there is nothing to set up, and weights keep their type.
 
     Raises:
-        RuntimeError: memory ran out; the message says what to lower.
+        RuntimeError: memory ran out; the message names the option to lower.
     """
     with ExitStack() as undo:
         if not is_in_train:
@@ -175,7 +175,7 @@ def evaluation_context(
 
 
 def generation_context(compilation: Compilation | None, model: nn.Module) -> AbstractContextManager[None]:
-    """Surround a generation: its calls are not compiled, for every token is one of another shape."""
+    """Surround a generation: its calls are not compiled, because every token has another shape."""
     return nullcontext() if compilation is None else compilation.paused(model)
 
 

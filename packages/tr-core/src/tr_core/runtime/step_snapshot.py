@@ -13,10 +13,10 @@ from tr_core.random_state import RandomState
 
 
 class ForwardState:
-    """Random number generators and a model's buffers, as they were when `note` was last called.
+    """Random number generators and a model's buffers, as of the last call of `note`.
 
-    Nothing is read from a device. What never changes is copied once: a buffer is copied again if it was written to
-    since, and running statistics always, for torch writes to them without telling.
+    No sync. A buffer that never changes is copied once; another is copied again if it was written to since. Running
+    statistics are copied every time, because torch's writes to them are not detectable.
 
     Args:
         model: the unwrapped model.
@@ -30,7 +30,7 @@ class ForwardState:
         self.note()
 
     def note(self) -> None:
-        """Note the state of now."""
+        """Save the current state."""
         self._generators = RandomState(self._device).state_dict()
         noted: dict[int, _SavedBuffer] = {}
         for module in self._model.modules():
@@ -45,7 +45,7 @@ class ForwardState:
         self._noted = noted
 
     def put_back(self) -> None:
-        """Put generators and buffers back into the state that was noted."""
+        """Restore generators and buffers to the saved state."""
         RandomState(self._device).load_state_dict(self._generators)
         with torch.no_grad():
             for noted in self._noted.values():
@@ -65,7 +65,7 @@ class _SavedBuffer(NamedTuple):
 
 @contextmanager
 def restored_after(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run a block whose forward passes leave no trace in random number generators and buffers."""
+    """Restore random number generators and buffers after the forward passes of a block."""
     state = ForwardState(model, device)
     try:
         yield
