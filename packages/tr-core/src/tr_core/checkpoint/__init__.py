@@ -1,1 +1,1 @@
-"""What a checkpoint holds, and how a run resumes from one."""
+"""Save checkpoints, and resume runs from them."""

@@ -3,7 +3,7 @@
 In a checkpoint two parts represent the model. `adapter_model` is the adapter, with the names that PEFT gives its
 weights. So `PeftModel.from_pretrained` loads `adapter_model.safetensors` and `adapter_config.json` from the folder of
 the checkpoint. `unfrozen` is everything else that training may change: layers that are trained beside the adapter,
-further adapters, running statistics. Frozen weights are in neither.
+other adapters, running statistics. Frozen weights are in neither part.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ADAPTER, UNFROZEN = "adapter_model", "unfrozen"
 
 
 def is_adapter(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT's, with its adapter in the form that PEFT saves."""
-    peft = sys.modules.get("peft")  # a model of PEFT's is there only if PEFT was imported
+    """Whether a model is a `PeftModel`, with an adapter in the form that PEFT saves."""
+    peft = sys.modules.get("peft")  # a PEFT model exists only if PEFT was imported
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def adapter_parts(model: nn.Module, whole: Stateful) -> dict[str, Stateful]:
-    """Return the parts of a checkpoint that stand for a model with an adapter.
+    """Return the checkpoint parts of a model with an adapter.
 
     Args:
         model: the unwrapped model.
-        whole: the part with the state of all of it.
+        whole: the part with the state of the whole model.
     """
     return {ADAPTER: _Adapter(model, whole), UNFROZEN: _Unfrozen(model, whole)}
 
@@ -48,11 +48,10 @@ def restore_parts(
 ) -> Restored:
     """Restore `parts` as the checkpointer does, and check that an adapter got its weights.
 
-    Another program's checkpoint of an adapter has no part `unfrozen`. None is needed where nothing is trained beside
-    the adapter.
+    Another program's checkpoint of an adapter has no part `unfrozen`. It needs none if only the adapter is trained.
 
     Raises:
-        ValueError: as the checkpointer raises, and where weights are trained that the checkpoint does not hold.
+        ValueError: as the checkpointer raises; also if the checkpoint lacks weights that are trained.
     """
     has_adapter = ADAPTER in parts
     optional = {*optional, ADAPTER, UNFROZEN} if has_adapter else optional
@@ -72,25 +71,25 @@ def restore_parts(
 
 
 def write_adapter_config(model: Any, folder: Path) -> None:
-    """Write `adapter_config.json` of the adapter that is active, as one to be loaded for inference."""
+    """Write `adapter_config.json` of the active adapter, in inference mode."""
     config = copy.copy(model.peft_config[_active(model)])
     base = model.get_base_model()
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
     config.inference_mode = True
     mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-    # Without a task it is by its class that PEFT finds the model again.
+    # Without a task PEFT finds the model by its class.
     config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
 
 
 class _Part:
-    """Some tensors of a model's state, under names of their own."""
+    """Save and load some tensors of a model's state, under other names."""
 
     def __init__(self, model: nn.Module, whole: Stateful) -> None:
         self._model, self._whole = model, whole
 
     def _load(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        # Together with the rest as it is: a strategy loads whole models only.
+        # Includes the current rest of the state: a strategy loads full state dicts only.
         self._whole.load_state_dict({**state, **tensors})
 
 
@@ -132,12 +131,12 @@ class _Unfrozen(_Part):
 def _as_peft_saves(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the active adapter's part of a model's state under PEFT's names."""
     save: Callable[..., dict[str, Any]] = sys.modules["peft"].get_peft_model_state_dict
-    # Left to itself, PEFT looks on the Hub whether the vocabulary grew. Embeddings that are trained are `unfrozen`.
+    # By default PEFT asks the Hub whether the vocabulary grew. Trained embeddings are in `unfrozen`.
     return save(model, state_dict=dict(state), adapter_name=_active(model), save_embedding_layers=False)
 
 
 def _names(adapter: dict[str, Any], state: dict[str, Any]) -> dict[str, str]:
-    """Return the names in the model's state of what PEFT took from it as it is, by PEFT's names."""
+    """Return the model's own names of the tensors that PEFT saves unchanged, by PEFT's names."""
     places = {id(value): name for name, value in state.items()}
     return {key: places[id(value)] for key, value in adapter.items() if id(value) in places}
 

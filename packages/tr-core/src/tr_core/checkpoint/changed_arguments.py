@@ -25,15 +25,15 @@ logger = get_logger("tr_core.trainer")
 
 
 def apply_changed_arguments(run: DescribedRun, settings: Settings, schedule_state: dict[str, Any]) -> None:
-    """Make optimizer, schedule, order and best model those of the arguments of now, as far as these have changed.
+    """Apply changed arguments to the optimizer, the schedule, the data order and the best model.
 
     Args:
         run: the call of `train` that begins.
-        settings: what it is trained with, and its checkpoint was.
+        settings: the settings of the run and of its checkpoint.
         schedule_state: the schedule's state in the checkpoint.
 
     Raises:
-        ValueError: something changed that a run cannot go on with; the message names it, with both values.
+        ValueError: a change prevents the run from resuming; the message names it, with both values.
     """
     if settings.saved is None:
         check_state_shapes(run.optimizer, run.methods.model)
@@ -65,7 +65,7 @@ def _restore_optimizer(run: DescribedRun, settings: Settings) -> list[GroupChang
 
 @dataclass
 class _ArgumentChanges:
-    """What changed between a checkpoint and the run that goes on from it."""
+    """Find and apply what changed between a checkpoint and the run that resumes from it."""
 
     run: DescribedRun
     settings: Settings
@@ -80,11 +80,11 @@ class _ArgumentChanges:
 
     @property
     def is_own_schedule(self) -> bool:
-        """Whether the schedule is one that the user made, of a kind whose options mean nothing here."""
+        """Whether the user built the schedule, of a kind whose options are unknown here."""
         return self.run.methods.has_given_schedule or not schedules.is_known(self.run.schedule)
 
     def continue_schedule(self, state: dict[str, Any] | None) -> None:
-        """Go on with the schedule, by its kind."""
+        """Resume the schedule, by its kind."""
         schedule, rates = self.run.schedule, [change for change in self.groups if change.name == "learning_rate"]
         then = self.saved["schedule"]
         if then["kind"] != type(schedule).__name__:
@@ -108,10 +108,10 @@ class _ArgumentChanges:
             schedules.continue_following(cast("ReduceLROnPlateau", schedule), state, rates, then["options"])
 
     def _place(self, state: Mapping[str, Any] | None, rates: Sequence[GroupChange]) -> int | None:
-        """Return the step of the schedule of now that the run is at; None if the saved schedule is that of now.
+        """Return the run's step on the current schedule; None if the saved schedule equals the current one.
 
-        A run whose length is a number of passes is as far along its schedule as a run of these arguments would be at
-        this sample. One whose length is a number of steps is at the step it has reached.
+        If the length of a run is a number of epochs, the step is that of a run with the current arguments at this
+        sample. If the length is a number of steps, it is the step that the run has reached.
         """
         saved, run, args = self.saved, self.run, self.run.methods.args
         is_same_length = (saved["steps"], saved["samples_per_step"]) == (self.settings.steps, run.plan.per_step)
@@ -123,20 +123,20 @@ class _ArgumentChanges:
         return self.run.methods.state.global_step if left is None else max(self.settings.steps - left, 0)
 
     def _has_another_metric(self) -> bool:
-        """Whether evaluations are judged by another metric, so that what is remembered of them means nothing."""
+        """Whether the metric of the best model changed, so that earlier evaluations do not compare."""
         args, then = self.run.methods.args, self.saved["arguments"]
         watched = [(side["metric_for_best_model"], side["greater_is_better"]) for side in (then, args.to_dict())]
         metrics = [(None if name is None else metric_name(name), is_greater) for name, is_greater in watched]
         return None not in watched[0] and metrics[0] != metrics[1]
 
     def forget_best(self) -> None:
-        """Begin to look for the best model anew where it is judged by another metric."""
+        """Reset the best model if its metric changed."""
         state = self.run.methods.state
         if self._has_another_metric():
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
     def outcome(self, difference: Difference) -> str:
-        """Say in a few words what became of a changed argument."""
+        """Return in a few words what happens to a changed argument."""
         kind = type(self.run.methods.args)
         special: dict[str, Callable[[], str]] = {
             **dict.fromkeys(facts(kind, Numbers.OPTIMIZER), lambda: self._of_optimizer(difference.name)),
@@ -171,7 +171,7 @@ class _ArgumentChanges:
         return f"applied; the best so far is forgotten{', and the schedule begins anew' if follows else ''}"
 
     def further_lines(self) -> list[str]:
-        """Return what changed and is no argument: places on the schedule, and groups that code of the user's built."""
+        """Return changes that are no arguments: positions on the schedule, and groups that the user's code built."""
         lines, then, now = [], self.saved["steps"], self.settings.steps
         if self.place is not None and then != now:
             lines.append(f"steps of the schedule: {then} -> {now}, of which {self.place} count as done")
@@ -181,12 +181,13 @@ class _ArgumentChanges:
 
 
 def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequence[Difference]) -> dict[str, str]:
-    """Return what becomes of changed arguments that the order of the data depends on, by their names.
+    """Return what happens to changed arguments that determine the data order, by their names.
 
-    Between two passes they are applied. A pass that was saved complete stays so when the data has another length.
+    Between two epochs they are applied. An epoch that was saved as complete stays complete if the data has another
+    length.
 
     Raises:
-        ValueError: they have changed in the middle of a pass; the message names them with both values.
+        ValueError: they changed in the middle of an epoch; the message names them with both values.
     """
     args = run.methods.args
     found = {change.name: change for change in differences}
@@ -196,7 +197,7 @@ def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequ
     changed.pop("data_seed", None)
     seeds = [_data_seed(arguments) for arguments in (saved["arguments"], args.to_dict())]
     is_seeded = run.data.order_state().get("strategy", "sequential") != "sequential"  # iterable data has its own order
-    if is_seeded and seeds[0] != seeds[1]:  # by whichever of the two it is given
+    if is_seeded and seeds[0] != seeds[1]:  # either of the two arguments may set it
         name = "data_seed" if "data_seed" in found else "seed"
         changed[name] = found[name]
     if args.ignore_data_skip:

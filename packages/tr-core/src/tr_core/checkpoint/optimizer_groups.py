@@ -11,16 +11,16 @@ from torch import nn
 
 from tr_core.signatures import parameters_of
 
-# Options that say how a step is computed, not what: no state belongs to them.
+# Options that select how a step is computed, not what: they have no state.
 _IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
 class Group:
-    """What a parameter group was built with.
+    """Describe a parameter group at its construction.
 
     Attributes:
-        parameters: the names of its parameters, in its order.
+        parameters: the names of its parameters, in the group's order.
         rate: its base learning rate.
         options: the optimizer's other options.
     """
@@ -30,20 +30,20 @@ class Group:
     options: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the group as plain JSON values."""
         options = {name: _plain(value) for name, value in self.options.items()}
         return {"parameters": self.parameters, "learning_rate": self.rate, "options": options}
 
 
 @dataclass(frozen=True)
 class GroupChange:
-    """One value of one group that the arguments of now make another.
+    """Describe one value of one group that the current arguments change.
 
     Attributes:
-        group: place of the group.
+        group: index of the group.
         name: `learning_rate`, or an option.
-        then: what the arguments of the checkpoint made it.
-        now: what those of now make it.
+        then: the value by the arguments of the checkpoint.
+        now: the value by the current arguments.
     """
 
     group: int
@@ -53,7 +53,7 @@ class GroupChange:
 
 
 def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]:
-    """Return the groups of an optimizer that was just built, and its schedule with it."""
+    """Return the groups of an optimizer just after it and its schedule were built."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         Group(
@@ -66,14 +66,14 @@ def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Grou
 
 
 def compare_groups(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> list[GroupChange]:
-    """Return what differs between the groups of a checkpoint's settings and those of now.
+    """Return the differences between the groups of a checkpoint's settings and the current groups.
 
     Raises:
-        ValueError: the same parameters come in another order, by which an optimizer tells their states apart.
+        ValueError: the same parameters have another order. An optimizer assigns their states by this order.
     """
     _check_order(then, now)
     changes = []
-    for place, (old, group) in enumerate(zip(then, now, strict=False)):  # other numbers of groups: torch refuses them
+    for place, (old, group) in enumerate(zip(then, now, strict=False)):  # torch refuses another number of groups
         if old["learning_rate"] != group.rate:
             changes.append(GroupChange(place, "learning_rate", old["learning_rate"], group.rate))
         for name, value in group.options.items():
@@ -83,7 +83,7 @@ def compare_groups(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> l
 
 
 def apply_options(optimizer: torch.optim.Optimizer, changes: Sequence[GroupChange]) -> None:
-    """Give a restored optimizer the options that changed; learning rates are the schedule's affair.
+    """Set the changed options of a restored optimizer; the schedule sets learning rates.
 
     Raises:
         ValueError: an option needs a state of each parameter that the checkpoint does not hold.
@@ -95,11 +95,11 @@ def apply_options(optimizer: torch.optim.Optimizer, changes: Sequence[GroupChang
         if change.name not in (*_IMPLEMENTATION_OPTIONS, "weight_decay"):
             _check_state_suffices(optimizer, change)
     if any(change.name in _IMPLEMENTATION_OPTIONS for change in changes):
-        optimizer.load_state_dict(optimizer.state_dict())  # where the count of steps lies depends on these
+        optimizer.load_state_dict(optimizer.state_dict())  # these options decide the device of the step count
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's learning rate, in place where it is a tensor."""
+    """Set a group's learning rate, in place if it is a tensor."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
@@ -107,7 +107,7 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def check_state_shapes(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise where what an optimizer of torch remembers of a parameter has another shape than the parameter.
+    """Raise if a torch optimizer's state of a parameter has another shape than the parameter.
 
     Raises:
         ValueError: the message names the first such parameter.
@@ -142,7 +142,7 @@ _SHAPED_AS_PARAMETERS = (
 def _check_order(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> None:
     old = [name for group in then for name in group["parameters"]]
     new = [name for group in now for name in group.parameters]
-    if old == new or sorted(old) != sorted(new):  # other names altogether: the model's own state tells
+    if old == new or sorted(old) != sorted(new):  # other names: the model's state shows that
         return
     before, after = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
     raise ValueError(
@@ -153,7 +153,7 @@ def _check_order(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> Non
 
 def _check_state_suffices(optimizer: torch.optim.Optimizer, change: GroupChange) -> None:
     group = optimizer.param_groups[change.group]
-    # What the change adds to a state: what else a trial's holds may depend on a parameter's shape.
+    # Compares what the change adds to a state: the rest of a state may depend on a parameter's shape.
     before = _state_names(type(optimizer), {**group, change.name: change.then})
     needed = _state_names(type(optimizer), group) - before
     for parameter in group["params"]:
@@ -166,14 +166,14 @@ def _check_state_suffices(optimizer: torch.optim.Optimizer, change: GroupChange)
 
 
 def _state_names(kind: Callable[..., torch.optim.Optimizer], group: Mapping[str, Any]) -> set[str]:
-    """Return the names of what an optimizer remembers of a parameter, as one of its kind does after a step."""
+    """Return the names of an optimizer's state of a parameter, from a trial step of its class."""
     taken = set(parameters_of(kind)) - {"params", "lr", *_IMPLEMENTATION_OPTIONS}
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.zeros(2, 2)
     try:
         trial = kind([parameter], lr=0.0, **{name: value for name, value in group.items() if name in taken})
         trial.step()
-    except Exception:  # one that is built otherwise cannot be asked
+    except Exception:  # its constructor takes other arguments
         return set()
     return set(trial.state[parameter])
 

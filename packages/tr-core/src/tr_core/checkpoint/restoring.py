@@ -24,24 +24,24 @@ logger = get_logger("tr_core.trainer")
 
 Resume = str | Path | bool | None
 
-# Parts that a run can go on without: other programs save no settings, a run in another precision no loss scale.
+# Parts that a resume does not need: other programs save no settings, a run in another precision no loss scale.
 _OPTIONAL = ("settings", "scaler")
 
-# What the state holds of the arguments: it is that of now.
+# Fields of the state that come from the current arguments.
 _FROM_ARGUMENTS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
 def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> bool:
-    """Load a checkpoint into everything, and fit run and state to it; False if there is none and none is demanded.
+    """Load a checkpoint into all parts, and fit run and state to it; return False if there is none under `auto`.
 
     Args:
         run: the call of `train` that begins.
-        resume: as of `Trainer.train`, and not None or False.
-        fresh: a state as a run that begins has it.
+        resume: as in `Trainer.train`, and not None or False.
+        fresh: the state of a new run.
 
     Raises:
-        ValueError: there is none and `resume` is not `auto`, the one named is damaged, or it does not go on with the
-            arguments of now; the message says why.
+        ValueError: there is no checkpoint and `resume` is not `auto`, the named one is damaged, or it cannot resume
+            with the current arguments. The message says why.
     """
     restored = _restore(run, resume)
     if restored.step is None:
@@ -54,12 +54,12 @@ def _restore(run: Run, resume: Resume) -> Restored:
     args, callbacks = run.methods.args, run.methods.callback_handler
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source = None if automatic else str(resume)
-    # All parts, also with save_only_model: going on without optimizer and place in silence would be another run.
+    # All parts, also with save_only_model: without optimizer and position it would silently be another run.
     parts = {
         **checkpoint_parts(run),
         "callbacks": CallbackStates(callbacks, restores=args.restore_callback_states_from_checkpoint),
     }
-    # What becomes of the schedule's state depends on what else is restored.
+    # The use of the schedule's state depends on the other restored parts.
     only_read = ("scheduler",)
     restored = restore_parts(run.methods.checkpointer(), parts, source, optional=_OPTIONAL, only_read=only_read)
     if restored.step is not None and "scaler" in parts and "scaler" not in restored.loaded:
@@ -96,7 +96,7 @@ def _fit_to_arguments(run: Run, fresh: TrainerState, schedule_state: dict[str, A
 
 
 def _steps_left(run: Run) -> int | None:
-    """Count the steps to the end of `num_train_epochs`; None where the end is a number of steps."""
+    """Count the steps to the end of `num_train_epochs`; None if the run's length is a number of steps."""
     args = run.methods.args
     if args.max_steps > 0 or args.ignore_data_skip:
         return None
@@ -104,7 +104,7 @@ def _steps_left(run: Run) -> int | None:
 
 
 def _adopt_found_size(run: Run) -> None:
-    """Go on with the micro-batch that the saved run found to fit, if steps can be made of such."""
+    """Use the micro-batch size that the saved run found to fit, if it divides the current step."""
     args, found = run.methods.args, run.methods.state.train_batch_size
     if found is None or found >= args.train_batch_size:
         return
@@ -113,13 +113,13 @@ def _adopt_found_size(run: Run) -> None:
 
 
 class CallbackStates:
-    """The states of a Trainer's callbacks, as a part to be restored; what does not fit is named in a warning.
+    """Restore the states of a Trainer's callbacks; a warning names the states that do not fit.
 
-    With `restore_callback_states_from_checkpoint=False` callbacks begin anew, but for those that hold weights.
+    With `restore_callback_states_from_checkpoint=False` callbacks start fresh, except those that hold weights.
 
     Args:
-        callbacks: whose states they are.
-        restores: whether all of them are given theirs.
+        callbacks: the callbacks whose states they are.
+        restores: whether all of them get their states.
     """
 
     def __init__(self, callbacks: CallbackList, *, restores: bool) -> None:
@@ -130,7 +130,7 @@ class CallbackStates:
         return self._callbacks.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Hand each callback its own state, and name those that have none and states that nobody takes."""
+        """Load each callback's state, and log callbacks without a state and states without a callback."""
         wanted = self._callbacks.stateful()
         if not self._restores:
             anew = sorted(name for name, callback in wanted.items() if not isinstance(callback, EvaluationWeights))

@@ -35,7 +35,7 @@ def build_checkpointer(args: TrainingArguments, strategy: Strategy) -> Checkpoin
     """Return the checkpointer that the arguments name.
 
     Raises:
-        ValueError: none of that name is installed; the message says what to install, or how to do without.
+        ValueError: no checkpointer of that name is installed; the message says what to install, or how to avoid it.
     """
     try:
         factory = plugins.load("tr.checkpointers", str(args.checkpointer))
@@ -48,7 +48,7 @@ def build_checkpointer(args: TrainingArguments, strategy: Strategy) -> Checkpoin
 
 
 def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments that a checkpointer is made of: where one of them changes, another one is made."""
+    """Return the arguments that a checkpointer is built from; a change of one needs a new checkpointer."""
     names = ("checkpointer", "output_dir", "save_total_limit", "save_keep_every", "save_async", "save_on_each_node")
     return {name: getattr(args, name) for name in names}
 
@@ -56,14 +56,14 @@ def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:
 def save_model(
     strategy: Strategy, model: nn.Module, wrapped: nn.Module, folder: Path, save_companions: Callable[[Path], None]
 ) -> None:
-    """Write weights in safetensors, and what belongs to them; rank 0 writes, all ranks call.
+    """Write weights in safetensors, and their companion files. Collective; rank 0 writes.
 
     Args:
-        strategy: what gives the whole weights.
+        strategy: returns the full state dict.
         model: the unwrapped model, with the weights and the configuration to save.
         wrapped: the model as the strategy wrapped it.
         folder: where to write.
-        save_companions: writes what belongs to the model, into a folder.
+        save_companions: writes the model's files other than its weights into a folder.
     """
     state = strategy.full_state_dict(wrapped)
     if strategy.rank == 0:
@@ -82,17 +82,17 @@ def save_model(
 def save_companions(
     folder: Path, model: nn.Module, args: TrainingArguments, processor: Any, use_cache: UseCache
 ) -> None:
-    """Write what belongs to a model beside its weights: configuration, tokenizer, and the arguments as JSON.
+    """Write a model's files other than its weights: configuration, tokenizer, and the arguments as JSON.
 
     Args:
         folder: where to write.
         model: the unwrapped model.
         args: the training arguments.
         processor: tokenizer or processor, None if there is none.
-        use_cache: gives the configuration its own `use_cache`.
+        use_cache: restores the configuration's own `use_cache`.
     """
-    # The configuration of a model inside an adapter wrapper is not the wrapper's: beside an adapter it would have
-    # from_pretrained look for the weights of the whole model.
+    # Skips the configuration of a model inside an adapter wrapper: beside an adapter, from_pretrained would look for
+    # the weights of the full model.
     owner = model if base_model(model) is model else None
     for companion in (getattr(owner, "config", None), getattr(owner, "generation_config", None), processor):
         save = getattr(companion, "save_pretrained", None)
@@ -103,7 +103,7 @@ def save_companions(
 
 
 def find_processor(processing_class: Any, collator: Any) -> Any:
-    """Return the tokenizer or processor of the model: the one that was given, or the one that only a collator knows."""
+    """Return the tokenizer or processor of the model: the Trainer's, or the one that only a collator holds."""
     if processing_class is not None:
         return processing_class
     names = ("processing_class", "processor", "tokenizer", "feature_extractor", "image_processor")
@@ -112,11 +112,11 @@ def find_processor(processing_class: Any, collator: Any) -> Any:
 
 
 def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
-    """Save everything that the run needs to continue from here, through the checkpointer.
+    """Save everything that the run needs to resume from here, through the checkpointer.
 
     Args:
-        run: what is saved.
-        save_companions: writes what belongs to the model, into a folder.
+        run: the run to save.
+        save_companions: writes the model's files other than its weights into a folder.
     """
     methods, state, model = run.methods, run.methods.state, run.methods.model
     checkpointer = methods.checkpointer()
@@ -137,7 +137,7 @@ def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
         if is_adapter(model):
             write_adapter_config(model, path)
 
-    # An optimizer with two sets of weights is saved with those to judge, so that they can be loaded as the best.
+    # An optimizer with two sets of weights saves the evaluation weights, so that they can be loaded as the best.
     with methods.optimizer_in_evaluation():
         checkpointer.save(
             state.global_step,
@@ -152,27 +152,27 @@ def _record_best_checkpoint(state: TrainerState, checkpointer: Checkpointer, bes
     try:
         if best == state.global_step or best in checkpointer.steps():
             state.best_model_checkpoint = str(checkpointer.path(best))
-    except ValueError as error:  # one that cannot be read now must not keep the run from saving
+    except ValueError as error:  # a read error must not stop the save
         logger.warning("where the checkpoint of the best step %d is was not looked up: %s", best, error)
 
 
 def _report_checkpoint(announce: Callable[[Path, int], None], folder: Path, *, step: int) -> None:
-    """Say that a checkpoint is complete; with `save_async` that is later than its step, in the thread that wrote it."""
+    """Log and announce a complete checkpoint. With `save_async`: from the writer thread, after its step."""
     logger.info("saved checkpoint %s", folder)
     announce(folder, step)
 
 
 def checkpoint_parts(run: Run) -> dict[str, Stateful]:
-    """Name everything stateful of a run: this dict is what a checkpoint holds, and nothing else is.
+    """Return all stateful parts of a run by name: exactly the contents of a checkpoint.
 
     Raises:
-        ValueError: a callback gives a part the name of one of these.
+        ValueError: a callback uses the name of one of these parts.
     """
     methods = run.methods
     others = run.strategy.state_parts(methods.model_wrapped, run.optimizer)
     del others["model"]
     parts = {
-        # Restored first, for it tells whether the others fit.
+        # Restored first: it checks whether the others fit.
         **({} if run.settings is None else {"settings": run.settings}),
         **model_parts(run.strategy, methods.model, methods.model_wrapped),
         **others,
@@ -189,10 +189,10 @@ def checkpoint_parts(run: Run) -> dict[str, Stateful]:
 
 
 def model_parts(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> dict[str, Stateful]:
-    """Return what holds the model in a checkpoint, by name: all of it, or what an adapter leaves to be trained.
+    """Return the checkpoint parts of the model, by name: the full model, or only what is trained with an adapter.
 
     Args:
-        strategy: what saves and restores the model.
+        strategy: saves and restores the model.
         model: the unwrapped model.
         wrapped: the model as the strategy wrapped it.
     """
@@ -201,7 +201,7 @@ def model_parts(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> dic
 
 
 def find_hub(callbacks: Sequence[Any], args: TrainingArguments) -> Any:
-    """Return the callback that pushes to the Hub, or a new one where the run has none."""
+    """Return the callback that pushes to the Hub, or a new one if the run has none."""
     pushing = (callback for callback in callbacks if callable(getattr(callback, "push_to_hub", None)))
     return next(pushing, None) or plugins.load("tr.callbacks", "hub")(args)
 
@@ -217,7 +217,7 @@ def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bo
 
 
 def format_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return metrics as people read them: run times as h:m:s, operations in GF, numbers to four places."""
+    """Return metrics in readable form: run times as h:m:s, operations in GF, numbers to four decimals."""
     readable: dict[str, Any] = {}
     for name, value in metrics.items():
         if name.endswith("_runtime"):
@@ -241,8 +241,8 @@ def metric_lines(readable: dict[str, Any]) -> list[str]:
 
 
 def _holds(model: Any, state: dict[str, Any]) -> bool:
-    """Whether a model's own weights are those of `state` and whole, so that a method of its own can write them."""
-    # Not by its state_dict(): under a strategy that is an exchange, and this is rank 0 alone.
+    """Whether a model's own weights are those of `state` and not sharded, so that its own method can write them."""
+    # Not by its state_dict(): a strategy may make that a collective, and only rank 0 runs this.
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     return all(
         name in own and not hasattr(own[name], "full_tensor") and own[name].shape == tensor.shape
@@ -256,7 +256,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _without_aliases(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Keep one name of each tensor that several names share: tied weights are tied again by the module."""
+    """Keep one name of each tensor that several names share: the module ties tied weights again."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():

@@ -1,6 +1,6 @@
-"""Continue a learning-rate schedule in a resumed run.
+"""Resume a learning-rate schedule.
 
-It is either the current function at the current position, or the saved state.
+It resumes either the current function at the current position, or the saved state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from tr_core.checkpoint.optimizer_groups import Group, GroupChange, set_rate
 from tr_core.optim.schedules import FOLLOW_METRIC
 
-# Functions of the number of steps, and those that remember evaluations. Any other schedule is the user's own affair.
+# Functions of the number of steps, and schedules that remember evaluations. Other schedules belong to the user.
 _FUNCTIONS = (LambdaLR,)
 _FOLLOWING = tuple(FOLLOW_METRIC.values())
 
@@ -26,22 +26,22 @@ def is_function(schedule: LRScheduler) -> bool:
 
 
 def is_known(schedule: LRScheduler) -> bool:
-    """Whether it is known what a changed argument means for a schedule."""
+    """Whether changed arguments can be applied to a schedule of this kind."""
     return type(schedule) in (*_FUNCTIONS, *_FOLLOWING)
 
 
 def describe_schedule(schedule: LRScheduler) -> dict[str, Any]:
-    """Return the kind of a schedule that was just built, and its options, as JSON has them."""
+    """Return the kind and the options of a schedule that was just built, as plain JSON values."""
     held = vars(schedule).items() if type(schedule) in _FOLLOWING else ()
     options = {name: value for name, value in held if not name.startswith("_") and _is_plain(value)}
     return {"kind": type(schedule).__name__, "options": options}
 
 
 def load_as_saved(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Give a schedule a saved state as it is.
+    """Load a saved state into a schedule without changes.
 
     Raises:
-        ValueError: it is the state of a schedule of another kind.
+        ValueError: the state belongs to a schedule of another kind.
     """
     for kind, sign in ((LambdaLR, "lr_lambdas"), (ReduceLROnPlateau, "num_bad_epochs")):
         if isinstance(schedule, kind) != (sign in state):
@@ -55,13 +55,13 @@ def load_as_saved(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
 def continue_function(
     schedule: LambdaLR, state: Mapping[str, Any] | None, rates: Sequence[GroupChange], place: int | None
 ) -> None:
-    """Go on with a function of the steps.
+    """Resume a schedule that is a function of the steps.
 
     Args:
-        schedule: as the arguments of now make it.
-        state: that of the checkpoint; None where its schedule was of another kind.
+        schedule: the schedule by the current arguments.
+        state: the state in the checkpoint; None if the checkpoint's schedule was of another kind.
         rates: base learning rates that changed.
-        place: steps of the schedule that count as done; None leaves schedule and rates as they were saved.
+        place: steps of the schedule that count as done; None keeps the saved schedule and rates.
     """
     if state is not None:
         load_as_saved(schedule, state)
@@ -84,13 +84,13 @@ def continue_following(
     rates: Sequence[GroupChange],
     options_then: Mapping[str, Any],
 ) -> None:
-    """Go on with a schedule that remembers evaluations; rates that it has lowered stay lower by the same factor.
+    """Resume a schedule that remembers evaluations; rates that it has lowered stay lower by the same factor.
 
     Args:
-        schedule: as the arguments of now make it.
-        state: that of the checkpoint; None has it begin anew, at the rates as they are.
+        schedule: the schedule by the current arguments.
+        state: the state in the checkpoint; None resets the schedule at the current rates.
         rates: base learning rates that changed.
-        options_then: what the arguments of the checkpoint made its options.
+        options_then: the schedule's options by the arguments of the checkpoint.
     """
     made = dict(vars(schedule))
     if state is not None:
@@ -101,7 +101,7 @@ def continue_following(
     groups = schedule.optimizer.param_groups
     for change in rates:
         group = groups[change.group]
-        rate = float(group["lr"])  # sync: at a resume, where an optimizer keeps its rates on the device
+        rate = float(group["lr"])  # sync: at a resume, if an optimizer keeps its rates on the device
         set_rate(group, rate * (change.now / change.then) if change.then else change.now)
     schedule._last_lr = [group["lr"] for group in groups]
 

@@ -1,7 +1,7 @@
-"""Save what a run is trained with, and compare it with the settings of a resumed run.
+"""Save the settings of a run, and compare them with the settings of a resumed run.
 
-A checkpoint of an adapter does not hold the frozen weights under it. A fingerprint of them tells whether they are those
-that the adapter was trained on.
+A checkpoint of an adapter does not hold the frozen weights under it. A fingerprint of them checks whether the adapter
+was trained on these weights.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Difference:
-    """One argument, or figure of the run, that is another than when the checkpoint was saved.
+    """Describe one argument, or figure of the run, that changed since the checkpoint was saved.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         then: its value in the checkpoint.
-        now: its value now.
+        now: its current value.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Difference:
 
 
 class DescribedTrainer(Protocol):
-    """What the settings of a run say of its Trainer; read anew each time, for a callback may assign some of it."""
+    """Define what the settings of a run read from its Trainer, at each use: a callback may assign some of it."""
 
     args: TrainingArguments
     state: TrainerState
@@ -71,7 +71,7 @@ class DescribedTrainer(Protocol):
 
 
 class DescribedRun(Protocol):
-    """What the settings of a run say of it, and are applied to: some fields of `Run`."""
+    """Define the fields of `Run` that the settings read, and that changes apply to."""
 
     strategy: Strategy
     plan: TrainingPlan
@@ -91,15 +91,15 @@ class DescribedRun(Protocol):
 
 
 class Settings:
-    """What a run is trained with, as the part `settings` of its checkpoints: plain JSON, without secrets.
+    """Save a run's settings as the part `settings` of its checkpoints: plain JSON, without secrets.
 
     Args:
         run: the call of `train` that begins; its optimizer and schedule were just built.
 
     Attributes:
-        groups: the optimizer's parameter groups, as they were built.
+        groups: the optimizer's parameter groups at their construction.
         steps: optimizer steps that the schedule was built for.
-        saved: what a checkpoint holds; None before one was restored, and where it holds none.
+        saved: the settings in the checkpoint; None before a restore, and if the checkpoint holds none.
     """
 
     def __init__(self, run: DescribedRun) -> None:
@@ -111,13 +111,13 @@ class Settings:
         self._frozen: dict[str, Any] | None = None
 
     def note_changes(self) -> None:
-        """Take in groups that were added to the optimizer, and another schedule, since the run began."""
+        """Record groups that were added to the optimizer, and a new schedule, since the run began."""
         self.groups += read_groups(self._run.optimizer, self._run.methods.model)[len(self.groups) :]
-        if self._run.schedule is not self._described:  # one that has made steps is not as it was built
+        if self._run.schedule is not self._described:  # a schedule changes with its steps
             self._described, self._schedule = self._run.schedule, describe_schedule(self._run.schedule)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it. The first call reads the frozen weights of a model with an adapter."""
+        """Return the settings. The first call reads the frozen weights of a model with an adapter."""
         run = self._run
         if self._frozen is None:
             self._frozen = fingerprint(run.methods.model, run.strategy.gathered)
@@ -135,10 +135,10 @@ class Settings:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over what a checkpoint holds.
+        """Restore the settings of a checkpoint.
 
         Raises:
-            ValueError: its optimizer state, or its adapter, cannot be that of this run.
+            ValueError: its optimizer state, or its adapter, does not fit this run.
         """
         kind, args = type(self._run.optimizer).__name__, self._run.methods.args
         if state_dict["optimizer"] != kind:
@@ -160,17 +160,17 @@ class Settings:
         self.saved = state_dict
 
     def differences(self) -> list[Difference]:
-        """Return what differs from the checkpoint that was restored, in the order of the arguments."""
+        """Return the differences from the restored checkpoint, in the order of the arguments."""
         if self.saved is None:
             return []
         then = {**self.saved["arguments"], **self.saved["figures"]}
         now = {**shaping_arguments(self._run.methods.args), **figures(self._run)}
-        # An argument that only one of two versions has is not known to have changed.
+        # Skips an argument that only one of two versions has: whether it changed is unknown.
         return [Difference(name, then[name], now[name]) for name in now if name in then and then[name] != now[name]]
 
 
 def shaping_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments that the numbers of a run depend on, as JSON has them; secret ones are not among them."""
+    """Return the arguments that the numbers of a run depend on, as plain JSON values, without secrets."""
     skipped = {*facts(type(args), Numbers.UNCHANGED), *(() if args.eval_strategy == "steps" else ("eval_steps",))}
     return {name: value for name, value in args.to_dict().items() if name not in skipped}
 
@@ -179,7 +179,7 @@ PROCESSES, SAMPLES = "number of processes", "samples of the training data"
 
 
 def figures(run: DescribedRun) -> dict[str, Any]:
-    """Return what else the numbers of a run depend on: how many processes and samples there are."""
+    """Return the figures that the numbers of a run depend on: its numbers of processes and samples."""
     dataset: Any = run.methods.train_dataset
     if dataset is None or isinstance(dataset, dict):
         dataset = getattr(run.methods.loaders["train_dataloader"], "dataset", None)
@@ -190,8 +190,7 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) and value else repr(value)
 
 
-# Bytes that are looked at together, a multiple of 8: what is made of them takes three times as much, and on a CPU stays
-# in its cache.
+# Bytes per chunk, a multiple of 8. The temporaries of a chunk take three times as much, and stay in a CPU's cache.
 _CHUNK_BYTES = {"cpu": 1 << 20}
 _CHUNK_BYTES_ELSEWHERE = 1 << 26
 # Constants of splitmix64, as signed numbers.
@@ -203,13 +202,14 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 def fingerprint(
     model: nn.Module, gathered: Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]] = nullcontext
 ) -> dict[str, Any] | None:
-    """Return what tells the frozen weights of a model with an adapter from others; None for any other model.
+    """Compute a fingerprint of the frozen weights of a model with an adapter; None for any other model.
 
-    Every byte counts. Weights are summed where they lie, so this takes one pass over them and one read.
+    Every byte counts. Weights are summed on their device, in one read of all weights. The sums are read back after
+    the last one.
 
     Args:
         model: with or without an adapter.
-        gathered: gives one parameter whole, for as long as its block lasts; collective where ranks have shards.
+        gathered: returns a block in which one parameter is full; collective if ranks have shards.
     """
     if not is_adapter(model):
         return None
@@ -221,7 +221,7 @@ def fingerprint(
             shapes.append(whole.shape)
             sums.append(_checksum(whole.detach()))
     for (name, parameter), shape, value in zip(frozen.items(), shapes, sums, strict=True):
-        # Where an adapter sits, the module is one level down: which adapter it is, is told elsewhere.
+        # An adapter moves the module one level down. Other settings name the adapter.
         name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         # sync: once a run, and not in a step
         digest.update(f"{name} {parameter.dtype} {tuple(shape)} {value.tolist()}\n".encode())
@@ -231,10 +231,10 @@ def fingerprint(
 
 
 def check_fingerprint(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
-    """Raise where an adapter would go on upon other weights than those that it was trained on.
+    """Raise if an adapter would resume on other weights than those that it was trained on.
 
     Raises:
-        ValueError: the message says what is known of the difference.
+        ValueError: the weights differ; the message says what is known of the difference.
     """
     if then is None or now is None or then["digest"] == now["digest"]:
         return
@@ -247,9 +247,9 @@ def check_fingerprint(then: Mapping[str, Any] | None, now: Mapping[str, Any] | N
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of a tensor's bits, each 8 bytes mixed with their place: one 64-bit number where it lies.
+    """Compute a 64-bit sum of a tensor's bits on its device; each 8 bytes are mixed with their position.
 
-    Mixed, because weights that all change by as much, or blocks that change places, cancel in a plain weighted sum.
+    A plain weighted sum would not show that all weights change by the same amount, or that blocks swap positions.
     """
     if tensor.device.type not in ("cpu", "cuda"):  # others lack views of 64-bit integers
         tensor = tensor.cpu()

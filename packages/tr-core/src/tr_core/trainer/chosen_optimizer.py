@@ -1,6 +1,6 @@
-"""Decide which optimizer and schedule a run trains with.
+"""Select the optimizer and the schedule of a run: the user's own, or new ones.
 
-Those that a user passed or assigned are used, or new ones are built from the arguments.
+A run uses those that the user passed or assigned. Otherwise new ones are built from the arguments.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Groups = list[dict[str, Any]]
 
 @dataclass
 class _Built:
-    """An optimizer or schedule as it was built, or as a run left it.
+    """Record an optimizer or schedule after its construction, or after a run.
 
     Attributes:
-        part: what was built.
+        part: the optimizer or schedule.
         arguments: the arguments it was built from.
-        left_out: ids of the model's trainable parameters that the optimizer did not hold then.
-        groups: the optimizer's groups then, as `_read_groups` returns them.
+        left_out: ids of the model's trainable parameters that the optimizer did not hold at that time.
+        groups: the optimizer's groups at that time, as `_read_groups` returns them.
         is_edited: whether the groups were edited before a schedule was built for them.
     """
 
@@ -54,21 +54,21 @@ class _Built:
 
 
 class ChosenOptimizer:
-    """What optimizer and schedule were chosen, by passing or assigning them, and what was built instead.
+    """Record which optimizer and schedule the user passed or assigned, and which were built instead.
 
-    - What was passed to the Trainer, or assigned to its `optimizer` or `lr_scheduler`, trains in every run until
-      something else, or None, is assigned.
-    - What `create_optimizer` or `create_scheduler` built before a run, with all edits of its groups, trains in it. If
-      arguments or the model were changed since it was built, it is built again, unless groups were edited too.
-    - A second run builds a new one in place of what the first one built.
+    - Every run uses what was passed to the Trainer, or assigned to its `optimizer` or `lr_scheduler`, until something
+      else, or None, is assigned.
+    - A run uses what `create_optimizer` or `create_scheduler` built before it, with all edits of the groups. If
+      arguments or the model changed since then, it is built again. If groups were edited too, the run is refused.
+    - A second run replaces what the first one built.
 
     Args:
-        optimizer: the one that was passed; None has the arguments decide.
-        schedule: likewise.
+        optimizer: the optimizer that was passed; None builds one from the arguments.
+        schedule: the schedule that was passed; None builds one from the arguments.
 
     Attributes:
-        optimizer: the one that was chosen; None where the arguments decide.
-        schedule: likewise.
+        optimizer: the user's optimizer; None if the arguments select it.
+        schedule: the user's schedule; None if the arguments select it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: LRScheduler | None) -> None:
@@ -79,7 +79,7 @@ class ChosenOptimizer:
         self._trained: tuple[Any, Any] = (None, None)
 
     def assign(self, name: str, value: Any) -> None:
-        """Take note of what was assigned to the Trainer's `optimizer` or `lr_scheduler`."""
+        """Record an assignment to the Trainer's `optimizer` or `lr_scheduler`."""
         if self._is_building:
             return
         if name == "optimizer":
@@ -89,7 +89,7 @@ class ChosenOptimizer:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Surround what builds: what is assigned within was not chosen."""
+        """Return a block for building: an assignment inside it is not a user's choice."""
         before, self._is_building = self._is_building, True
         try:
             yield
@@ -97,19 +97,19 @@ class ChosenOptimizer:
             self._is_building = before
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, args: TrainingArguments) -> None:
-        """Remember what an optimizer was built from."""
+        """Record what an optimizer was built from."""
         values = _values(args, _OPTIMIZER_ARGUMENTS)
         built = _Built(optimizer, values, _left_out(optimizer, model), _read_groups(optimizer))
         self._built = {**self._built, "optimizer": built}
 
     def before_schedule(self, optimizer: Any) -> None:
-        """Look at an optimizer's groups before a schedule is built, which changes their learning rates."""
+        """Record an optimizer's groups before building a schedule changes their learning rates."""
         built = self._built.get("optimizer")
         if built is not None and built.part is optimizer:
             built.is_edited |= _read_groups(optimizer) != built.groups
 
     def note_schedule(self, schedule: Any, optimizer: Any, args: TrainingArguments) -> None:
-        """Remember what a schedule was built from, and the groups as it left them."""
+        """Record what a schedule was built from, and the groups after that."""
         self._built = {**self._built, "schedule": _Built(schedule, _values(args, _SCHEDULE_ARGUMENTS), frozenset(), [])}
         built = self._built.get("optimizer")
         if built is not None and built.part is optimizer:
@@ -118,16 +118,18 @@ class ChosenOptimizer:
     def to_train_with(
         self, optimizer: Any, schedule: Any, model: nn.Module, args: TrainingArguments
     ) -> tuple[Any, Any]:
-        """Return what the next run is to use of an optimizer and a schedule; None in place of what is to be built.
+        """Return the optimizer and the schedule that the next run reuses; None for each that must be built.
 
         Args:
-            optimizer: the Trainer's; None if there is none.
-            schedule: likewise.
-            model: what is to be trained.
-            args: the arguments as they are.
+            optimizer: the Trainer's optimizer; None if there is none.
+            schedule: the Trainer's schedule; None if there is none.
+            model: the model to train.
+            args: the current arguments.
 
         Raises:
-            ValueError: groups were edited of an optimizer that would be built again, or the schedule is another one's.
+            ValueError: the optimizer would be built again but its groups were edited, or the schedule belongs to
+            another
+                optimizer.
         """
         if optimizer is not self.optimizer and optimizer is not None and self._is_outdated(optimizer, model, args):
             optimizer = None
@@ -143,11 +145,11 @@ class ChosenOptimizer:
         return optimizer, schedule
 
     def begin(self, optimizer: Any, schedule: Any) -> None:
-        """Take note of what a run trains with."""
+        """Record the optimizer and the schedule of a run."""
         self._trained, self._left = (optimizer, schedule), None
 
     def end(self) -> None:
-        """Take note of how a run left the optimizer's groups."""
+        """Record the optimizer's groups after a run."""
         if self._trained[0] is not None:
             self._left = _read_groups(self._trained[0])
 
@@ -190,7 +192,7 @@ def _left_out(optimizer: torch.optim.Optimizer, model: nn.Module) -> frozenset[i
 
 
 def _read_groups(optimizer: torch.optim.Optimizer) -> Groups:
-    """Return the options and parameters of each group; what a schedule adds is left out."""
+    """Return the options and parameters of each group, without what a schedule adds."""
     return [
         {name: _plain(value) for name, value in group.items() if name != "initial_lr"}
         for group in optimizer.param_groups

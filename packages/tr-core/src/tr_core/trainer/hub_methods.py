@@ -12,11 +12,11 @@ from tr_core.trainer.output_methods import Reporting
 
 
 class Publishing(Reporting):
-    """What is published.
+    """Write model cards, and push to the Hub.
 
     Attributes:
-        card_details: what `create_model_card` was told so far.
-        lacks_best_weights: whether the best weights were to be loaded and were not there.
+        card_details: the arguments of earlier calls of `create_model_card`.
+        lacks_best_weights: whether the best weights should have been loaded and were missing.
     """
 
     card_details = CardDetails()
@@ -37,20 +37,20 @@ class Publishing(Reporting):
     ) -> None:
         """Write `README.md` to the output folder: metadata for the Hub, evaluation figures, how the model was trained.
 
-        The figures are of the model as it is: those of the last evaluation, or of the best step if its weights were
-        loaded. What is given once holds for later cards too. A card that was written by hand stays as it is, with a
+        The figures describe the current weights: they come from the last evaluation, or from the best step if its
+        weights were loaded. An argument of one call also applies to later cards. A card written by hand is kept, with a
         warning. Only the main process writes.
 
         Args:
             language: codes of the model's languages, such as `en`.
             license: identifier of its licence, such as `apache-2.0`.
-            tags: tags beside `generated_from_trainer`.
+            tags: tags in addition to `generated_from_trainer`.
             model_name: its name; by default that of the Hub repository, or of the output folder.
-            finetuned_from: identifier of the model it was made of; by default what the model's configuration says.
-            tasks: task identifiers, such as `text-classification`; by default by the model's class.
-            dataset_tags: identifiers of the data sets; by default what the evaluation data say.
-            dataset: names of the data sets; by default their identifiers.
-            dataset_args: which part of each data set.
+            finetuned_from: identifier of the base model; by default that in the model's configuration.
+            tasks: task identifiers, such as `text-classification`; the default depends on the model's class.
+            dataset_tags: identifiers of the datasets; by default those that the evaluation data name.
+            dataset: names of the datasets; by default their identifiers.
+            dataset_args: which part of each dataset.
         """
         stop_if_requested(self)
         given = CardDetails(
@@ -71,23 +71,24 @@ class Publishing(Reporting):
     ) -> Any:
         """Save the model and its card to `output_dir` and push it to the Hub repository that the arguments name.
 
-        Pushes that are under way come first. Checkpoints whose push failed during training go with this one. Under
-        `fast_dev_run` nothing is saved or pushed, and None returned; likewise on other than the main process.
+        Running pushes finish first. This push includes checkpoints whose push failed during training. With
+        `fast_dev_run` nothing is saved or pushed, and the method returns None. Only the main process pushes; the
+        others return None.
 
         Args:
-            commit_message: what the commit says.
-            blocking: return when it is there; else push in the background.
-            token: access token, in place of the arguments' `hub_token`, for this push alone.
+            commit_message: the commit message.
+            blocking: wait until the push is complete; otherwise push in the background.
+            token: access token, in place of the arguments' `hub_token`, for this push only.
             revision: branch to push to, in place of `hub_revision`.
-            private: whether a repository that is made now is private, in place of `hub_private_repo`.
-            **card: what `create_model_card` is told: `language`, `license`, `tags` and so on.
+            private: whether a repository created by this call is private, in place of `hub_private_repo`.
+            **card: arguments of `create_model_card`: `language`, `license`, `tags` and so on.
 
         Returns:
-            The commit's address, or without `blocking` a future of it.
+            The address of the commit. Without `blocking`: a future of it.
 
         Raises:
             tr_core.plugins.PluginError: the package that pushes is not installed.
-            RuntimeError: it was not pushed, also when tried again; the message says why.
+            RuntimeError: the push failed, also on retry; the message says why.
         """
         given, token = _Hidden(token), None
         stop_if_requested(self)
@@ -100,10 +101,10 @@ class Publishing(Reporting):
         return self._push(commit_message or "End of training", blocking, given, revision, private)
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write weights (safetensors), configuration and tokenizer; every rank calls, rank 0 writes.
+        """Write weights (safetensors), configuration and tokenizer. Collective; rank 0 writes.
 
-        With `ema_decay` the weights are the average. With `push_to_hub`, a call outside of `train` saves to
-        `output_dir` of the arguments too and pushes that, as "Model save"; a push that fails is an error in the log.
+        With `ema_decay` the weights are the average. With `push_to_hub`, a call outside of `train` also saves to
+        `output_dir` of the arguments, and pushes that as "Model save". A failed push is logged as an error.
         """
         super().save_model(output_dir)
         if not self.args.push_to_hub or _internal_call or self.is_in_train or self._is_saving_to_push:
@@ -118,16 +119,16 @@ class Publishing(Reporting):
             self.logger.error("the model is saved, but not pushed: %s", error)
 
     def save_checkpoint(self, run: Any) -> None:
-        """Save everything that the run needs to go on from here, and say before that it will be pushed."""
+        """Fire `on_push_begin` if the checkpoint will be pushed, then save everything for a resume from here."""
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             self.fire("on_push_begin")
         super().save_checkpoint(run)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the Hub repository that the arguments name, unless it exists; `push_to_hub=True` does so by itself.
+        """Create the Hub repository that the arguments name, unless it exists; `push_to_hub=True` does so by itself.
 
         Args:
-            token: access token, in place of the arguments' `hub_token`, for this alone.
+            token: access token, in place of the arguments' `hub_token`, for this call only.
             private: whether the repository is private, in place of `hub_private_repo`.
 
         Raises:
@@ -171,7 +172,7 @@ class Publishing(Reporting):
         )
 
     def _save_to_push(self) -> None:
-        # An override of save_model may have any signature, and calls the one above, which is not to push again.
+        # An override of save_model may have any signature, and calls the one above, which must not push again.
         self._is_saving_to_push = True
         try:
             self.save_model()

@@ -18,12 +18,12 @@ from tr_core.trainer.output_methods import Reporting
 
 
 class Stepping(Reporting):
-    """What is done with one micro-batch.
+    """Train and evaluate on one micro-batch.
 
     Attributes:
-        loss_is_scaled_for_ga: what `compute_loss` of a subclass returns: True, a loss that is divided for the whole
-            step and is used as it is; False, a mean over its micro-batch, which is divided by their number; None has
-            it observed whether the loss depends on `num_items_in_batch`. It may be set at any time.
+        loss_is_scaled_for_ga: what `compute_loss` of a subclass returns. True: a loss already divided for the full
+            step, which is used unchanged. False: a mean over its micro-batch, which is divided by their number. None:
+            the Trainer observes whether the loss depends on `num_items_in_batch`. It may be set at any time.
     """
 
     loss_is_scaled_for_ga: bool | None = None
@@ -37,7 +37,7 @@ class Stepping(Reporting):
         Args:
             model: the wrapped model, in training mode.
             inputs: the batch, with tensors on the host.
-            num_items_in_batch: targets of the whole step over all ranks, a scalar tensor; None where not counted.
+            num_items_in_batch: targets of the full step over all ranks, a scalar tensor; None if not counted.
 
         Returns:
             This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
@@ -75,17 +75,16 @@ class Stepping(Reporting):
     ) -> Any:
         """Compute the loss of one batch: the model's own, or that of `compute_loss_func`.
 
-        An override may leave out `num_items_in_batch`; its loss is then a mean over the batch. It may return a dict of
-        scalars in place of the loss, `{"loss": ..., "ce": ..., "aux": ...}`: `loss` is trained, and the other entries
-        are logged as the loss is, with the same mean over micro-batches, steps and ranks, so that parts of a loss add
-        up in the log. In an evaluation they are metrics beside `<prefix>_loss`. For values of another kind there is
-        `log_metric`.
+        An override may omit `num_items_in_batch`; its loss is then a mean over the batch. It may return a dict of
+        scalars in place of the loss: `{"loss": ..., "ce": ..., "aux": ...}`. `loss` is trained. The other entries are
+        logged like the loss, with the same mean over micro-batches, steps and ranks, so that parts of a loss add up in
+        the log. In an evaluation they are metrics in addition to `<prefix>_loss`. For other values use `log_metric`.
 
         Args:
             model: the wrapped model.
             inputs: the batch, on the device.
-            return_outputs: also return what the model gave.
-            num_items_in_batch: what a summed loss is to be divided by, a scalar tensor.
+            return_outputs: also return the outputs of the model.
+            num_items_in_batch: the divisor of a summed loss, a scalar tensor.
 
         Returns:
             A scalar tensor, or a pair of it and the model's outputs.
@@ -106,19 +105,19 @@ class Stepping(Reporting):
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> AbstractContextManager[object]:
-        """Surround forward and loss of one micro-batch, in training and evaluation; an override may add a context."""
+        """Return a block for forward and loss of one micro-batch, in training and evaluation; an override may add to it."""
         return self.autocast_smart_context_manager()
 
     def autocast_smart_context_manager(self) -> AbstractContextManager[object]:
-        """Return the context of mixed precision, one that does nothing without it."""
+        """Return the context of mixed precision; without mixed precision it does nothing."""
         return self.strategy.autocast()
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model is given `num_items_in_batch`; found out of its forward, unless it is set.
+        """Whether the model gets `num_items_in_batch`; by default its forward's signature decides.
 
-        Set it to False and nothing is counted for a model: a loss is a mean over its micro-batch. Set it to True and
-        the targets are counted, and a loss that does not depend on the count is refused.
+        With False nothing is counted for a model: a loss is a mean over its micro-batch. With True the targets are
+        counted, and a loss that does not depend on the count is refused.
         """
         return self.loss_rule.accepts_count
 
@@ -127,7 +126,7 @@ class Stepping(Reporting):
         self._given_loss_kwargs = bool(value)
 
     def declared_loss_kwargs(self) -> bool | None:
-        """Return what `model_accepts_loss_kwargs` was set to, on this Trainer or in its class; None if it was not."""
+        """Return the value set for `model_accepts_loss_kwargs`, on this Trainer or in its class; None if not set."""
         in_class = type(self).model_accepts_loss_kwargs
         return self._given_loss_kwargs if isinstance(in_class, property) else self.model_accepts_loss_kwargs
 
@@ -155,15 +154,15 @@ class Stepping(Reporting):
         return loss, outputs
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of forward and backward of one batch; 0 where not known."""
+        """Return the floating-point operations of forward and backward of one batch; 0 if unknown."""
         return self.flop_counter.count(inputs)
 
     def counts_floating_point_ops(self) -> bool:
-        """Whether `floating_point_ops` can say anything: the model tells, or a subclass does."""
+        """Whether `floating_point_ops` can count: the model has a count, or a subclass overrides it."""
         return self.flop_counter.knows or self.overrides("floating_point_ops")
 
     def event_context(self) -> EventContext:
-        """Return what events are given of this Trainer, as it is now, between the parts of a step too."""
+        """Return the current arguments of events, also between the parts of a step."""
         return EventContext(
             args=self.args,
             state=self.state,
@@ -177,7 +176,7 @@ class Stepping(Reporting):
         )
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
-        """Log what `compute_loss` gave beside the loss: this micro-batch's share of the step's values."""
+        """Log what `compute_loss` returned in addition to the loss: this micro-batch's share of the step's values."""
         window, size, ranks = self.scope.metrics, self.scope.size, self.strategy.world_size
         if window is not None:
             for name, value in parts.items():
@@ -185,7 +184,7 @@ class Stepping(Reporting):
                 window.add_part(name, share / ranks if ranks > 1 else share, size * ranks)
 
     def _split_labels(self, inputs: Any) -> tuple[Any, Any]:
-        """Take the labels out of a batch for `compute_loss_func`: by name, or the last of a tuple."""
+        """Split the labels from a batch for `compute_loss_func`: by name, or the last item of a tuple."""
         if isinstance(inputs, list | tuple):
             return inputs[:-1], inputs[-1]
         rest = dict(inputs)

@@ -23,10 +23,10 @@ from tr_core.validation import check_given_parts_fit
 
 
 class Optimizing(TrainerParts):
-    """How optimizer and schedule are built, and what they hold."""
+    """Build the optimizer and the schedule, and return what they hold."""
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Build the optimizer and the schedule, unless they were given."""
+        """Build the optimizer and the schedule, unless the user passed them."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps)
 
@@ -34,7 +34,7 @@ class Optimizing(TrainerParts):
         """Build the optimizer that the arguments name and keep it as `self.optimizer`, unless there is one.
 
         Args:
-            model: whose parameters it is for; by default the Trainer's model.
+            model: the model whose parameters it gets; by default the Trainer's model.
         """
         self.prepare()
         if self.optimizer is None:
@@ -50,9 +50,9 @@ class Optimizing(TrainerParts):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> Factory:
-        """Return what builds the optimizer that the arguments name, and the keyword arguments to call it with.
+        """Return the factory of the optimizer that the arguments name, and its keyword arguments.
 
-        It is called with the parameter groups first. An override may return any class of optimizers.
+        Its first argument is the parameter groups. An override may return any class of optimizers.
 
         Args:
             args: the training arguments.
@@ -65,7 +65,7 @@ class Optimizing(TrainerParts):
 
         Args:
             num_training_steps: optimizer steps of the run.
-            optimizer: whose learning rates it sets; by default `self.optimizer`.
+            optimizer: the optimizer whose learning rates it sets; by default `self.optimizer`.
         """
         optimizer = self.optimizer if optimizer is None else optimizer
         if self.lr_scheduler is None:
@@ -97,7 +97,7 @@ class Optimizing(TrainerParts):
         return self.chosen.schedule is not None
 
     def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
-        """Settle optimizer and schedule for a new run: those that were chosen, or new ones (see `ChosenOptimizer`)."""
+        """Set the optimizer and the schedule of a new run: the user's own, or new ones (see `ChosenOptimizer`)."""
         with self.chosen.building():
             self.optimizer, self.lr_scheduler = self.chosen.to_train_with(
                 self.optimizer, self.lr_scheduler, self.model, self.args
@@ -111,7 +111,7 @@ class Optimizing(TrainerParts):
             check_given_parts_fit(self.model, self.optimizer, None)
         self.chosen.begin(self.optimizer, self.lr_scheduler)
         if self.args.parameter_rules:
-            # Also where a subclass built the optimizer: rules that it passed over would act on nothing.
+            # Also if a subclass built the optimizer: without this, rules that it ignores would have no effect.
             rules = read_rules(self.args.parameter_rules, self.args.learning_rate)
             check_applied(self.optimizer, rules)
         return self.optimizer, self.lr_scheduler
@@ -121,15 +121,15 @@ class Optimizing(TrainerParts):
         return decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
-        """Count the numbers that training changes."""
+        """Count the trainable weights: the numbers that training changes."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples of one optimizer step: of a micro-batch, times accumulation, times processes."""
+        """Return the samples of one optimizer step: micro-batch, times accumulation, times processes."""
         return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.world_size
 
     def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group as it is now."""
+        """Return the current learning rate of each parameter group."""
         return [group["lr"] for group in self.create_optimizer().param_groups]
 
     def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:

@@ -20,11 +20,11 @@ from tr_log.terminal import write_line
 
 
 class Reporting(TrainerParts):
-    """What is logged and saved."""
+    """Log and save."""
 
     @property
     def metric_window(self) -> MetricWindow | None:
-        """What `log_metric` adds to, in a run or an evaluation; None outside both."""
+        """The window that `log_metric` adds to, in a run or an evaluation; None outside both."""
         return self.scope.metrics
 
     @metric_window.setter
@@ -33,34 +33,34 @@ class Reporting(TrainerParts):
 
     @contextmanager
     def holding_evaluation_weights(self) -> Iterator[None]:
-        """Have the model hold the weights to evaluate and to export inside the block, and those that train after it."""
+        """Swap in the weights to evaluate and to export inside the block; restore the trained weights after it."""
         with self.optimizer_in_evaluation(), evaluation_weights(self.callback_handler.callbacks, self.model):
             yield
 
     def training_context(self) -> AbstractContextManager[None]:
-        """Surround a run by what the arguments ask of device and model while it trains."""
+        """Return a block that applies the arguments' settings of device and model during training."""
         return training_context(self.args, self.model, self.strategy.device, self.use_cache, self.compilation)
 
     def optimizer_in_evaluation(self) -> AbstractContextManager[None]:
-        """Have an optimizer with two sets of weights put those to judge into the model; during a run only."""
+        """Swap in the evaluation weights of an optimizer that has two sets of weights; during a run only."""
         return self.optimizer_mode.evaluating(self.optimizer) if self.is_in_train else nullcontext()
 
     def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
-        """Have a value averaged and logged: from `compute_loss`, `training_step` or a callback.
+        """Average and log a value: from `compute_loss`, `training_step` or a callback.
 
-        In training the mean is taken over the steps since the last log and over all ranks, and stands in the next log
-        beside `loss`. Within an evaluation it is taken over that evaluation, and is the metric `<prefix>_<name>`,
-        unless `compute_metrics` gives one of that name. Ranks may log different names, or none. Nothing is read from
-        the device, and an open window is saved in checkpoints.
+        In training it computes the mean over the steps since the last log and over all ranks. The next log shows it
+        together with `loss`. Within an evaluation it computes the mean over that evaluation, as the metric
+        `<prefix>_<name>`, unless `compute_metrics` returns one of that name. Ranks may log different names, or none.
+        Nothing is read from the device. Checkpoints save an open window.
 
         Args:
-            name: what it is called in the log; not a name that an entry has already, as `loss`.
-            value: a number, or a tensor with one element, of whose graph nothing is kept.
-            weight: how much this value counts in the mean; not negative. A micro-batch in which a rank has no sample
-                of its own, only one to take part with, counts nothing.
+            name: its name in the log; not a name that an entry has already, as `loss`.
+            value: a number, or a tensor with one element, without its graph.
+            weight: how much this value counts in the mean; not negative. If a rank has only a filler sample in a
+                micro-batch, the value counts nothing.
 
         Raises:
-            RuntimeError: neither training nor an evaluation is going on.
+            RuntimeError: neither training nor an evaluation is running.
             ValueError: the name is taken, the value is no scalar, or the weight is negative or infinite.
             TypeError: value or weight is no number.
         """
@@ -73,10 +73,10 @@ class Reporting(TrainerParts):
             self.metric_window.add(name, value, weight)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add an entry to `state.log_history` and tell the callbacks.
+        """Add an entry to `state.log_history`, and fire `on_log`.
 
         Args:
-            logs: names and values; `epoch` is added, and `num_input_tokens_seen` where tokens are counted.
+            logs: names and values; `epoch` is added, and `num_input_tokens_seen` if tokens are counted.
             start_time: accepted for overrides that pass it on.
         """
         self.stamp(logs)
@@ -88,20 +88,20 @@ class Reporting(TrainerParts):
         entries = self.state.log_history
         number = len(entries)
         self.log(metrics)
-        for entry in entries[number:]:  # an override may have handed on a dict of its own
+        for entry in entries[number:]:  # an override may have passed on another dict
             for name, value in entry.items():
                 if name != "step":
                     metrics.setdefault(name, value)
         self.stamp(metrics)
 
     def stamp(self, metrics: dict[str, Any]) -> None:
-        """Add to metrics where the run is: `epoch`, and `num_input_tokens_seen` where tokens are counted."""
+        """Add the progress of the run to metrics: `epoch`, and `num_input_tokens_seen` if tokens are counted."""
         metrics["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             metrics["num_input_tokens_seen"] = self.state.num_input_tokens_seen
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write weights (safetensors), configuration and tokenizer; every rank calls, rank 0 writes.
+        """Write weights (safetensors), configuration and tokenizer. Collective; rank 0 writes.
 
         With `ema_decay` the weights are the average.
         """
@@ -123,16 +123,16 @@ class Reporting(TrainerParts):
             self.state.save_to_json(folder / "trainer_state.json")
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics readably, on the main process."""
+        """Print metrics in readable form, on the main process."""
         if self.is_world_process_zero():
             lines = [f"***** {split} metrics *****", *saving.metric_lines(self.metrics_format(metrics))]
             write_line(sys.stdout, "\n".join(lines))
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return metrics as `log_metrics` prints them: run times as h:m:s, operations in GF, numbers to four places."""
+        """Return metrics as `log_metrics` prints them: run times as h:m:s, operations in GF, numbers to four decimals."""
         return saving.format_metrics(metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        """Write metrics to `<split>_results.json`, and with `combined` into `all_results.json` too."""
+        """Write metrics to `<split>_results.json`, and with `combined` also to `all_results.json`."""
         if self.is_world_process_zero():
             saving.save_metrics(Path(self.args.output_dir), split, metrics, combined)
