@@ -105,7 +105,7 @@ class Stepping(Reporting):
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> AbstractContextManager[object]:
-        """Return a block for forward and loss of one micro-batch, in training and evaluation; an override may add to it."""
+        """Return a block for forward and loss of a micro-batch, in training and evaluation. Overrides may add to it."""
         return self.autocast_smart_context_manager()
 
     def autocast_smart_context_manager(self) -> AbstractContextManager[object]:

@@ -129,7 +129,7 @@ class Reporting(TrainerParts):
             write_line(sys.stdout, "\n".join(lines))
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return metrics as `log_metrics` prints them: run times as h:m:s, operations in GF, numbers to four decimals."""
+        """Return metrics in `log_metrics` form: run times as h:m:s, operations in GF, numbers to four decimals."""
         return saving.format_metrics(metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
