@@ -138,9 +138,9 @@ def values_when_built(args: TrainingArguments) -> dict[str, Any]:
 STRATEGIES = ("logging_strategy", "eval_strategy", "save_strategy")
 
 
-def _wall_time(strategy: Any) -> Any:
+def _wall_time(interval: Any) -> Any:
     """Return the seconds of a wall-time strategy, which has its own callback; None for any other strategy."""
-    return getattr(strategy, "seconds", None)
+    return getattr(interval, "seconds", None)
 
 
 def _shown(name: str, values: Mapping[str, Any]) -> str:

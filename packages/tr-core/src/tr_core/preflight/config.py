@@ -40,7 +40,7 @@ def check_config(path: Path, words: Sequence[str], dataclasses: Sequence[type] =
 class _InFile(Origins):
     """Origins of arguments that were built from a file's values, not by reading the file."""
 
-    def __init__(self, args: Any, file: Path) -> None:
+    def __init__(self, args: TrainingArguments, file: Path) -> None:
         super().__init__(args, file)
         self._path = file
 

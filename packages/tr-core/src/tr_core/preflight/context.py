@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from tr_core.metric_means import MetricWindow
+from tr_core.preflight.checked_trainer import CheckedTrainer
 from tr_core.preflight.origins import Origins
-from tr_core.preflight.requested import CheckedTrainer
 
 SAMPLES = 2
 """Samples that the model is tried with."""

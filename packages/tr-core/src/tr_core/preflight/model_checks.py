@@ -18,11 +18,11 @@ from torch import nn
 from tr_core.data.sampler import MicroBatch
 from tr_core.loss import split_loss
 from tr_core.model_io import batch_size_of, to_device
+from tr_core.preflight.checked_trainer import CheckedTrainer
 from tr_core.preflight.context import SAMPLES, CheckContext, training_mode
 from tr_core.preflight.data_checks import count_rows, labels_outside
 from tr_core.preflight.origins import last_line, passed_through, raised_at
 from tr_core.preflight.report import Problem
-from tr_core.preflight.requested import CheckedTrainer
 from tr_core.random_state import set_seed
 from tr_core.signatures import takes_argument
 from tr_core.validation import check_quantized

@@ -9,9 +9,8 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from tr_args import ArgumentsError
+from tr_args import ArgumentsError, TrainingArguments
 from tr_args import Problem as ArgumentProblem
 from tr_args.errors import NOTHING
 from tr_args.flags import FlagTable
@@ -30,12 +29,14 @@ class Origins:
         words: the words of its command line.
     """
 
-    def __init__(self, args: Any = None, file: Path | None = None, words: Sequence[str] = ()) -> None:
+    def __init__(
+        self, args: TrainingArguments | None = None, file: Path | None = None, words: Sequence[str] = ()
+    ) -> None:
         self._args, self._file, self._words = args, file, words
 
     def __call__(self, name: str) -> str:
         """Return where the option `name` was written; `default` if nowhere."""
-        return self.locate(name, self._args.origin(name) if hasattr(self._args, "origin") else "")
+        return self.locate(name, self._args.origin(name) if self._args is not None else "")
 
     def locate(self, name: str, source: str) -> str:
         """Return where `name` was written, given the kind of source that tr-args names."""

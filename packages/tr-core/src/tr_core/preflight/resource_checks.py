@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from tr_args import TrainingArguments
 from tr_core.checkpoint.saving import model_parts
 from tr_core.plugins import PluginError
 from tr_core.preflight.argument_checks import checkpointer_of, evaluation_count, resolve_steps
+from tr_core.preflight.checked_trainer import CheckedTrainer
 from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import last_line, raised_at
 from tr_core.preflight.report import Problem
-from tr_core.preflight.requested import CheckedTrainer
 from tr_core.protocols import EvaluationWeights, Stateful
 from tr_core.validation import nearest_existing_path
 from tr_log.formatting import size
@@ -95,12 +96,13 @@ def _checkpoints_written(subject: CheckContext) -> int | None:
     return None if evaluations is None else min(written + evaluations, steps)
 
 
-def _save_meets_evaluation(args: Any) -> bool:
+def _save_meets_evaluation(args: TrainingArguments) -> bool:
     """Whether every evaluation comes with a checkpoint anyway."""
     strategies = {str(args.save_strategy), str(args.eval_strategy)}
     if strategies == {"steps"}:
-        return args.eval_steps == args.save_steps or (
-            args.eval_steps >= 1 <= args.save_steps and args.eval_steps % args.save_steps == 0
+        between_evaluations, between_saves = args.eval_steps or 0, args.save_steps
+        return between_evaluations == between_saves or (
+            between_evaluations >= 1 <= between_saves and between_evaluations % between_saves == 0
         )
     return strategies == {"epoch"}
 

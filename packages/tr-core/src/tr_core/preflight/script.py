@@ -97,7 +97,7 @@ def _environment(answer: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_step() -> Iterator[None]:
-    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def refuse(optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if all(parameter.device.type == "meta" for group in optimizer.param_groups for parameter in group["params"]):
             return  # the preflight's own, which reckons the size of an optimizer's state
         raise OwnLoopError(1)

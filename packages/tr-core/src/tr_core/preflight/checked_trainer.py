@@ -1,0 +1,90 @@
+"""State what a preflight reads of a Trainer, and which of its methods it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tr_core.protocols import Checkpointer, Strategy
+from tr_core.state import TrainerState
+
+
+class CheckedTrainer(Protocol):
+    """What a preflight looks at: a Trainer's data, model, loss and optimizer, and the methods that a user may override.
+
+    The attributes and methods are those of `Trainer`.
+    """
+
+    args: Any
+    strategy: Strategy
+    model: nn.Module
+    model_wrapped: nn.Module
+    state: TrainerState
+    lr_scheduler: LRScheduler | None
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    label_names: list[str]
+    callback_handler: Any
+    compute_metrics: Any
+    loss_rule: Any
+    step_function: Callable[..., torch.Tensor]
+    scope: Any
+    is_in_train: bool
+    is_checked: bool
+    _loss_takes_count: bool
+
+    @property
+    def compute_loss(self) -> Callable[..., Any]:
+        """Compute the loss of one batch."""
+        ...
+
+    @property
+    def create_optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+        """Build the optimizer, unless there is one."""
+        ...
+
+    @property
+    def create_scheduler(self) -> Callable[..., LRScheduler]:
+        """Build the schedule, unless there is one."""
+        ...
+
+    @property
+    def evaluation_loop(self) -> Callable[..., Any]:
+        """Go through evaluation data."""
+        ...
+
+    @property
+    def get_train_dataloader(self) -> Callable[..., Any]:
+        """Build the loader of the training data."""
+        ...
+
+    @property
+    def _collator(self) -> Callable[..., Any]: ...
+
+    def overrides(self, *names: str) -> bool:
+        """Whether a user replaced one of the methods of these names."""
+        ...
+
+    def prepare(self) -> nn.Module:
+        """Return the model as the strategy wrapped it."""
+        ...
+
+    @property
+    def training_context(self) -> Callable[..., AbstractContextManager[None]]:
+        """Surround a run by what the arguments ask of device and model while it trains."""
+        ...
+
+    def checkpointer(self) -> Checkpointer:
+        """Return where checkpoints go."""
+        ...
+
+    @property
+    def get_num_trainable_parameters(self) -> Callable[..., int]:
+        """Count the numbers that training changes."""
+        ...
