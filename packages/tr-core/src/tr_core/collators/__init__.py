@@ -1,4 +1,4 @@
-"""Make batches of samples: one way a file."""
+"""Collators, which make batches of samples, one in each file."""
 
 from tr_core.collators.flattening import DataCollatorWithFlattening
 from tr_core.collators.language_modeling import DataCollatorForLanguageModeling

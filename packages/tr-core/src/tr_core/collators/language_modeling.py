@@ -17,33 +17,33 @@ from tr_core.random_state import derive_seed, is_seeded_by_position
 class DataCollatorForLanguageModeling:
     """Pad token sequences and make their labels.
 
-    With `mlm` some tokens are chosen at random: they are the labels, and most are replaced in the input. What is drawn
-    comes from torch's host generator, which the Trainer's loaders seed for each batch by seed, epoch and position: a
-    resumed run, or one with other workers, draws the same. Without `mlm` all tokens but the padding are labels.
+    With `mlm` some tokens are chosen at random: they are the labels, and most are replaced in the input. The random
+    numbers come from torch's host generator. The Trainer's loaders seed it for each batch by seed, epoch and position.
+    A resumed run, or one with other workers, therefore draws the same. Without `mlm` all tokens but the padding are
+    labels.
 
-    With a `seed`, other loaders and calls by hand draw from the collator's own `generator`: the same batches are masked
-    in the same way by every collator of that seed. It goes on from batch to batch; a worker process has its own, which
-    begins with `seed` and the worker's number.
+    With a `seed`, other loaders and direct calls draw from the collator's own `generator`. Every collator of that seed
+    masks the same batches in the same way. The generator is not seeded again for each batch. A worker process has its
+    own, seeded by `seed` and the worker's number.
 
     Args:
-        tokenizer: an object with `pad`, `pad_token_id`, `eos_token_id` and `padding_side`, and for `mlm` with
-            `mask_token_id`, `__len__` and `get_special_tokens_mask(ids, already_has_special_tokens=True)`, as those of
-            transformers have.
+        tokenizer: an object with `pad`, `pad_token_id`, `eos_token_id` and `padding_side`, as of transformers. `mlm`
+            also needs `mask_token_id`, `__len__` and `get_special_tokens_mask(ids, already_has_special_tokens=True)`.
         mlm: masked language modeling.
-        whole_word_mask: choose whole words instead of tokens; samples need `offset_mapping`, of which a word is a run
+        whole_word_mask: choose whole words instead of tokens. Samples need `offset_mapping`; a word is a run of it
             without a gap.
         mlm_probability: probability that a token, or word, is chosen; special tokens never are.
         mask_replace_prob: share of the chosen tokens that become the mask token.
-        random_replace_prob: share of the chosen tokens that become a random one; the rest stays as it is.
+        random_replace_prob: share of the chosen tokens that become a random one; the rest is not changed.
         pad_to_multiple_of: make lengths a multiple of this.
         return_tensors: `pt`, torch tensors.
-        seed: makes the choices reproducible outside the Trainer; in the Trainer, which has them reproducible, it makes
-            other choices than another seed does.
+        seed: makes the choices reproducible outside the Trainer. In the Trainer they are reproducible anyway, and
+            differ between seeds.
 
     Source: Devlin et al. 2018, "BERT: Pre-training of deep bidirectional transformers", section 3.1.
 
     Raises:
-        ValueError: a probability is out of range, or the tokenizer lacks what is needed.
+        ValueError: a probability is out of range, or the tokenizer lacks a needed attribute.
     """
 
     tokenizer: Any
@@ -77,7 +77,7 @@ class DataCollatorForLanguageModeling:
 
     @property
     def required_columns(self) -> list[str]:
-        """Columns of the data that are used here, though no model takes them."""
+        """Columns of the data that the collator needs, though no model takes them."""
         columns = ["special_tokens_mask"] if self.mlm else []
         return [*columns, "offset_mapping"] if self.whole_word_mask else columns
 
@@ -85,11 +85,10 @@ class DataCollatorForLanguageModeling:
         """Return the padded batch with `labels`.
 
         Args:
-            features: samples that are mappings with `input_ids`, or rows of token ids. Labels that they bring are
-                replaced.
+            features: samples that are mappings with `input_ids`, or rows of token ids. Their own labels are replaced.
 
         Raises:
-            ValueError: samples bring labels that would be lost, or lack a column, or cannot be padded.
+            ValueError: samples have labels that would be lost, or lack a column, or cannot be padded.
         """
         batch, is_given = self._pad(features)
         special = batch.pop("special_tokens_mask", None)
@@ -101,7 +100,7 @@ class DataCollatorForLanguageModeling:
         return batch
 
     def _pad(self, features: Sequence[Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """Return the padded batch, and which tokens are no padding, where that is known."""
+        """Return the padded batch, and a mask of the tokens that are no padding, if known."""
         if isinstance(features[0], Mapping):
             made_here = ("labels", "offset_mapping")
             rows = [{key: value for key, value in row.items() if key not in made_here} for row in features]
@@ -128,7 +127,7 @@ class DataCollatorForLanguageModeling:
             return input_ids.clone()
         is_padding = input_ids == pad_id
         if is_given is not None and pad_id == getattr(self.tokenizer, "eos_token_id", None):
-            # One id for both: an end of text that belongs to a sample has to be learned.
+            # One id for both: the model must learn an end of text that belongs to a sample.
             is_padding &= ~is_given
         return input_ids.masked_fill(is_padding, IGNORED_LABEL)
 
@@ -153,7 +152,7 @@ class DataCollatorForLanguageModeling:
         return masked.where(~becomes_random, random_ids), input_ids.masked_fill(~chosen, IGNORED_LABEL)
 
     def _number_words(self, features: Sequence[Any], may_be_chosen: torch.Tensor) -> torch.Tensor:
-        """Return for each token the number of its word in its row; special tokens go with the word before."""
+        """Return for each token the number of its word in its row; special tokens belong to the word before."""
         if "offset_mapping" not in features[0]:
             raise ValueError(
                 "whole_word_mask=True tells words apart by the column 'offset_mapping', which the samples lack; encode "
@@ -171,11 +170,11 @@ class DataCollatorForLanguageModeling:
         if self.seed is None:
             return None
         if is_seeded_by_position():
-            place = int(torch.randint(1 << 62, ()))  # what this batch's place in the run has seeded
+            place = int(torch.randint(1 << 62, ()))  # seeded by this batch's position in the run
             return torch.Generator().manual_seed(derive_seed(self.seed, place))
         worker = get_worker_info()
         number = None if worker is None else worker.id
-        if self._generator_of != (self.seed, number):  # the seed was changed, or this is the copy of a worker
+        if self._generator_of != (self.seed, number):  # the seed has changed, or this is a worker's copy
             self._make_generator(number)
         return self.generator
 

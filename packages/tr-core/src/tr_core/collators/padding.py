@@ -1,6 +1,6 @@
-"""Make a batch of samples: stack them as they are, or pad them to one length.
+"""Make a batch of samples: stack them unchanged, or pad them to one length.
 
-Samples are padded with a tokenizer or without. For token classification each token has a label, and labels are padded
+Samples are padded with or without a tokenizer. For token classification each token has a label, and labels are padded
 too.
 """
 
@@ -21,13 +21,13 @@ IGNORED_LABEL = -100
 def pad_with(tokenizer: Any, features: Sequence[Any], **options: Any) -> dict[str, Any]:
     """Pad samples with `tokenizer.pad` and return the batch as torch tensors.
 
-    Tokenizers of transformers note once that calling them pads faster than `pad` does; a collator has no such choice,
-    so the note is kept back.
+    Tokenizers of transformers log once that calling them pads faster than `pad` does. A collator has no such choice, so
+    the log line is suppressed.
 
     Args:
         tokenizer: an object whose `pad(samples, padding=, max_length=, pad_to_multiple_of=, return_tensors="pt")`
             pads, as those of transformers do.
-        features: samples of token ids, and what goes with them.
+        features: samples of token ids and their other columns.
         options: arguments of `pad`.
     """
     notices, key = getattr(tokenizer, "deprecation_warnings", {}), "Asking-to-pad-a-fast-tokenizer"
@@ -45,11 +45,11 @@ def pad_rows(
     """Return rows of whole numbers as one int64 tensor of shape (rows, width).
 
     Args:
-        rows: lists, arrays or tensors of one dimension, or of two where those are alike.
-        value: what fills the rows.
-        width: the length to fill up to; None is that of the longest row.
+        rows: lists, arrays or tensors of one dimension, or of two if those are equal.
+        value: the padding value.
+        width: the length to pad to; None for that of the longest row.
         multiple: make the width a multiple of this.
-        side: where to fill: `right` or `left`.
+        side: where to pad: `right` or `left`.
 
     Raises:
         ValueError: a row is longer than the width.
@@ -70,7 +70,7 @@ def pad_rows(
 
 
 def take_labels(features: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Split samples into what a tokenizer pads, and the rows named `labels` or `label`; None where there are none."""
+    """Split samples into the part that a tokenizer pads and the rows of `labels` or `label`; None without labels."""
     name = "label" if "label" in features[0] else "labels"
     rest = [{key: value for key, value in feature.items() if key != name} for feature in features]
     if name not in features[0] or all(feature[name] is None for feature in features):
@@ -79,7 +79,7 @@ def take_labels(features: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Any
 
 
 def check_return_tensors(collator: Any) -> None:
-    """Raise unless a collator is asked for torch tensors, the only ones that are made here."""
+    """Raise unless a collator's `return_tensors` is `pt`, the only supported kind."""
     if collator.return_tensors != "pt":
         raise ValueError(
             f"return_tensors={collator.return_tensors!r}, but {type(collator).__name__} makes torch tensors; leave it "
@@ -88,7 +88,7 @@ def check_return_tensors(collator: Any) -> None:
 
 
 def refuse_words(sample: Any) -> None:
-    """Raise ValueError where a label is a string: it could only be left out, or break somewhere else."""
+    """Raise ValueError if a label is a string: it would be dropped, or fail later."""
     for key in ("label", "label_ids", "labels"):
         if isinstance(sample, Mapping) and isinstance(value := sample.get(key), str):
             raise ValueError(
@@ -101,8 +101,8 @@ def default_data_collator(features: list[Any]) -> Any:
     """Stack samples that are mappings, or objects with attributes, into a dict of tensors.
 
     The key `label` (one number a sample) or `label_ids` (one or a row of numbers) becomes `labels`: int64 for whole
-    numbers, else float32. None and strings are left out, but a label that is a string is refused. Samples of any other
-    kind (tuples, tensors) are stacked as torch's own `default_collate` does.
+    numbers, else float32. None and strings are dropped, but a string label raises. Samples of any other kind (tuples,
+    tensors) are stacked as torch's own `default_collate` does.
 
     Args:
         features: the samples; all have the keys of the first.
@@ -204,7 +204,7 @@ class DataCollatorForTokenClassification:
         padding: True or `longest`, `max_length`, or False.
         max_length: length for `max_length`.
         pad_to_multiple_of: make lengths a multiple of this.
-        label_pad_token_id: what fills the labels; -100 is left out of losses.
+        label_pad_token_id: the padding value of labels; losses ignore -100.
         return_tensors: `pt`, torch tensors.
     """
 

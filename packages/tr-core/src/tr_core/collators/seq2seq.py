@@ -13,19 +13,19 @@ from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors, pad_r
 
 @dataclass
 class DataCollatorForSeq2Seq:
-    """Pad the inputs of a batch with a tokenizer, and the labels to a length of their own.
+    """Pad the inputs of a batch with a tokenizer, and the labels to their own length.
 
-    Also for causal language models with labels of their own, such as those where the prompt is left out of the loss.
+    Use it also for causal language models with separate labels, such as those without the prompt in the loss.
 
     Args:
         tokenizer: an object with `padding_side`, whose `pad(samples, padding=, max_length=, pad_to_multiple_of=,
             return_tensors="pt")` pads, as those of transformers do.
-        model: if it has `prepare_decoder_input_ids_from_labels(labels=)`, the batch gets `decoder_input_ids` from it:
-            label smoothing needs them, as it calls the model without labels.
+        model: with its `prepare_decoder_input_ids_from_labels(labels=)`, the batch gets `decoder_input_ids`. Label
+            smoothing needs them, because it calls the model without labels.
         padding: True or `longest`, `max_length`, or False.
         max_length: length for `max_length`, of inputs and labels.
         pad_to_multiple_of: make lengths a multiple of this.
-        label_pad_token_id: what fills the labels; -100 is left out of losses.
+        label_pad_token_id: the padding value of labels; losses ignore -100.
         return_tensors: `pt`, torch tensors.
     """
 
@@ -41,7 +41,7 @@ class DataCollatorForSeq2Seq:
         check_return_tensors(self)
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        """Return the padded batch as tensors; samples without labels give one without.
+        """Return the padded batch as tensors; it has labels if the samples have.
 
         Raises:
             ValueError: labels are longer than `max_length`, or of different lengths without padding.

@@ -1,1 +1,1 @@
-"""How a model is evaluated: prediction, collecting, metrics, generation."""
+"""Evaluation of a model: prediction, collection of outputs, metrics, generation."""

@@ -13,21 +13,21 @@ from tr_core.state import TrainerState
 
 
 def metric_name(name: str) -> str:
-    """Return the key under which an evaluation reports the metric: `eval_` comes before it unless it is there."""
+    """Return the key of the metric in an evaluation's result: add `eval_` unless it is there."""
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def record_best(args: SavingFields, state: TrainerState, metrics: dict[str, float]) -> bool:
-    """Record the metric that chooses the best model, and say whether this evaluation is the best so far.
+    """Record the metric that chooses the best model, and return whether this evaluation is the best so far.
 
     Raises:
-        ValueError: the evaluation has no such metric; the message lists those it has.
+        ValueError: the evaluation has no such metric; the message lists its metrics.
     """
     if args.metric_for_best_model is None:
         return False
     value = watched_metric(args, metrics)
     better = operator.gt if args.greater_is_better else operator.lt
-    # A NaN is never the best: every later comparison with it would be false.
+    # A NaN is never the best: every later comparison with it would be False.
     if math.isnan(value) or (state.best_metric is not None and not better(value, state.best_metric)):
         return False
     state.best_metric, state.best_global_step = value, state.global_step
@@ -38,9 +38,9 @@ def watched_metric(args: SavingFields, metrics: dict[str, float]) -> float:
     """Return the value of `metric_for_best_model` in an evaluation's result.
 
     Raises:
-        ValueError: it is not there, or no number; the message lists what is there.
+        ValueError: the metric is missing or no number; the message lists the metrics.
     """
-    name: Any = args.metric_for_best_model  # set where a best model is chosen
+    name: Any = args.metric_for_best_model  # set if a best model is chosen
     key = metric_name(name)
     if key not in metrics:
         raise ValueError(
@@ -52,12 +52,12 @@ def watched_metric(args: SavingFields, metrics: dict[str, float]) -> float:
 
 
 def check_best_metric(args: TrainingArguments, eval_dataset: Any) -> None:
-    """Raise, before anything is trained, if no evaluation can give the metric that chooses the best model.
+    """Raise, before training, if no evaluation can report the metric that chooses the best model.
 
-    That can be known only where nothing adds metrics: see `may_add_metrics`. Else the first evaluation says so.
+    This is known only if nothing adds metrics (see `may_add_metrics`). Otherwise the first evaluation raises.
 
     Raises:
-        ValueError: the message lists the metrics that there will be.
+        ValueError: the message lists the expected metrics.
     """
     if args.metric_for_best_model is None or args.eval_strategy == "no":
         return
@@ -72,12 +72,12 @@ def check_best_metric(args: TrainingArguments, eval_dataset: Any) -> None:
 
 
 def may_add_metrics(overrides: Callable[..., bool], callbacks: Iterable[Any], functions: Iterable[Any]) -> bool:
-    """Whether anything of the user's that is part of an evaluation may add metrics to its result.
+    """Whether user code in an evaluation may add metrics to its result.
 
     Args:
-        overrides: whether a user replaced one of several methods of the Trainer, by their names.
+        overrides: returns whether a user replaced one of several methods of the Trainer, by their names.
         callbacks: the callbacks.
-        functions: what the user gave to compute losses, predictions and metrics, each None if not given.
+        functions: the user's functions for losses, predictions and metrics; each None if not given.
     """
     callbacks = list(callbacks)
     return (
@@ -89,12 +89,12 @@ def may_add_metrics(overrides: Callable[..., bool], callbacks: Iterable[Any], fu
 
 
 def adds_to_results(overrides: Callable[..., bool], callbacks: Iterable[Any]) -> bool:
-    """Whether an override or a callback of the user's may add metrics once an evaluation has gone through its data."""
+    """Whether a user's override or callback may add metrics after the evaluation loop."""
     return overrides("evaluate", "log") or _listens(callbacks, "on_evaluate", "on_log")
 
 
 def _listens(callbacks: Iterable[Any], *events: str) -> bool:
-    """Whether a callback that is not of these packages, whose callbacks add nothing, defines one of the events."""
+    """Whether a user's callback defines one of the events; callbacks of these packages add nothing."""
     return any(not _is_ours(getattr(callback, event, _is_ours)) for callback in callbacks for event in events)
 
 

@@ -1,6 +1,6 @@
 """Evaluate or predict: run the model batch by batch, gather the outputs, and compute metrics.
 
-One prediction step gives the loss, the outputs and the labels of a batch.
+One prediction step returns the loss, the outputs and the labels of a batch.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ Detach = Callable[[Callable[[torch.Tensor], Any], Any], Any]
 def read_labels(
     inputs: Any, label_names: list[str], *, has_loss_function: bool, returns_loss: bool, detach: Detach
 ) -> tuple[Any, bool]:
-    """Return the labels of a batch, and whether it gives a loss.
+    """Return the labels of a batch, and whether the batch has a loss.
 
-    They are taken before the forward: computing the loss may take them out of the inputs.
+    Call it before the forward, because computing the loss may remove labels from the inputs.
 
     Args:
         inputs: the batch.
         label_names: the model's labels.
-        has_loss_function: whether a function computes the loss, which takes the last of a tuple for labels.
-        returns_loss: whether the model gives a loss without labels, unless the batch says otherwise.
+        has_loss_function: whether a function computes the loss; it uses the last of a tuple as labels.
+        returns_loss: whether the model returns a loss without labels, unless the batch specifies it.
         detach: calls a function with every tensor of a tree.
 
     Returns:
-        The labels, None without, an empty tuple where the model computes its loss without any; and whether there is a
-        loss.
+        The labels, and whether there is a loss. The labels are None without labels, and an empty tuple if the model
+        computes its loss without any.
     """
     if isinstance(inputs, list | tuple) and has_loss_function:
         return inputs[-1], True
@@ -55,19 +55,19 @@ def read_labels(
     asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
     needs_no_labels = not label_names and (returns_loss if asked is None else bool(asked))
     if needs_no_labels and labels is None:
-        labels = ()  # there are none to wait for: metrics are computed of the predictions
+        labels = ()  # no labels will come: metrics are computed from the predictions
     return labels, labels is not None
 
 
 def kept_logits(
     outputs: Any, model: torch.nn.Module, ignore_keys: list[str] | None, *, skip_first: bool, detach: Detach
 ) -> Any:
-    """Return the outputs of a model to keep as predictions: without the loss, and without what is to be left out.
+    """Return the outputs of a model to keep as predictions: without the loss and ignored outputs.
 
     Args:
-        outputs: what the model gave.
-        model: the unwrapped model, whose configuration says what is left out.
-        ignore_keys: what is left out instead; None for what the configuration says.
+        outputs: the outputs of the model.
+        model: the unwrapped model; its configuration lists ignored outputs.
+        ignore_keys: names of ignored outputs; None for those of the configuration.
         skip_first: whether the first of a tuple is the loss.
         detach: calls a function with every tensor of a tree.
     """
@@ -81,7 +81,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def labels_in(inputs: Any, names: list[str]) -> Any:
-    """Return the labels of a batch that names its parts: a tuple where there are several; None if one is missing."""
+    """Return the labels of a batch with named parts: a tuple if there are several; None if one is missing."""
     if not names or not isinstance(inputs, Mapping) or any(inputs.get(name) is None for name in names):
         return None
     labels = tuple(inputs[name] for name in names)
@@ -104,10 +104,10 @@ def _kept_outputs(outputs: Any, ignored: list[str], skip_first: bool) -> tuple[A
 
 
 class EvalMethods(Protocol):
-    """What an evaluation loop asks of its owner, so that overrides of a user's subclass are called.
+    """The methods that an evaluation loop calls on its owner, so that a user's overrides run.
 
     Attributes:
-        preprocess_logits_for_metrics: `(logits, labels)` → what is kept of each batch; None to keep the logits.
+        preprocess_logits_for_metrics: `(logits, labels)` → the outputs to keep of each batch; None to keep the logits.
     """
 
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
@@ -115,9 +115,9 @@ class EvalMethods(Protocol):
     def prediction_step(
         self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Run the model on one batch without gradients; return loss, logits and labels, each None where there is none.
+        """Run the model on one batch without gradients; return loss, logits and labels, each None if missing.
 
-        The wrapped model is given, and a batch on the device.
+        It takes the wrapped model, and a batch on the device.
         """
         ...
 
@@ -128,14 +128,14 @@ class EvalMethods(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What one evaluation was asked for.
+    """Options of one evaluation.
 
     Attributes:
-        loss_only: keep no predictions; metrics that stream get them all the same.
-        ignore_keys: outputs of the model that are left out.
-        prefix: what the metrics' names begin with.
-        predicts: keep predictions and labels also where metrics are computed batch by batch.
-        main_input: name of the input that metrics are given, where they ask for inputs.
+        loss_only: keep no predictions; streaming metrics get them anyway.
+        ignore_keys: outputs of the model to ignore.
+        prefix: prefix of the metrics' names.
+        predicts: keep predictions and labels even if metrics are computed batch by batch.
+        main_input: name of the input that metrics receive, if they take inputs.
     """
 
     loss_only: bool
@@ -146,15 +146,15 @@ class EvaluationOptions:
 
 
 class EvaluationLoop:
-    """One pass over evaluation data.
+    """Runs the model over evaluation data once.
 
     Args:
         methods: whose `prediction_step` runs the model.
-        options: what is asked for.
+        options: options of this evaluation.
         args: the arguments.
-        strategy: where to compute, and how ranks exchange outputs.
-        scope: is given the weight of every batch.
-        loss: is given the loss of every batch.
+        strategy: gives the device, and gathers outputs of all ranks.
+        scope: receives the weight of every batch.
+        loss: receives the loss of every batch.
         compute_metrics: a function, or metrics that are updated with every batch; None for none.
     """
 
@@ -184,12 +184,12 @@ class EvaluationLoop:
         self._num_samples = 0
 
     def run(self, dataloader: Any, model: torch.nn.Module, window: MetricWindow) -> EvalLoopOutput:
-        """Go through the data and return predictions, labels, metrics and the number of samples.
+        """Evaluate the data and return predictions, labels, metrics and the number of samples.
 
         Args:
             dataloader: batches of this rank.
             model: the wrapped model, in evaluation mode.
-            window: what `log_metric` adds to meanwhile.
+            window: the window that `log_metric` adds to during the evaluation.
         """
         source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.world_size)
         self._stores = {
@@ -257,13 +257,13 @@ class EvaluationLoop:
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode and each of its modules back into the mode it was in."""
+    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(modes[0][1])  # a model may do more than set the flags
+        model.train(modes[0][1])  # a model's `train` may do more than set the flags
         for module, mode in modes:
             module.training = mode
 
@@ -275,7 +275,7 @@ def with_prefix(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Turn NumPy and torch scalars inside lists, tuples and mappings into Python numbers, to be written as JSON."""
+    """Convert NumPy and torch scalars inside lists, tuples and mappings to Python numbers, for JSON."""
     if isinstance(value, dict):
         return {key: plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -298,7 +298,7 @@ def _repeat(loss: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
 
 def _mark_last(items: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-    """Yield each item with whether it is the last, holding one back."""
+    """Yield each item with whether it is the last; delays each item by one."""
     iterator = iter(items)
     try:
         held = next(iterator)

@@ -24,7 +24,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def map_objects(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Apply a function to every tensor inside tuples, lists and mappings, which keep their kind, as other leaves do."""
+    """Apply a function to every tensor inside tuples, lists and mappings; other leaves do not change."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, list | tuple):
@@ -36,21 +36,21 @@ def map_objects(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def gather_tree(tree: Any, strategy: Strategy, count: int | None) -> Any:
-    """Join the rows of every tensor in a tree, as `gather_rows`; leaves that are no tensors become None."""
+    """Join the rows of every tensor in a tree by `gather_rows`; leaves that are no tensors become None."""
     return None if tree is None else map_tensors(lambda tensor: gather_rows(tensor, strategy, count), tree)
 
 
 def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: bool) -> Any:
-    """Join a tree that holds other things than tensors: those become lists of all ranks' objects.
+    """Join a tree with leaves that are no tensors: those become lists of all ranks' objects.
 
-    A list holds one object a sample; anything else that is no tensor is one object of its batch. Tuples and mappings
-    are gone through, tensors in them are joined as `gather_rows` does.
+    A list holds one object for each sample; any other leaf that is no tensor is one object of its batch. In tuples and
+    mappings, `gather_rows` joins the tensors.
 
     Args:
         tree: this rank's outputs.
         strategy: how to gather.
         count: as in `gather_rows`.
-        counts: whether this rank's samples are its own; False where they only fill up.
+        counts: whether this rank's samples are its own; False if they are fillers.
     """
     if tree is None:
         return None
@@ -60,21 +60,20 @@ def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: boo
         return tuple(gather_objects(item, strategy, count, counts) for item in tree)
     if isinstance(tree, Mapping):
         return {key: gather_objects(value, strategy, count, counts) for key, value in tree.items()}
-    # Pickled with its tensors: on the host, where every rank can take them.
+    # Pickled with its tensors: on the host, so that every rank can load them.
     mine = map_objects(lambda tensor: tensor.detach().cpu(), tree)  # sync: evaluation only
     objects = mine if isinstance(mine, list) else [mine]
     return [each for rank in strategy.gather_objects(objects if counts else []) for each in rank]
 
 
 def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> torch.Tensor:
-    """Join the rows of all ranks in the order of the data, without the rows that only fill up.
+    """Join the rows of all ranks in the order of the data, without filler rows.
 
     Args:
-        tensor: this rank's rows, shape `(rows, ...)`; ranks may differ in rows and in the second dimension, which is
-            padded with -100.
+        tensor: this rank's rows, shape `(rows, ...)`; ranks may differ in rows and in the second dimension; the latter
+            is padded with -100.
         strategy: how to gather.
-        count: rows of all ranks together where they are divided as `tr_core.data.sampler.take_slice` does; None asks
-            them.
+        count: rows of all ranks, if `tr_core.data.sampler.take_slice` divides them; None gathers the number.
     """
     world = strategy.world_size
     if world == 1:
@@ -84,11 +83,11 @@ def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> 
     mine = torch.tensor([[tensor.shape[0], width]], device=strategy.device)
     shapes = strategy.gather(mine).tolist()  # sync: evaluation only
     rows = [shape[0] for shape in shapes]
-    if count is not None:  # a rank whose share is empty holds another's sample, only to take part
+    if count is not None:  # a rank with an empty share holds another rank's sample, only to take part
         rows = [n if rank * count // world < (rank + 1) * count // world else 0 for rank, n in enumerate(rows)]
     widths = {shape[1] for shape in shapes}
     if len(widths) > 1 and not tensor.dtype.is_signed:
-        tensor = tensor.long()  # which can hold the padding
+        tensor = tensor.long()  # this type can hold the padding
     height = max(shape[0] for shape in shapes)
     gathered = strategy.gather(_pad(tensor, height, max(widths)))
     return torch.cat([gathered[rank * height : rank * height + number] for rank, number in enumerate(rows)])
@@ -100,7 +99,7 @@ def _pad(tensor: torch.Tensor, height: int, width: int) -> torch.Tensor:
         shape[1] = width
     if list(tensor.shape) == shape:
         return tensor.contiguous()
-    # A type that cannot hold the padding has one width on all ranks: only rows that are cut off again are filled.
+    # A type that cannot hold the padding has one width on all ranks: only rows that are removed again are padded.
     padded = tensor.new_full(shape, PADDING if tensor.dtype.is_signed else 0)
     corner = tuple(slice(0, size) for size in tensor.shape)
     padded[corner] = tensor

@@ -1,10 +1,10 @@
 """Generate in an evaluation: settings, options of a call, and the longest possible row.
 
 Ranks that share one model's weights keep calling forward until all of them have finished. A rank that stopped earlier
-would leave the others waiting for its shard of the weights. The `generate` of transformers continues if its option
-`synced_gpus` says so.
+would block the others, which need its shard of the weights. The option `synced_gpus` makes the `generate` of
+transformers continue.
 
-Nothing of transformers is imported here. A model needs `generate`, and `generation_config` if it has settings.
+This file does not import transformers. A model needs `generate`, and `generation_config` if it has settings.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tr_core.evaluation.gather import PADDING
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument, parameters_of
 
-# What `generate` of transformers makes beyond the prompt if nothing says how much.
+# Number of new tokens of transformers' `generate` without a setting.
 DEFAULT_NEW_TOKENS = 20
 
 
 def load_generation_config(given: Any, model: nn.Module) -> Any:
-    """Return generation settings: a copy of an object, or what a dict, a file, a folder or a model's name holds.
+    """Return generation settings: a copy of an object, or those in a dict, a file, a folder or a model's repository.
 
     Args:
         given: the argument `generation_config`.
-        model: whose own settings tell the class of all others.
+        model: its own settings give the class of all others.
 
     Raises:
         ValueError: there are no such settings, or they are invalid.
@@ -69,12 +69,12 @@ def _build_settings(given: Any, kind: Any) -> Any:
 
 
 def call_options(args: Seq2SeqTrainingArguments, given: Mapping[str, Any], settings: Any) -> dict[str, Any]:
-    """Return what `generate` is called with: what a call gave, and where it did not, what the arguments say.
+    """Return the options of `generate`: those of a call, and the rest from the arguments.
 
     Args:
         args: the training arguments.
-        given: options of the call; None is as if not given.
-        settings: the model's, which options override.
+        given: options of the call; None counts as not given.
+        settings: the model's; options override them.
     """
     options = {name: value for name, value in given.items() if value is not None}
     says_length = "max_length" in options or "max_new_tokens" in options
@@ -84,14 +84,14 @@ def call_options(args: Seq2SeqTrainingArguments, given: Mapping[str, Any], setti
         options.setdefault("num_beams", args.generation_num_beams)
     own_settings = options.get("generation_config", settings)
     if "max_length" in options and "max_new_tokens" not in options and _setting("max_new_tokens", {}, own_settings):
-        options["max_new_tokens"] = None  # which would go before the length that was asked for
+        options["max_new_tokens"] = None  # it would override the requested length
     return options
 
 
 def check_generation_options(given: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise for options that neither a model's `generate` nor its settings know, where nothing will be generated.
+    """Raise for options unknown to a model's `generate` and its settings, if nothing will be generated.
 
-    Where something is, `generate` knows better.
+    In a generation `generate` itself checks them.
 
     Raises:
         TypeError: the message names them.
@@ -108,13 +108,13 @@ def check_generation_options(given: Mapping[str, Any], model: nn.Module) -> None
 
 
 def longest_row(options: Mapping[str, Any], settings: Any, inputs: Mapping[str, Any], *, has_encoder: bool) -> int:
-    """Return how many tokens a generated row can have, its prompt included; 0 where that is not known.
+    """Return the most tokens of a generated row, its prompt included; 0 if unknown.
 
     Args:
-        options: what `generate` is called with.
+        options: the options of `generate`.
         settings: the model's, or None.
-        inputs: what `generate` is given.
-        has_encoder: whether `input_ids` go to an encoder, and are no prompt.
+        inputs: the inputs of `generate`.
+        has_encoder: whether `input_ids` are the encoder's inputs, and no prompt.
     """
     prompt = inputs.get("decoder_input_ids" if has_encoder else "input_ids")
     prompt_length = prompt.shape[1] if isinstance(prompt, torch.Tensor) else int(has_encoder)
@@ -128,10 +128,10 @@ def longest_row(options: Mapping[str, Any], settings: Any, inputs: Mapping[str, 
 
 
 def pad_rows(tokens: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:
-    """Return token rows with at least `length` columns, filled up at the end.
+    """Return token rows with at least `length` columns, padded at the end.
 
     Raises:
-        ValueError: there is nothing to fill up with.
+        ValueError: there is no padding token.
     """
     missing = length - tokens.shape[-1]
     if missing <= 0:
@@ -145,10 +145,10 @@ def pad_rows(tokens: torch.Tensor, length: int, fill: int | None) -> torch.Tenso
 
 
 def padding_token(*sources: Any) -> int | None:
-    """Return the number of the padding token, or the end token where there is none, of the first source that has one.
+    """Return the padding token, or the end token without one, of the first source that has either.
 
     Args:
-        *sources: tokenizers, processors that hold one, settings and configurations; None is passed over.
+        *sources: tokenizers, processors that hold one, settings and configurations; None is skipped.
     """
     for source in sources:
         for holder in (source, getattr(source, "tokenizer", None)):
@@ -174,12 +174,12 @@ SYNCED, CRITERIA = "synced_gpus", "stopping_criteria"
 
 @contextmanager
 def synced_generation(options: dict[str, Any], model: Any, strategy: Strategy) -> Iterator[dict[str, Any]]:
-    """Surround a generation, and give the options for it: as they are, but where ranks have to go on for each other.
+    """Surround a generation, and yield its options, changed if ranks must continue for each other.
 
     Args:
-        options: what `generate` is to be called with.
-        model: what generates; one around another, as an adapter's, may pass on what it does not name itself.
-        strategy: whether a forward is an exchange between the ranks.
+        options: the options for `generate`.
+        model: the generating model; a wrapper, as an adapter's, may pass on arguments that it does not name.
+        strategy: says whether a forward is a collective.
     """
     part = _part_with_sync(model) if strategy.forward_is_collective else None
     if part is None or strategy.world_size == 1:
@@ -197,12 +197,12 @@ def synced_generation(options: dict[str, Any], model: Any, strategy: Strategy) -
 
 
 class _FinishedRank:
-    """Has a rank that is done make one forward over and over, while others generate: the first one it made too many.
+    """Makes a finished rank repeat one forward while others generate: its first surplus one.
 
-    By itself transformers has each of them take one token more, beyond the length that the rows may have. A model with
-    a table of positions fails there, and the cache grows.
+    By default transformers adds one token at each surplus forward, beyond the longest row. A model with a table of
+    positions fails there, and the cache grows.
 
-    It is a stopping criterion that never stops. Criteria are asked after each forward but those too many.
+    It is a stopping criterion that never stops. Criteria are called after each forward except the surplus ones.
     """
 
     def __init__(self) -> None:
@@ -222,13 +222,13 @@ class _FinishedRank:
 
 
 def _part_with_sync(model: Any) -> nn.Module | None:
-    """Return the model, or the one inside, whose `generate` knows how to go on; None if there is none."""
+    """Return the model, or the one inside, whose `generate` takes `synced_gpus`; None if there is none."""
     own = _parameters(model)
     if SYNCED not in own and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
         return None
     for part in model.modules():
         if SYNCED in _parameters(part):
-            return getattr(part.generate, "__self__", part)  # some show as theirs what a module inside has
+            return getattr(part.generate, "__self__", part)  # some wrappers expose the method of an inner module
     return None
 
 
@@ -238,14 +238,14 @@ def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _crop_cache(options: Mapping[str, Any]) -> bool:
-    """Take what a forward added to its cache out again, and say whether that could be done."""
+    """Remove what a forward added to its cache; return whether that was possible."""
     cache = options.get("past_key_values")
     tokens = options.get("decoder_input_ids", options.get("input_ids"))
     if cache is None:
         return True
-    # An encoder's states, in a cache of their own, are added once.
+    # An encoder's states, in a separate cache, are added once.
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    # Others have forgotten what they would need again, or hold room for a length.
+    # Other caches have dropped states that cropping needs, or have a fixed length.
     if tokens is None or not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
         return False
     cache.crop(-tokens.shape[1])

@@ -1,7 +1,7 @@
 """Compute the loss and the metrics of an evaluation batch by batch.
 
-The loss is a mean over samples, or over targets where the loss is one of targets. Streaming metrics are updated with
-every batch, so that no prediction is kept. They have the methods of torchmetrics: `update(preds, target)`, `compute()`,
+The loss is a mean over samples, or over targets if the loss counts targets. Streaming metrics are updated with every
+batch, so that no prediction is kept. They have the methods of torchmetrics: `update(preds, target)`, `compute()`,
 `reset()`.
 """
 
@@ -20,7 +20,7 @@ from tr_core.loss import LossRule
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument
 
-# Losses of so many batches are made one tensor: a scalar on an accelerator takes half a kilobyte.
+# Losses of this many batches are joined into one tensor: a scalar on an accelerator takes half a kilobyte.
 _CHUNK = 1024
 _NO_MEAN_OVER_TOKENS = (
     "eval_perplexity=True needs a mean over tokens, but the loss does not depend on num_items_in_batch, the number of "
@@ -35,16 +35,16 @@ _WEIGHTS_UNKNOWN = (
 
 
 class EvaluationLoss:
-    """The losses of the batches of an evaluation, on the device until `mean` reads them.
+    """Collects the losses of an evaluation's batches, on the device until `metrics` reads them.
 
-    A batch counts by its targets where its loss, or those of training, depend on the number of targets, else by its
-    samples: the mean does not depend on the batch size.
+    A batch is weighted by its targets if its loss, or that of training, depends on their number. Otherwise it is
+    weighted by its samples. The mean does not depend on the batch size.
 
     Args:
         args: the arguments.
-        strategy: where losses are computed, and how ranks exchange them.
-        rule: what the losses are divided by.
-        takes_count: whether `compute_loss` is given the number of targets.
+        strategy: gives the device, and gathers losses of all ranks.
+        rule: the divisor of the losses.
+        takes_count: whether `compute_loss` receives the number of targets.
     """
 
     def __init__(self, args: TrainingArguments, strategy: Strategy, rule: LossRule, *, takes_count: bool) -> None:
@@ -55,15 +55,15 @@ class EvaluationLoss:
         self._chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, loss: torch.Tensor | None, inputs: Any, rows: int) -> None:
-        """Take in a batch.
+        """Add a batch.
 
         Args:
-            loss: its mean loss, a scalar; None where it has no labels.
+            loss: its mean loss, a scalar; None without labels.
             inputs: the batch, on the device.
-            rows: its samples; 0 where they are another rank's.
+            rows: number of its samples; 0 if they are another rank's.
 
         Raises:
-            ValueError: perplexity is asked for, and the labels are no tokens.
+            ValueError: perplexity is requested, and the labels are no tokens.
         """
         if loss is None:
             return
@@ -76,15 +76,15 @@ class EvaluationLoss:
         samples = torch.full((), rows, device=self._strategy.device)
         self._losses.append(loss.detach().float())
         self._weights.append(samples if targets is None or not by_targets else targets)
-        # Where it is not known which of the two weighs the loss, it must not matter.
+        # If it is unknown which of the two weights the loss, both must give the same mean.
         self._other_weights.append(targets if targets is not None and by_targets is None else self._weights[-1])
         if len(self._losses) == _CHUNK:
             self._close_chunk()
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Return `<prefix>_loss`, and `<prefix>_perplexity` if that is asked for; nothing if there was no loss.
+        """Return `<prefix>_loss`, and `<prefix>_perplexity` if requested; nothing without a loss.
 
-        Every rank calls it, and gets the mean over all ranks.
+        Collective: every rank gets the mean over all ranks.
         """
         mean = self._mean()
         if mean is None:
@@ -105,7 +105,7 @@ class EvaluationLoss:
         total, counted, other_total, other_counted = (
             sum(numbers) for numbers in zip(*(p for p, _ in sums), strict=True)
         )
-        if not counted:  # nothing that counts, or no loss that is a number
+        if not counted:  # no counting batch, or no loss that is a number
             return math.nan if sum(batches for _, batches in sums) else None
         mean, other = total / counted, other_total / other_counted if other_counted else math.nan
         if not math.isclose(mean, other, rel_tol=1e-6) and math.isfinite(mean):
@@ -127,7 +127,7 @@ class EvaluationLoss:
 
 
 def perplexity(mean_loss: float) -> float:
-    """Return `exp(mean_loss)`, infinite where that is beyond what a float can hold."""
+    """Return `exp(mean_loss)`, infinite on overflow."""
     try:
         return math.exp(mean_loss)
     except OverflowError:
@@ -151,31 +151,31 @@ class StreamingMetric(Protocol):
     """A metric that is updated batch by batch."""
 
     def update(self, preds: Any, target: Any, /) -> Any:
-        """Take in the predictions and labels of a batch, on the device; nothing of them need be kept."""
+        """Update with the predictions and labels of a batch, on the device; it need not keep them."""
         ...
 
     def compute(self) -> Any:
-        """Return the value over all batches since `reset`: a number, a tensor, or a mapping of names to such."""
+        """Return the value over all batches since `reset`: a number, a tensor, or a mapping of names to these."""
         ...
 
     def reset(self) -> Any:
-        """Forget all batches."""
+        """Reset the metric: drop all batches."""
         ...
 
 
 def is_streaming(metrics: Any) -> bool:
-    """Whether `compute_metrics` is such an object or a mapping of names to such, and not a function.
+    """Whether `compute_metrics` is a streaming metric or a mapping of names to some, not a function.
 
-    An object that can be called with `compute_result` is a function that is told of every batch.
+    A callable that takes `compute_result` is a function that is called with every batch.
     """
     if isinstance(metrics, StreamingMetric):
-        kind: Any = type(metrics)  # of an object whose class is compiled no signature can be had
+        kind: Any = type(metrics)  # an object of a compiled class has no signature
         return not callable(metrics) or not names_argument(kind.__call__, "compute_result")
     return isinstance(metrics, Mapping)
 
 
 def check_streaming(metrics: Any) -> None:
-    """Raise where something in a mapping of metrics is no metric.
+    """Raise if a value in a mapping of metrics is no metric.
 
     Raises:
         TypeError: the message names it.
@@ -192,18 +192,18 @@ def check_streaming(metrics: Any) -> None:
 
 
 class StreamingMetrics:
-    """The metrics of one evaluation, forgetting what they saw of an earlier one.
+    """The metrics of one evaluation, reset from earlier ones.
 
-    In several processes a metric of torchmetrics is updated with each process's own samples and combines itself in
-    `compute`. Any other metric is updated with the samples of all processes, in the order of the data, in each of
-    them: that is right whatever the metric keeps.
+    In several processes, a metric of torchmetrics is updated with each process's own samples and combines its state in
+    `compute`. Any other metric is updated in each process with the samples of all, in the order of the data. That is
+    right for any state of the metric.
 
     Args:
-        metrics: what `is_streaming` says yes to.
-        strategy: where to compute, and how values travel.
+        metrics: metrics for which `is_streaming` is True.
+        strategy: gives the device, and gathers values of all ranks.
 
     Raises:
-        ValueError: some metrics of a collection combine themselves and others do not.
+        ValueError: some metrics of a collection combine their state and others do not.
     """
 
     def __init__(self, metrics: Any, strategy: Strategy) -> None:
@@ -219,12 +219,12 @@ class StreamingMetrics:
                 metric.to(strategy.device)
 
     def update(self, preds: Any, target: Any, counts: bool, gather: Callable[[Any], Any]) -> None:
-        """Feed a batch; without predictions or labels there is nothing to feed.
+        """Update the metrics with a batch; do nothing without predictions or labels.
 
         Args:
             preds: predictions for this rank's samples.
             target: their labels.
-            counts: whether the samples are this rank's own; False where they only fill up.
+            counts: whether the samples are this rank's own; False if they are fillers.
             gather: joins the samples of all ranks.
         """
         if preds is None or target is None:
@@ -240,12 +240,12 @@ class StreamingMetrics:
                     metric.update(_readable(preds), _readable(target))
 
     def compute(self) -> dict[str, Any]:
-        """Return the values by name, as numbers and lists; empty where no batch had predictions and labels.
+        """Return the values by name, as numbers and lists; empty if no batch had predictions and labels.
 
-        A value of the only metric is named after its class, values of a mapping by its names.
+        The value of a single metric is named after its class, values of a mapping by its names.
 
         Raises:
-            ValueError: some ranks had no sample, and a metric combines itself, which would then wait for ever.
+            ValueError: some ranks had no sample, and a metric that combines its state would wait for ever.
         """
         had_samples = self._strategy.gather_objects(self._was_updated)
         if not any(had_samples):
@@ -270,7 +270,7 @@ def combines_itself(metric: Any) -> bool:
     """Whether a metric combines its state over all processes in `compute`, as those of torchmetrics do.
 
     Raises:
-        ValueError: it is a collection in which some do and some do not.
+        ValueError: the metric is a collection in which some do and some do not.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
@@ -285,7 +285,7 @@ def combines_itself(metric: Any) -> bool:
 
 
 def _readable(tree: Any) -> Any:
-    """Turn bfloat16 into float32, as predictions that are kept are."""
+    """Convert bfloat16 to float32, as for kept predictions."""
     return map_objects(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor, tree)
 
 

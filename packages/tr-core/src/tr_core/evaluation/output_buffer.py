@@ -1,6 +1,6 @@
 """Collect the outputs of evaluation batches, on their way from the device to the host.
 
-Outputs are moved to the host now and then, and joined once at the end. Each row is written once, to its final
+Outputs are moved to the host in large parts, and joined once at the end. Each row is written once, to its final
 address.
 """
 
@@ -14,20 +14,20 @@ import torch
 
 from tr_core.evaluation.gather import PADDING, map_objects, map_tensors
 
-# Outputs stay on an accelerator until they hold this much, so that a batch costs no wait and memory stays bounded.
+# Outputs stay on an accelerator up to this size, so that a batch costs no sync and memory stays bounded.
 DEVICE_LIMIT_BYTES = 256 * 2**20
 
 _NOTHING_YET = object()
 
 
 class OutputBuffer:
-    """The outputs of one kind, batch by batch, until `arrays` joins them.
+    """Collects outputs of one kind batch by batch, until `arrays` joins them.
 
-    A list in them holds objects of any kind; tuples and dicts hold tensors, lists, and None.
+    A list in the outputs holds objects of any kind; tuples and dicts hold tensors, lists, and None.
 
     Args:
-        expected: samples that there will be, None where that is not known.
-        concatenate: join the batches; else they stay apart, one entry a batch.
+        expected: expected number of samples; None if unknown.
+        concatenate: join the batches; else they stay separate, one entry a batch.
     """
 
     def __init__(self, expected: int | None = None, *, concatenate: bool = True) -> None:
@@ -41,17 +41,17 @@ class OutputBuffer:
         """Keep a batch's outputs; `flush` moves everything held on the device to the host now.
 
         Raises:
-            ValueError: they are made up otherwise than those of earlier batches.
+            ValueError: their structure differs from that of earlier batches.
         """
         self._on_device.append(tree)
         self._is_on_host = True
         map_tensors(self._weigh, tree)
-        # What is on the host already is put away while it is in the processor's cache.
+        # Outputs on the host are stored while they are in the processor's cache.
         if flush or self._is_on_host or self._bytes > DEVICE_LIMIT_BYTES:
             self._flush()
 
     def arrays(self) -> Any:
-        """Return NumPy arrays of all samples, shaped as the outputs, and forget them; None if there were none.
+        """Return NumPy arrays of all samples, shaped as the outputs, and drop them; None if there were none.
 
         Batches are joined, with the second dimension padded with -100, or a list with one entry a batch.
         """
@@ -76,7 +76,7 @@ class OutputBuffer:
 
 
 def _append(kept: Any, tree: Any, expected: int | None) -> Any:
-    """Add a batch to what is kept of all before it and return that."""
+    """Add a batch to the kept outputs and return those."""
     is_first = kept is _NOTHING_YET
     if not is_first and _outline(kept) != _outline(tree):
         raise ValueError(
@@ -138,7 +138,7 @@ def _object_to_numpy(tensor: torch.Tensor) -> Any:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-# Rows whose number is not known beforehand are kept in pieces of this size.
+# Without an expected number, rows are kept in blocks of this size.
 BLOCK_BYTES = 64 * 2**20
 
 _KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
@@ -147,26 +147,26 @@ _KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
 class Rows:
     """The rows of one output, in the order in which they were added.
 
-    They are written into one block that is as large as all of them will be, where their number is known and no batch
-    is wider than the first: `join` then copies nothing. Else they are in several blocks, each of which is freed as
-    `join` copies it. Either way a row is written at most three times, however many there are.
+    With a known number of rows, and no batch wider than the first, they go into one block of the final size. `join`
+    then copies nothing. Otherwise they go into several blocks, and `join` frees each block after its copy. Either way a
+    row is written at most three times, for any number of rows.
 
     Args:
-        expected: how many rows there will be; None where that is not known. It need not be right.
+        expected: expected number of rows; None if unknown. It need not be exact.
     """
 
     def __init__(self, expected: int | None = None) -> None:
         self._expected = expected or 0
-        # Of torch, not of NumPy: the latter asks for huge pages, and waits for them where memory is in pieces.
+        # Allocated by torch, not NumPy: NumPy requests huge pages, and waits for them if memory is fragmented.
         self._blocks: list[torch.Tensor] = []
-        self._used = 0  # rows of the last block
+        self._used = 0  # used rows of the last block
         self._total = 0
 
     def add(self, batch: torch.Tensor) -> None:
         """Copy a batch of shape `(rows, ...)` to the host; a scalar is a row of its own.
 
         Raises:
-            ValueError: its shape differs from that of others beyond the second dimension.
+            ValueError: its shape differs from that of other batches beyond the second dimension.
         """
         batch = torch.atleast_1d(batch.detach())
         if batch.dtype.is_floating_point and batch.dtype not in _KNOWN_TO_NUMPY:
@@ -178,7 +178,7 @@ class Rows:
         self._used, self._total = end, self._total + len(batch)
 
     def join(self) -> np.ndarray:
-        """Return all rows as one array and forget them; the second dimension is padded with -100."""
+        """Return all rows as one array and drop them; the second dimension is padded with -100."""
         self._close_block()
         if len(self._blocks) == 1:
             return self._blocks.pop().numpy()
@@ -218,19 +218,19 @@ class Rows:
         row_bytes = max(math.prod(batch.shape[1:]) * batch.element_size(), 1)
         left = self._expected - self._total
         rows = left if left > 0 else BLOCK_BYTES // row_bytes
-        # Memory of rows that are not written yet is not taken from the system either.
+        # The system does not allocate memory of unwritten rows either.
         self._blocks.append(torch.empty((max(rows, len(batch)), *batch.shape[1:]), dtype=batch.dtype))
         self._used = 0
 
     def _close_block(self) -> None:
         if self._blocks and self._used < len(self._blocks[-1]):
             used = self._blocks[-1][: self._used]
-            # A block that is mostly empty would hold addresses that many others need, too.
+            # A mostly empty block would also hold addresses that other blocks need.
             self._blocks[-1] = used.clone() if 2 * self._used < len(self._blocks[-1]) else used
 
 
 def _write(rows: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy rows to where there is room for them, and for columns that are filled up with the padding."""
+    """Copy rows into a larger place, and pad the surplus columns."""
     if rows.dim() > 1 and rows.shape[1] < place.shape[1]:
         place[:, rows.shape[1] :] = PADDING
         place = place[:, : rows.shape[1]]

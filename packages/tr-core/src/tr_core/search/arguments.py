@@ -1,6 +1,6 @@
-"""Set the training arguments of a trial, and restore them afterwards.
+"""Set the training arguments of a trial and restore them afterwards.
 
-The default search space and objective are here too. A search that cannot work is refused before its first trial.
+The default search space and objective are here too. A search that cannot work raises before its first trial.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tr_args.schema import facts, schema
 
 @contextmanager
 def changed(args: TrainingArguments, values: Mapping[str, Any], output_dir: str) -> Iterator[None]:
-    """Change arguments inside a block and put all of them back afterwards, whatever was changed in it.
+    """Change arguments inside a block, and restore all arguments afterwards.
 
     Args:
-        args: the arguments; they stay the same object.
+        args: the arguments; changed in place.
         values: new values by name.
         output_dir: where this trial writes.
     """
@@ -39,10 +39,11 @@ def changed(args: TrainingArguments, values: Mapping[str, Any], output_dir: str)
 
 
 def converted(args: TrainingArguments, values: Any) -> dict[str, Any]:
-    """Return what a search space gave, with the types of the arguments of these names; `args` stay as they are.
+    """Return a search space's values, converted to the types of the arguments; `args` do not change.
 
     Raises:
-        ValueError: a name is no argument, or one that a trial cannot set, or a value does not fit; says all of it.
+        ValueError: a name is no argument, or one that a trial cannot set, or a value does not fit. The message lists
+            all problems.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -72,12 +73,12 @@ def converted(args: TrainingArguments, values: Any) -> dict[str, Any]:
         vars(args).update(before)
 
 
-# What an evaluation reports beside its metrics. The perplexity says nothing that the loss does not.
+# Entries of an evaluation beside its metrics. The perplexity adds nothing to the loss.
 _NOT_METRICS = ("_runtime", "_per_second", "_perplexity", "_model_preparation_time")
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """Return the evaluation loss, or where there are other metrics their sum."""
+    """Return the sum of the metrics other than the loss, or the evaluation loss without any."""
     chosen = objective_names(metrics)
     return sum(metrics[name] for name in chosen)
 
@@ -114,11 +115,11 @@ def check_search(
         directions: `minimize` or `maximize`, for each objective.
         n_trials: trials of the search.
         has_model_init: whether the Trainer can make a new model for each trial.
-        has_eval_data: whether it has data to evaluate, or a method of the user's that finds some.
-        has_own_checkpointer: whether it was given a checkpointer.
+        has_eval_data: whether it has data to evaluate, or a user's method that provides some.
+        has_own_checkpointer: whether the user passed a checkpointer to it.
 
     Raises:
-        ValueError: the message says what is missing or in the way.
+        ValueError: the message names what is missing or what conflicts.
     """
     if not has_model_init:
         raise ValueError("hyperparameter_search needs a new model for every trial; give the Trainer a model_init")

@@ -1,4 +1,4 @@
-"""Keep the trials of a search in a file, so that a search that ends goes on where it was."""
+"""Store the trials of a search in a file, so that an interrupted search can resume."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FINISHED = ("complete", "pruned", "failed")
 
 @dataclass
 class TrialRecord:
-    """What is known of a trial.
+    """The record of a trial.
 
     Attributes:
-        number: its place among the trials of the search, from 0.
+        number: its index among the trials of the search, from 0.
         state: `running`, or how it ended: `complete`, `pruned` or `failed`.
-        name: what `hp_name` called it.
-        params: what it was asked for, by name.
+        name: its name from `hp_name`.
+        params: its suggested values, by name.
         arguments: the training arguments that it set, with the types of the arguments.
         values: its objectives.
         reports: the objective at each evaluation during training, by step; empty with several objectives.
-        distributions: what the parameters were drawn from, where the backend needs to know, by name.
-        error: what ended it, where it failed.
+        distributions: the distributions of the parameters, by name, if the backend needs them.
+        error: the error that ended it, if it failed.
     """
 
     number: int
@@ -44,19 +44,19 @@ class TrialRecord:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What it was asked for and the arguments that it set; of one name, the argument."""
+        """Its suggested values and the arguments that it set; an argument wins over a value of the same name."""
         return {**self.params, **self.arguments}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return the record as plain values."""
         return asdict(self)
 
 
 class Journal:
-    """The trials of a search, each line of the file with the system as soon as it is written.
+    """Writes the trials of a search to a file, flushed after each line.
 
-    The first line tells what the search is. Then each trial has one line when it begins, one for every evaluation and
-    one when it ends; a later line adds to what the earlier ones of its trial say.
+    The first line describes the search. Then each trial has one line when it begins, one for every evaluation and one
+    when it ends. A later line updates the earlier ones of its trial.
 
     Args:
         path: the file.
@@ -68,25 +68,25 @@ class Journal:
         self.records: dict[int, TrialRecord] = {}
 
     def has_trials(self) -> bool:
-        """Whether the file holds more than what its search is."""
+        """Whether the file holds more than the line of the search."""
         return len(self._file.read()) > 1
 
     def begin_search(self, search: Mapping[str, Any]) -> None:
-        """Begin the file, in place of one without trials.
+        """Create the file, replacing one without trials.
 
         Args:
-            search: what the search is: backend, directions and the like.
+            search: the description of the search: backend, directions and the like.
         """
         self._file.replace([to_json({"search": search})])
 
     def open(self, search: Mapping[str, Any]) -> None:
-        """Take over what the file holds, to go on with it, or begin it if there is none.
+        """Load the file to resume its search, or create it.
 
         Args:
-            search: what the search is; a search that goes on must be the same.
+            search: the description of the search; a resumed search must have the same.
 
         Raises:
-            ValueError: the search is another one, or cannot be read.
+            ValueError: the file holds another search, or cannot be read.
         """
         lines = self._file.read()
         if not lines:
@@ -110,23 +110,23 @@ class Journal:
         return [self.records[number] for number in sorted(self.records) if self.records[number].state in FINISHED]
 
     def begin(self, record: TrialRecord) -> None:
-        """Note that a trial begins; what it reported in an earlier attempt stays."""
+        """Record that a trial begins; reports of an earlier attempt stay."""
         if record.number in self.records:
             record.reports = self.records[record.number].reports
         self.records[record.number] = record
         self._write(record, ("state", "name", "params", "arguments", "distributions"))
 
     def report(self, record: TrialRecord, step: int, value: float) -> None:
-        """Note the objective of an evaluation during training."""
+        """Record the objective of an evaluation during training."""
         record.reports[step] = value
         self._file.append(to_json({"trial": record.number, "reports": {step: value}}))
 
     def end(self, record: TrialRecord) -> None:
-        """Note how a trial ended."""
+        """Record how a trial ended."""
         self._write(record, ("state", "params", "values", "distributions", "error"))
 
     def close(self) -> None:
-        """Try a last time to write what could not be written, and say what is lost."""
+        """Try a last time to write unwritten lines, and log the lost ones."""
         self._file.close()
 
     def _write(self, record: TrialRecord, names: Sequence[str]) -> None:
@@ -171,5 +171,5 @@ def _of_kind(name: str, value: Any) -> Any:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two values are the same once they are written and read."""
+    """Whether two values are equal after writing and reading."""
     return json.loads(to_json(one)) == json.loads(to_json(other))

@@ -12,11 +12,11 @@ class OptunaSampler:
     """Trials of an Optuna study.
 
     An interrupted search resumes from its journal: its finished trials are added to a new study. As with Optuna's own
-    storages the sampler's generator is not saved: it is seeded again, so that no draw repeats.
+    storages, the sampler's generator is not saved. It is seeded again, so that no draw repeats.
 
     Args:
         directions: `minimize` or `maximize`, for each objective.
-        options: arguments of `optuna.create_study`. With a `storage`, the study there resumes as Optuna does it.
+        options: arguments of `optuna.create_study`. With a `storage`, Optuna resumes the study in it.
 
     Raises:
         ImportError: Optuna is not installed.
@@ -35,8 +35,8 @@ class OptunaSampler:
         self.pruned: tuple[type[Exception], ...] = (optuna.TrialPruned,)
         self._optuna: Any = optuna
         self._study = self._optuna.create_study(directions=list(directions), **options)
-        self._resumed: dict[int, float] = {}  # what the interrupted trial reported, until it resumes
-        self._reported: set[int] = set()  # steps of the trial at hand
+        self._resumed: dict[int, float] = {}  # reports of the interrupted trial, until it resumes
+        self._reported: set[int] = set()  # reported steps of the current trial
 
     def restore(self, records: Sequence[TrialRecord]) -> None:
         """Add the trials of the journal; see `Sampler`."""
@@ -56,19 +56,19 @@ class OptunaSampler:
         return trial
 
     def distributions(self, trial: Any) -> dict[str, str]:
-        """Return what a trial's parameters were drawn from, as Optuna's JSON."""
+        """Return the distributions of a trial's parameters, as Optuna's JSON."""
         to_json = self._optuna.distributions.distribution_to_json
         return {name: to_json(distribution) for name, distribution in trial.distributions.items()}
 
     def report(self, trial: Any, step: int, value: float) -> bool:
-        """Report the objective and ask the study's pruner."""
-        if step not in self._reported:  # a trial that goes on from a checkpoint may evaluate a step once more
+        """Report the objective, and return the decision of the study's pruner."""
+        if step not in self._reported:  # a trial that resumes from a checkpoint may evaluate a step again
             self._reported.add(step)
             trial.report(value, step)
         return trial.should_prune()
 
     def tell(self, trial: Any, record: TrialRecord) -> None:
-        """Tell the study how a trial ended."""
+        """Pass the result of a trial to the study."""
         if record.state == "complete":
             self._study.tell(trial, record.values)
         else:

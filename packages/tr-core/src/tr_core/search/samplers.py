@@ -13,38 +13,38 @@ Space = Callable[[Any], dict[str, Any]]
 
 
 class Sampler(Protocol):
-    """Makes trials, one after the other; it lives on rank 0 alone.
+    """Generates trials one after the other; it exists on rank 0 only.
 
     Attributes:
-        settings: what tells this search from another, as plain values.
-        pruned: exceptions, besides this package's own, that say a trial is pruned.
+        settings: the identity of this search, as plain values.
+        pruned: exceptions that mean that a trial is pruned, besides this package's own.
     """
 
     settings: dict[str, Any]
     pruned: tuple[type[Exception], ...]
 
     def restore(self, records: Sequence[TrialRecord]) -> None:
-        """Take over the trials of an earlier call, by number; the last may have been interrupted.
+        """Restore the trials of an earlier call, by number; the last may have been interrupted.
 
         Raises:
-            ValueError: they are not those that this search makes.
+            ValueError: the trials differ from those of this search.
         """
         ...
 
     def ask(self) -> Any:
-        """Return the next trial, or None if there is none; an interrupted one comes again."""
+        """Return the next trial, or None if there is none; an interrupted one is returned again."""
         ...
 
     def distributions(self, trial: Any) -> dict[str, str]:
-        """Return what a trial's parameters were drawn from, as text, as far as `restore` needs it."""
+        """Return the distributions of a trial's parameters as text, as far as `restore` needs them."""
         ...
 
     def report(self, trial: Any, step: int, value: float) -> bool:
-        """Take in the objective at a step, and say whether to prune the trial."""
+        """Record the objective at a step, and return whether to prune the trial."""
         ...
 
     def tell(self, trial: Any, record: TrialRecord) -> None:
-        """Take in how a trial ended."""
+        """Record how a trial ended."""
         ...
 
 
@@ -54,10 +54,10 @@ def make_sampler(
     """Return the sampler called `backend`.
 
     Args:
-        backend: `random` (also None), `grid` or `optuna`; an enum member of that value will do.
+        backend: `random` (also None), `grid` or `optuna`; or an enum member of that value.
         space: the search space.
         directions: `minimize` or `maximize`, for each objective.
-        n_trials: how many trials there may be.
+        n_trials: most trials of the search.
         seed: seed for `random`, unless the options have one.
         options: further options of the backend.
 
@@ -91,7 +91,7 @@ _OPTIONS = ("seed", "points", "resume", "timeout", "catch", "hp_name", "compute_
 
 
 class NumberedSampler:
-    """Trials that follow from their numbers, so that an interrupted search goes on as if it had not been.
+    """Trials that are functions of their numbers, so that an interrupted search resumes without a difference.
 
     Args:
         space: the search space.
@@ -109,13 +109,13 @@ class NumberedSampler:
         raise NotImplementedError
 
     def restore(self, records: Sequence[TrialRecord]) -> None:
-        """Pass over the finished trials; see `Sampler`."""
+        """Skip the finished trials; see `Sampler`."""
         for record in records:
             trial = self.make(record.number)
             if trial is not None:
                 self._space(trial)
             made = {} if trial is None else trial.params
-            saved = {name: record.params.get(name) for name in made}  # a model_init may have asked for more
+            saved = {name: record.params.get(name) for name in made}  # a model_init may have requested more
             if trial is None or not same_values(made, saved):
                 raise ValueError(
                     f"trial {record.number} of the earlier search was made with {record.params}, and hp_space now "
@@ -131,7 +131,7 @@ class NumberedSampler:
         return trial
 
     def distributions(self, trial: Any) -> dict[str, str]:
-        """Return nothing: the number tells it all."""
+        """Return nothing: the number determines the trial."""
         return {}
 
     def report(self, trial: Any, step: int, value: float) -> bool:
@@ -143,7 +143,7 @@ class NumberedSampler:
 
 
 class RandomSampler(NumberedSampler):
-    """Trials at random, as `RandomTrial` draws them.
+    """Random trials, drawn by `RandomTrial`.
 
     Args:
         space: the search space.
@@ -161,14 +161,14 @@ class RandomSampler(NumberedSampler):
 
 
 class GridSampler(NumberedSampler):
-    """Trials at every point of a grid, the value that is asked for last changing fastest.
+    """Trials at every point of a grid; the last requested value changes fastest.
 
-    What the space asks for may depend on the values it was given before.
+    The requests of the space may depend on earlier values.
 
     Args:
-        space: the search space; it is called for every point once more, to know how many there are.
-        limit: how many trials there may be.
-        points: how many values stand for a range without steps; None refuses such a range.
+        space: the search space; it is called once more for every point, to count them.
+        limit: most trials of the search.
+        points: number of values from a range without steps; None refuses such a range.
 
     Raises:
         ValueError: the grid has more points than trials, or a range has no steps.

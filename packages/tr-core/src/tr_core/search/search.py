@@ -31,8 +31,8 @@ class BestRun(NamedTuple):
 
     Attributes:
         run_id: the trial's number as text; its files are in `run-<run_id>`.
-        objective: what it reached; a list where there are several objectives.
-        hyperparameters: what the trial was asked for and the arguments that it set, with the types they had.
+        objective: its objective; a list with several objectives.
+        hyperparameters: the trial's suggested values and the arguments that it set, with their types.
         run_summary: every trial of the search, as the dicts that `trials.jsonl` holds.
     """
 
@@ -84,17 +84,17 @@ Outcome = TypeVar("Outcome")
 
 
 def on_rank_zero(collectives: Collectives, decide: Callable[[], Outcome]) -> Outcome:
-    """Return on every rank what `decide` returns on rank 0, where alone it is called; every rank calls this.
+    """Return the result of `decide` on every rank; only rank 0 calls `decide`. Collective.
 
     Raises:
-        Exception: what `decide` raised; on the other ranks a RuntimeError that quotes it.
+        Exception: the exception of `decide`; on the other ranks a RuntimeError that quotes it.
     """
     error: Exception | None = None
     outcome, text = None, None
     if collectives.rank == 0:
         try:
             outcome = decide()
-        except Exception as caught:  # whatever it is, the other ranks must hear of it or wait for ever
+        except Exception as caught:  # the other ranks must receive any exception, or they wait for ever
             error, text = caught, f"{type(caught).__name__}: {caught}"
     outcome, text = collectives.gather_objects((outcome, text))[0]
     if error is not None:
@@ -109,16 +109,16 @@ Objective = Callable[[dict[str, float]], Any]
 
 @dataclass
 class SearchPlan:
-    """What a search is to do.
+    """The plan of a search.
 
     Attributes:
-        space: gives a trial's training arguments.
+        space: returns a trial's training arguments.
         objective: turns the metrics of an evaluation into a number, or into one for each direction.
         directions: `minimize` or `maximize`, for each objective.
-        n_trials: how many trials the search has, those of an earlier call included.
-        name_of: names a trial; None leaves it without a name.
+        n_trials: number of trials of the search, those of an earlier call included.
+        name_of: returns the name of a trial; None for no names.
         timeout_s: seconds after which no further trial begins; None is no limit.
-        catch: exceptions that end a trial and not the search.
+        catch: exceptions that end a trial but not the search.
         collect_garbage: collect unreachable objects after every trial.
     """
 
@@ -141,7 +141,7 @@ class SearchPlan:
         name_of: Callable[[Any], str] | None,
         options: dict[str, Any],
     ) -> SearchPlan:
-        """Return the plan of a call; `catch`, `timeout` and `gc_after_trial` are taken out of its further options."""
+        """Return the plan of a call; remove `catch`, `timeout` and `gc_after_trial` from its further options."""
         catch = options.pop("catch", ())
         return cls(
             space if space is not None else default_hp_space,
@@ -156,12 +156,12 @@ class SearchPlan:
 
 
 class TrialRunner(Protocol):
-    """What a search asks of the Trainer that makes its runs.
+    """The methods of the Trainer that a search needs.
 
     Attributes:
         args: the training arguments, which each trial changes.
-        state: that of the newest run.
-        strategy: how ranks exchange what they decide.
+        state: the state of the newest run.
+        strategy: gives the collectives between ranks.
     """
 
     args: TrainingArguments
@@ -170,12 +170,12 @@ class TrialRunner(Protocol):
 
     @property
     def callback_handler(self) -> Stateful:
-        """The callbacks, which begin each run as they were before the search."""
+        """The callbacks; before each run they are reset to their state before the search."""
         ...
 
     @property
     def train(self) -> Callable[..., Any]:
-        """Make a run."""
+        """Train a run."""
         ...
 
     @property
@@ -184,26 +184,26 @@ class TrialRunner(Protocol):
         ...
 
     def forget_model(self) -> None:
-        """Have the next run begin with a new model."""
+        """Drop the model, so that the next run builds a new one."""
         ...
 
     def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:
-        """Use another checkpointer, None for a new one, and return that of before."""
+        """Use another checkpointer, None for a new one, and return the former one."""
         ...
 
 
 class Search:
     """One search with a Trainer.
 
-    Rank 0 draws the trials, keeps the journal and decides; every rank makes every run.
+    Rank 0 draws the trials, writes the journal and decides; every rank runs every trial.
 
     Args:
-        runner: makes the runs.
-        plan: what to do.
-        make_sampler: makes where the trials come from; called on rank 0 alone.
+        runner: trains and evaluates the runs.
+        plan: the plan of the search.
+        make_sampler: builds the sampler of trials; called on rank 0 only.
 
     Attributes:
-        record: the trial at hand, as all ranks know it.
+        record: the current trial, the same on all ranks.
     """
 
     def __init__(self, runner: TrialRunner, plan: SearchPlan, make_sampler: Callable[[], Sampler]) -> None:
@@ -218,7 +218,7 @@ class Search:
         self._values: list[float] | None = None
 
     def run(self, resume: bool) -> BestRun | list[BestRun]:
-        """Make the trials that are missing and return the best of all."""
+        """Run the missing trials and return the best of all."""
         self._folder = Path(on_rank_zero(self._strategy, lambda: self._open(resume)))
         try:
             while (following := on_rank_zero(self._strategy, self._draw)) is not None:
@@ -231,10 +231,10 @@ class Search:
         )
 
     def report(self, metrics: dict[str, float]) -> None:
-        """Take in an evaluation during training.
+        """Report an evaluation during training.
 
         Raises:
-            TrialPrunedError: the trial is not worth going on with.
+            TrialPrunedError: the trial is pruned.
         """
         self._values = self._objectives(metrics)
         if len(self._plan.directions) > 1:
@@ -253,7 +253,7 @@ class Search:
         return self._runner.strategy
 
     def _open(self, resume: bool) -> str:
-        """Begin a search, or go on with the newest in the output folder; return the folder that it has."""
+        """Begin a search, or resume the newest in the output folder; return its folder."""
         self._sampler = self._make_sampler()
         folder, number = newest_search(self._folder)
         journal = Journal(folder / FILE_NAME)
@@ -276,7 +276,7 @@ class Search:
         return str(folder)
 
     def _draw(self) -> tuple[TrialRecord, bool] | None:
-        """Return the next trial, and whether it goes on where an earlier call was interrupted; None at the end."""
+        """Return the next trial, and whether it resumes an interrupted one; None at the end."""
         timeout_s = self._plan.timeout_s
         is_late = timeout_s is not None and time.monotonic() - self._begin_s >= timeout_s
         if is_late or len(self._journal.finished) >= self._plan.n_trials:
@@ -317,7 +317,7 @@ class Search:
     def _end(self, trial: Any, state: str, error: str | None) -> None:
         record = self._journal.records[self.record.number]
         record.state, record.error, record.values = state, error, list(self._values or ())
-        record.params = dict(trial.params)  # a model_init may have asked for more
+        record.params = dict(trial.params)  # a model_init may have requested more
         record.distributions = self._sampler.distributions(self._trial)
         self._sampler.tell(self._trial, record)
         self._journal.end(record)
@@ -338,7 +338,7 @@ class Search:
 
     @contextmanager
     def _parts(self) -> Iterator[None]:
-        """Begin a run with a new model, callbacks as they were before the search, and checkpoints of its own."""
+        """Start a run with a new model, callbacks as before the search, and its own checkpointer."""
         runner = self._runner
         runner.callback_handler.load_state_dict(copy.deepcopy(self._callback_states))
         before = runner.exchange_checkpointer(None)
@@ -352,7 +352,7 @@ class Search:
 
 
 def newest_search(output_dir: Path) -> tuple[Path, int]:
-    """Return the folder of the newest search in an output folder, and its number; the first has the folder itself."""
+    """Return folder and number of the newest search in an output folder; the first search uses the folder itself."""
     numbers = (path.parent.name.removeprefix("search-") for path in output_dir.glob(f"search-*/{FILE_NAME}"))
     number = max((int(text) for text in numbers if text.isdecimal()), default=1)
     return (output_dir if number == 1 else output_dir / f"search-{number}"), number

@@ -1,6 +1,6 @@
-"""Give the values of one set of hyper-parameters: a trial, and the ranges and choices that it draws from.
+"""Draw one set of hyper-parameters: a trial, and its ranges and choices.
 
-A range covers numbers, and a choice is one of several values. `TrialPrunedError` ends a trial early if others were
+A range covers numbers, and a choice is one of several values. `TrialPrunedError` ends a trial early, if others were
 better at the same step. A `model_init` function may take the trial as an argument.
 """
 
@@ -23,10 +23,10 @@ class Range:
 
     Attributes:
         low: the least.
-        high: the greatest that is `low` plus a whole number of steps, if there are steps.
-        step: distance of neighbours; None for any number in between.
-        log: whether the logarithm is divided evenly, not the number.
-        whole: whether they are whole numbers.
+        high: the greatest; with steps, the greatest that is `low` plus a whole number of steps.
+        step: distance of neighbours; None for any number between the ends.
+        log: whether the logarithm, not the number, is divided evenly.
+        whole: whether the numbers are whole.
     """
 
     low: Number
@@ -38,7 +38,7 @@ class Range:
     def draw(self, generator: random.Random) -> Number:
         """Return one at random, all equally probable (in the logarithm, with `log`)."""
         if self.log and self.whole:
-            # Half a unit more on both sides, so that the ends are as probable as their logarithms are wide.
+            # Half a unit more on both sides, so that the ends have the probability of their logarithmic width.
             value = math.exp(generator.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
             return min(max(round(value), self.low), self.high)
         if self.log:
@@ -49,7 +49,7 @@ class Range:
         return generator.uniform(self.low, self.high)
 
     def points(self, number: int | None) -> list[Number] | None:
-        """Return the numbers of a grid: all steps, or without steps `number` of them; None if that is missing."""
+        """Return the numbers of a grid: all steps, or `number` of them without steps; None without both."""
         if self.low == self.high:
             return [self.low]
         if self.step is not None:
@@ -66,7 +66,7 @@ class Range:
         return sorted({round(value) for value in values}) if self.whole else values
 
     def _count(self, step: Number) -> int:
-        # Through a rounding, since 0.3 / 0.1 is a little less than 3.
+        # Rounded, because 0.3 / 0.1 is a little less than 3.
         return math.floor(round((self.high - self.low) / step, 9)) + 1
 
     def _nth(self, index: int, step: Number) -> Number:
@@ -76,7 +76,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Choices:
-    """One of several values, all equally probable."""
+    """Several values, all equally probable."""
 
     values: tuple[Any, ...]
 
@@ -93,7 +93,7 @@ def float_range(name: str, low: float, high: float, step: float | None, log: boo
     """Return a checked range of numbers.
 
     Raises:
-        ValueError: the ends or the step do not make one.
+        ValueError: the ends or the step are invalid.
     """
     _check(name, low, high, step, log)
     return Range(float(low), float(high), step, log, whole=False)
@@ -103,7 +103,7 @@ def int_range(name: str, low: int, high: int, step: int, log: bool) -> Range:
     """Return a checked range of whole numbers.
 
     Raises:
-        ValueError: the ends or the step do not make one.
+        ValueError: the ends or the step are invalid.
     """
     if any(isinstance(value, bool) or value != int(value) for value in (low, high, step)):
         raise ValueError(f"suggest_int({name!r}, {low}, {high}, step={step}) needs whole numbers")
@@ -134,15 +134,15 @@ def _check(name: str, low: Number, high: Number, step: Number | None, log: bool)
 
 
 class Trial:
-    """Answers a search space, with the methods that Optuna's trials have.
+    """Draws the values for a search space, with the methods of Optuna's trials.
 
-    Asked twice for one name, it gives the same value.
+    A second request for a name returns the same value.
 
     Args:
-        number: place among the trials of the search, from 0.
+        number: index among the trials of the search, from 0.
 
     Attributes:
-        params: what it was asked for so far, by name.
+        params: its values so far, by name.
     """
 
     def __init__(self, number: int) -> None:
@@ -177,10 +177,10 @@ class Trial:
 
 
 class RandomTrial(Trial):
-    """Draws every value at random, by the seed of the search, its own number and the value's name alone.
+    """Draws every value at random, from the search's seed, its own number and the value's name alone.
 
     Args:
-        number: place among the trials of the search.
+        number: index among the trials of the search.
         seed: seed of the search.
     """
 
@@ -193,16 +193,16 @@ class RandomTrial(Trial):
 
 
 class GridTrial(Trial):
-    """Goes to one point of a grid: for each value, in the order they are asked for, the index among its choices.
+    """Takes one point of a grid: an index among the choices of each value, in the order of requests.
 
     Args:
-        number: place among the trials of the search.
+        number: index among the trials of the search.
         indices: the point.
-        points: how many values stand for a range that has no steps; None refuses such a range.
+        points: number of values from a range without steps; None refuses such a range.
         is_known: whether `indices` is the whole point; else values beyond it take their first choice.
 
     Attributes:
-        taken: for each value asked for, the index and the number of choices.
+        taken: index and number of choices of each requested value.
     """
 
     def __init__(self, number: int, indices: Sequence[int], points: int | None, *, is_known: bool) -> None:
@@ -226,10 +226,10 @@ class GridTrial(Trial):
 
 
 class FixedTrial(Trial):
-    """Gives the values that another rank's trial was given.
+    """Repeats the values of another rank's trial.
 
     Args:
-        number: place among the trials of the search.
+        number: index among the trials of the search.
         params: the values.
     """
 
@@ -246,14 +246,14 @@ class FixedTrial(Trial):
 def takes_trial(model_init: Callable[..., Any]) -> bool:
     """Whether `model_init` takes the trial: as its only required argument, or one called `trial`, or one that is None.
 
-    Arguments with other defaults are left alone: a class with options of its own is a `model_init` too.
+    Arguments with other defaults are ignored: a class with its own options is a `model_init` too.
 
     Raises:
         ValueError: it needs more than one argument, or one by name.
     """
     try:
         parameters = list(parameters_of(model_init).values())
-    except (TypeError, ValueError):  # a callable that does not tell
+    except (TypeError, ValueError):  # a callable without a signature
         return False
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -268,7 +268,7 @@ def takes_trial(model_init: Callable[..., Any]) -> bool:
 
 
 class TrialPrunedError(Exception):
-    """Ends the run of a trial that is not worth going on with; a callback may raise it too.
+    """Ends the run of a trial that is pruned; a callback may raise it too.
 
-    The search notes the trial as pruned and goes on with the next one.
+    The search records the trial as pruned and runs the next one.
     """
