@@ -52,17 +52,17 @@ from tr_log import configure, get_logger
 
 
 class TrainerParts:
-    """What a run is made of.
+    """Hold the parts of a run.
 
-    The constructor's arguments are described at `Trainer`, which adds what is done with the parts.
+    `Trainer` documents the constructor's arguments, and adds the methods that use the parts.
     """
 
     logger = get_logger("tr_core.trainer")
-    own_class: ClassVar[type]  # of these packages, from which a user's subclass inherits
+    own_class: ClassVar[type]  # the class of these packages that a user's subclass inherits from
     trial: Any = None
-    has_assignments = False  # something was assigned in a run that acts from its next step
+    has_assignments = False  # an assignment during a run acts from its next step
     is_in_evaluation = False
-    is_checked = False  # by a preflight, so that it may not run any more
+    is_checked = False  # by a preflight, so it may not run any more
     _is_built = False
     strategy: Strategy
     model: nn.Module
@@ -110,7 +110,7 @@ class TrainerParts:
         check_model(model, model_init)
         check_args(args)
         self.args = args if args is not None else TrainingArguments()
-        self.args.check()  # once more: they may have been changed since they were built
+        self.args.check()  # again: they may have changed since their construction
         self.args = dev_run_arguments(self.args)
         refuse_unsupported(self.args)
         self.strategy = complete_strategy(strategy if strategy is not None else choose_strategy(self.args))
@@ -144,30 +144,30 @@ class TrainerParts:
         self.check_setup()
         self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
         self._is_built = True
-        if not requested():  # a preflight calls no callback: the Hub's would make a repository now
+        if not requested():  # a preflight calls no callback: the Hub's would create a repository
             self.fire("on_init_end")
 
     def overrides(self, *names: str) -> bool:
-        """Whether a user's subclass, or an assignment to this object, replaces one of these self."""
+        """Whether a user's subclass, or an assignment to this object, replaces one of these methods."""
         return any(is_overridden(self, name, self.own_class) for name in names)
 
     def check_setup(self) -> None:
-        """Raise where the arguments ask for what this Trainer was not given, or for what cannot be done."""
+        """Raise if the arguments need what this Trainer did not get, or what is not possible."""
         args, computes_loss = self.args, self.overrides("compute_loss", "training_step")
         check_data(args, self.train_dataset, self.eval_dataset, self.overrides)
         check_label_names(args, self.model, self.loss_function is not None, computes_loss)
         check_options(args, self.strategy)
         check_evaluation(args, self.model, self.compute_metrics, self.loss_rule.counts)
         if args.save_strategy != "no" and self.train_dataset is not None:
-            self.checkpointer()  # not before training, where checkpoints would be lost, but here
+            self.checkpointer()  # raises here, and not at the first save
 
     # What the model is, and where it is
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Make a model with `model_init`, from the seed alone: the same on every rank and every call.
+        """Build a model with `model_init`, from the seed only: the same on every rank and in every call.
 
         Args:
-            trial: what a `model_init` with an argument is given: the trial of a search, else None.
+            trial: passed to a `model_init` that takes an argument: the trial of a search, else None.
         """
         if self.model_init is None:
             raise ValueError("this Trainer was given a model, not a model_init")
@@ -179,19 +179,19 @@ class TrainerParts:
         return model
 
     def renew_model(self) -> None:
-        """Make a new model for a new run, where there is a `model_init` and the model was trained already."""
+        """Build a new model for a new run, if there is a `model_init` and the model was already trained."""
         if self.model_init is not None and not self._model_is_fresh:
             self._take_model(self.call_model_init(self.trial))
         self._model_is_fresh = False
 
     def prepare(self) -> nn.Module:
-        """Take in what was assigned, hand the model to the strategy if it is not there yet, and return it wrapped.
+        """Apply assignments, prepare the model with the strategy if needed, and return it wrapped.
 
-        The strategy is handed the model again where modules or parameters of it were replaced.
+        The strategy prepares the model again if its modules or parameters were replaced.
 
         Raises:
-            ValueError: an argument was changed that the Trainer was built with, arguments do not go together any more,
-                or the strategy cannot take in what was replaced.
+            ValueError: an argument changed that the Trainer was built with, arguments contradict each other now, or
+                the strategy cannot apply the replacement.
         """
         if self.model is None:
             raise ValueError("trainer.model is None; assign a model before it is trained, evaluated or saved")
@@ -210,9 +210,9 @@ class TrainerParts:
         return self._prepared is not None
 
     def _structure(self) -> tuple[Any, ...]:
-        """Return what tells whether modules or parameters of the model were replaced."""
+        """Return values that change when modules or parameters of the model are replaced."""
         modules = [id(module) for module in self.model.modules()]
-        # Where a forward is an exchange, whole parameters take the place of the shards for a while.
+        # If a forward is collective, full parameters replace the shards for some time.
         is_divided = self.strategy.forward_is_collective
         parameters = [name if is_divided else id(p) for name, p in self.model.named_parameters()]
         return (*modules, *parameters)
@@ -261,7 +261,7 @@ class TrainerParts:
                 self._derive()
 
     def _set(self, name: str, value: Any) -> None:
-        """Set an attribute whose assignment by a user would mean more."""
+        """Set an attribute without the effects of a user's assignment."""
         object.__setattr__(self, name, value)
 
     def _assign_model(self, model: nn.Module | None) -> None:
@@ -288,13 +288,13 @@ class TrainerParts:
         self._derive()
 
     def _derive(self) -> None:
-        """Make what follows from the model, the methods and the arguments as they are now."""
+        """Compute what depends on the current model, methods and arguments."""
         if self.model is None:
             return
         args = self.args
         inner = base_model(self.model)
         if self._label_names_of is None or self._label_names_of[0] != args.label_names:
-            # Only then: it is an attribute that may be assigned too.
+            # Only then: a user may assign this attribute too.
             self.label_names: list[str] = find_label_names(inner) if args.label_names is None else args.label_names
             self._label_names_of = (args.label_names,)
         made_of = (self.compute_loss_func, args.label_smoothing_factor, args.average_tokens_across_devices, inner)
@@ -310,10 +310,10 @@ class TrainerParts:
                 declared=self.declared_loss_kwargs,
             )
             self._loss_made_of = made_of
-        # Overrides written before `num_items_in_batch` existed keep working.
+        # Overrides from before `num_items_in_batch` keep working.
         self._loss_takes_count = takes_argument(self.compute_loss, "num_items_in_batch")
         self.step_function = with_count(self.training_step)
-        # Only overrides cost a step the calls of these self.
+        # A step calls these methods only if they are overridden.
         is_own = self.overrides("compute_loss_context_manager", "autocast_smart_context_manager")
         own: Callable[[], AbstractContextManager[object]] = self.compute_loss_context_manager
         self.loss_context = own if is_own else self.strategy.autocast
@@ -321,7 +321,7 @@ class TrainerParts:
     # Who listens
 
     def fire(self, event: str, **extra: Any) -> None:
-        """Send an event to the callbacks that define it; what they return ends up in `control`."""
+        """Send an event to the callbacks that define it, and apply what they return to `control`."""
         self.callback_handler.fire(event, **extra)
 
     # Who this process is, and where its checkpoints go
@@ -335,7 +335,7 @@ class TrainerParts:
         return self.strategy.rank == 0
 
     def checkpointer(self) -> Checkpointer:
-        """Return where checkpoints go, building it from the arguments the first time.
+        """Return the checkpointer; the first call builds it from the arguments.
 
         Raises:
             ValueError: no such checkpointer is installed.
@@ -350,7 +350,7 @@ class TrainerParts:
         return self._checkpointer
 
     def save_checkpoint(self, run: Any) -> None:
-        """Save everything that the run needs to go on from here."""
+        """Save everything that the run needs to resume from here."""
         saving.save_checkpoint(run, self._save_companions)
 
     def _prepare_conditions(self) -> None:
@@ -375,7 +375,7 @@ class TrainerParts:
         return DataCollatorWithPadding(self.processing_class) if pads else default_data_collator
 
 
-# Python names the function in its own errors: the class that a user wrote, not the part of it that holds this.
+# Python shows this name in its errors: it must be the class that a user wrote, not its base class.
 TrainerParts.__init__.__qualname__ = "Trainer.__init__"
 
 
@@ -384,10 +384,10 @@ def _same_parts(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
 
 
 def _same(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """Return whichever of two names for one thing was given.
+    """Return the value that was passed under either of two names.
 
     Raises:
-        ValueError: both were, and differ.
+        ValueError: both were passed, and differ.
     """
     if value is not None and other is not None and value is not other:
         raise ValueError(f"{name} and {other_name} are two names for one thing and were given different values")

@@ -1,4 +1,4 @@
-"""Begin a run, fresh or resumed, surround it and finish it, in methods of the Trainer."""
+"""Begin, run and finish a fresh or resumed run, in methods of the Trainer."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from tr_log.streams import usable_streams
 
 
 class Running(Stepping, Publishing, Optimizing, Searching):
-    """How a run begins and ends."""
+    """Begin and end runs."""
 
     evaluate: Callable[..., dict[str, float]]
 
     def _run(self, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
-        """Run training from its beginning or from a checkpoint to its end; the closing event fires in any case."""
-        # Ranks differ, so that dropout does; weights do not depend on it: a strategy makes them the same.
+        """Run training from its beginning or from a checkpoint to its end. `on_train_end` fires in any case."""
+        # Ranks have different seeds, so that dropout differs. Weights do not: a strategy synchronises them.
         seed = self.args.seed + self.strategy.rank
         set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
         self.renew_model()
@@ -88,11 +88,11 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                 return self._finish_run(summarize(run) | read_memory())
 
     def _begin_run(self, resume: Resume, ignore_keys: list[str] | None) -> Run:
-        """Prepare model, optimizer and data, and restore a checkpoint if there is one to restore."""
+        """Prepare model, optimizer and data, and restore the checkpoint, if any."""
         args, strategy = self.args, self.strategy
         self.prepare()
         self.check_setup()
-        if not self.has_own_checkpointer:  # one that was given knows its folder
+        if not self.has_own_checkpointer:  # a user's checkpointer has its own folder
             check_output_dir(args, args.output_dir, strategy)
         if args.save_strategy != "no":
             lock_output_dir(self.checkpointer())
@@ -103,7 +103,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         strategy.bind_optimizer(self.model_wrapped, optimizer)
         self.state = self._fresh_state(plan)
         self.loaders["train_dataloader"] = loader
-        self.model.zero_grad(set_to_none=True)  # of a backward pass by hand, or of a run that failed in the middle
+        self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
         run = Run.begin(cast("RunMethods", self), strategy, plan, data, optimizer, schedule)
         run.ignore_keys = ignore_keys
         run.settings = Settings(run)
@@ -121,7 +121,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
     def _training_strategy(
         self, optimizer: torch.optim.Optimizer, plan: TrainingPlan, use: Callable[[Strategy], None]
     ) -> Iterator[None]:
-        """Have an optimizer that consumes gradients in the backward pass take over what the strategy does with them."""
+        """Wrap the strategy for an optimizer that consumes gradients in the backward pass, inside a block."""
         usual = self.strategy
         name = None if self.has_given_optimizer else str(self.args.optim)
         check_fused_backward(optimizer, usual, name, syncs_each_batch=plan.syncs_each_batch)
@@ -136,7 +136,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
 
     @contextmanager
     def _in_training(self, means: MetricWindow, preemption: Preemption | None) -> Iterator[None]:
-        """Begin and end training with their events; the closing one fires after an exception too, and is given it."""
+        """Fire `on_train_begin` and `on_train_end` around training; after an exception the latter gets it as `error`."""
         self.is_in_train, self.metric_window = True, means
         error: BaseException | None = None
         try:
@@ -150,7 +150,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         finally:
             self.is_in_train, self.metric_window = False, None
             self.chosen.end()
-            was_asked = self.control.should_save  # by a step that the end of the run overtook
+            was_asked = self.control.should_save  # by a step whose save the end of the run prevented
             self.fire("on_train_end", error=error)
             if self.control.should_save and not was_asked:
                 self.logger.error(
@@ -159,17 +159,17 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                 )
 
     def _finish_run(self, metrics: dict[str, Any]) -> TrainOutput:
-        """Log the figures of the whole run and load the best weights, if that was asked for."""
+        """Log the figures of the whole run, and load the best weights if requested."""
         self.log_result(metrics)
         self.optimizer_mode.switch(self.optimizer, "eval")
         self._load_final_weights()
         if self.args.push_to_hub:
-            self.save_model()  # what is pushed when training ends is this model, not an older file
+            self.save_model()  # the final push contains this model, not an older file
             self.create_model_card()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _load_final_weights(self) -> None:
-        """Leave the model with the weights that the arguments ask for at the end: of the last or the best step."""
+        """Load the final weights that the arguments select: those of the last or the best step."""
         callbacks, args = self.callback_handler.callbacks, self.args
         if args.load_best_model_at_end:
             is_there = load_best(

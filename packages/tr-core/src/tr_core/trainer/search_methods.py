@@ -16,11 +16,11 @@ from tr_core.trainer.parts import TrainerParts
 
 
 class Searching(TrainerParts):
-    """What makes the runs of a search.
+    """Run the trials of a search.
 
     Attributes:
-        trial: the trial whose run this is; None outside of a search.
-        search: the search under way, if any.
+        trial: the trial of this run; None outside of a search.
+        search: the current search, if any.
     """
 
     search: Search | None = None
@@ -37,39 +37,39 @@ class Searching(TrainerParts):
         resume: bool = False,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """Train once for every trial and return the best, by what its last evaluation in training gives.
+        """Train once for every trial, and return the best by its last evaluation in training.
 
-        Every trial has a new model, of `model_init`, and its own folder, `run-<number>` in `output_dir`; where no
-        evaluation is made in training, one is made at its end. Afterwards the arguments are as they were, and the model
-        is that of the last trial: set `best.hyperparameters` and train to have the best one. The trials are kept in
-        `trials.jsonl`, line by line as they come. A further search in the same `output_dir` has a folder of its own in
-        it, `search-2` and so on.
+        Every trial has a new model from `model_init`, and its own folder `run-<number>` in `output_dir`. If training
+        runs no evaluation, one runs at its end. Afterwards the arguments are restored, and the model is that of the
+        last trial. To get the best model, set `best.hyperparameters` and train. The search appends its trials to
+        `trials.jsonl` line by line. Another search in the same `output_dir` has its own folder in it, `search-2` and
+        so on.
 
-        With several processes rank 0 draws the trials and all ranks make their runs together.
+        With several processes rank 0 draws the trials, and all ranks run each trial together.
 
         Args:
-            hp_space: `(trial)` → dict of training arguments, of what `trial.suggest_float`, `suggest_int` and
-                `suggest_categorical` give; values are converted to the arguments' types. By default learning rate,
-                epochs, seed and batch size.
+            hp_space: `(trial)` → dict of training arguments, from `trial.suggest_float`, `suggest_int` and
+                `suggest_categorical`. Values are converted to the arguments' types. By default learning rate, epochs,
+                seed and batch size.
             compute_objective: `(metrics)` → number, or one for each direction. By default the evaluation loss, or the
                 sum of the other metrics if there are any.
-            n_trials: trials of the search, those of an earlier call included.
+            n_trials: trials of the search, including those of an earlier call.
             direction: `minimize` or `maximize`, or a list for several objectives.
             backend: `random`, the default, and `grid` need no package; `optuna` adds samplers that learn from earlier
-                trials, and pruning. It is never chosen because it is installed.
+                trials, and pruning. An installed package is never selected by itself.
             hp_name: `(trial)` → name of the trial, for `state.trial_name`.
-            resume: go on with the newest search in `output_dir`, if there is one: finished trials are not made again,
-                and one that was interrupted goes on from its newest checkpoint.
+            resume: resume the newest search in `output_dir`, if there is one. Finished trials do not run again, and an
+                interrupted trial resumes from its newest checkpoint.
             **kwargs: for every backend `timeout` (seconds after which no trial begins), `catch` (exceptions that fail a
-                trial and not the search) and `gc_after_trial`; for `random` the `seed` (by default that of the
-                arguments); for `grid` the number of `points` in a range without steps; for `optuna` the arguments of
+                trial and not the search) and `gc_after_trial`. For `random` the `seed` (by default that of the
+                arguments). For `grid` the number of `points` in a range without steps. For `optuna` the arguments of
                 `optuna.create_study`, as `sampler` and `pruner`.
 
         Returns:
-            The best trial, or with several directions all that no other one beats, the same on every rank.
+            The best trial. With several directions: all trials that no other trial beats. The same on every rank.
 
         Raises:
-            ValueError: something needed is missing or wrong; before the first run, if that can be known.
+            ValueError: something needed is missing or wrong; raised before the first run if possible.
             ImportError: the backend's library is not installed.
         """
         directions = [direction] if isinstance(direction, str) else list(direction)
@@ -95,16 +95,16 @@ class Searching(TrainerParts):
         )
 
     def report_trial(self, metrics: dict[str, float]) -> None:
-        """Tell the search, if there is one, what an evaluation during training gave.
+        """Report the metrics of an evaluation during training to the search, if any.
 
         Raises:
-            tr_core.search.TrialPrunedError: the trial is to end here.
+            tr_core.search.TrialPrunedError: the search ends the trial here.
         """
         if self.search is not None and self.trial is not None:
             self.search.report(metrics)
 
     def trial_state(self) -> dict[str, Any]:
-        """Return what the state of a run says of its trial; nothing outside of a search."""
+        """Return the state's fields about the trial of a run; empty outside of a search."""
         if self.trial is None:
             return {}
         name, params = None, self.trial if isinstance(self.trial, Mapping) else getattr(self.trial, "params", {})
@@ -113,9 +113,9 @@ class Searching(TrainerParts):
         return {"is_hyper_param_search": True, "trial_name": name, "trial_params": dict(params)}
 
     def forget_model(self) -> None:
-        """Have the next run begin with a new model, and free the device of this one and of its optimizer.
+        """Free the device memory of the model and its optimizer; the next run builds a new model.
 
-        Without that the weights of two trials, and the moments of the earlier one, would be there at once.
+        Without this, memory would hold the weights of two trials and the moments of the earlier one at once.
         """
         self._model_is_fresh = False
         self._set("optimizer", self.chosen.optimizer)
@@ -124,11 +124,11 @@ class Searching(TrainerParts):
             self.model_wrapped, self._prepared = self.model.to("cpu"), None
 
     def current_checkpointer(self) -> Checkpointer | None:
-        """Return where checkpoints go, if that was given or built already."""
+        """Return the checkpointer, if one was passed or built already."""
         return self._checkpointer
 
     def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:
-        """Use another checkpointer, None for one of the arguments as they are then, and return that of before."""
+        """Replace the checkpointer and return the old one; None builds one later from the arguments."""
         before, self._checkpointer = self._checkpointer, checkpointer
         self._checkpointer_made_of = None
         return before

@@ -34,34 +34,34 @@ from tr_log.streams import usable_streams
 
 
 class Trainer(Running):
-    """A complete training and evaluation loop for a PyTorch model.
+    """Train and evaluate a PyTorch model with a complete loop.
 
     Args:
         model: any module; its forward takes a batch (by keywords if batches are mappings) and returns its loss.
         args: the training arguments; default ones write to `trainer_output`.
-        data_collator: makes a batch of a list of samples; by default pads with `processing_class` if that can pad,
+        data_collator: builds a batch from a list of samples; by default pads with `processing_class` if that can pad,
             else stacks.
         train_dataset: map-style or iterable data.
-        eval_dataset: likewise, or a dict of several.
+        eval_dataset: map-style or iterable data, or a dict of several.
         processing_class: a tokenizer or processor, saved with the model; `tokenizer` is the same.
-        model_init: makes a new model for every call of `train`, in place of `model`; if it takes an argument, that is
+        model_init: builds a new model for every call of `train`, in place of `model`. If it takes an argument, it gets
             the trial of a hyper-parameter search, else None.
         compute_loss_func: `(outputs, labels, num_items_in_batch=)` → loss, in place of the model's own.
         compute_metrics: `(EvalPrediction)` → dict of metrics; or an object with `update(preds, target)`, `compute()`
-            and `reset()`, as those of torchmetrics, or a dict of several by name: they see each batch, and nothing is
+            and `reset()`, as in torchmetrics, or a dict of several by name. They get each batch, and no outputs are
             kept for them.
         callbacks: callbacks or their classes; `callback` is the same.
-        optimizers: an optimizer and a schedule to use; None has the arguments decide.
+        optimizers: an optimizer and a schedule to use; for None the arguments select one.
         optimizer_cls_and_kwargs: a class of optimizers and its keyword arguments, in place of the one that the
-            arguments name; it is given the parameter groups.
+            arguments name; it gets the parameter groups.
         preprocess_logits_for_metrics: `(logits, labels)` → what is kept of each evaluation batch.
-        strategy: where and how to compute; by default what the arguments and the launcher say.
-        checkpointer: where checkpoints go; by default what the arguments name.
+        strategy: where and how to compute; by default the arguments and the launcher select it.
+        checkpointer: saves and restores checkpoints; by default the arguments name it.
 
-    Building one changes no random number generator and moves no model: that happens in `train` and `evaluate`.
+    Building a Trainer changes no random number generator and moves no model: `train` and `evaluate` do that.
 
     Raises:
-        ValueError: arguments ask for what is not there.
+        ValueError: arguments need something that is missing.
     """
 
     # Running
@@ -75,19 +75,20 @@ class Trainer(Running):
         """Train to the end of the run.
 
         Args:
-            resume_from_checkpoint: True continues from the newest valid checkpoint in `output_dir` and fails if there
-                is none; `auto` begins anew instead; a folder names one. None takes the argument of that name.
-            trial: what `model_init` is given if it takes an argument, and what the state notes as the run's
-                parameters: the trial of a search, or a dict. It changes no argument.
-            ignore_keys_for_eval: outputs of the model that evaluations during training leave out.
+            resume_from_checkpoint: True resumes from the newest valid checkpoint in `output_dir`, and fails if there is
+                none. `auto` starts from scratch instead of failing. A folder names one checkpoint. None takes the
+                argument of that name.
+            trial: the trial of a search, or a dict. It is passed to `model_init` if that takes an argument. The state
+                records it as the run's parameters. It changes no argument.
+            ignore_keys_for_eval: outputs of the model that evaluations during training skip.
 
         Returns:
             Steps, mean loss and metrics. Resuming a finished run changes nothing.
 
         Raises:
-            ValueError: nothing to train on, nothing to resume from, a damaged checkpoint was named, or no evaluation
-                can give the metric that chooses the best model.
-            RuntimeError: this Trainer is training already, and something within its run calls this.
+            ValueError: there is nothing to train on or to resume from, the named checkpoint is damaged, or no
+                evaluation can return the metric that selects the best model.
+            RuntimeError: this Trainer is training already, and a callback or override calls this.
         """
         if self.is_in_train:
             raise RuntimeError(
@@ -112,10 +113,10 @@ class Trainer(Running):
         """Evaluate, log and return the metrics.
 
         Args:
-            eval_dataset: data instead of the Trainer's own; a dict of data sets is evaluated one by one, with
-                `<prefix>_<name>` before each one's metrics; a string names one of the Trainer's.
-            ignore_keys: outputs of the model that are left out.
-            metric_key_prefix: what the metrics' names begin with.
+                eval_dataset: data instead of the Trainer's own. The datasets of a dict are evaluated one by one, with
+                `<prefix>_<name>` before the metrics of each. A string names one of the Trainer's datasets.
+            ignore_keys: outputs of the model to skip.
+            metric_key_prefix: prefix of the metrics' names.
 
         Raises:
             ValueError: there is nothing to evaluate on.
@@ -144,12 +145,12 @@ class Trainer(Running):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predict for every sample of a data set, with metrics if it has labels.
+        """Predict for every sample of a dataset, with metrics if it has labels.
 
         Args:
             test_dataset: the data.
-            ignore_keys: outputs of the model that are left out.
-            metric_key_prefix: what the metrics' names begin with.
+            ignore_keys: outputs of the model to skip.
+            metric_key_prefix: prefix of the metrics' names.
         """
         stop_if_requested(self, evaluation_data=test_dataset)
         self.prepare()
@@ -174,7 +175,7 @@ class Trainer(Running):
         self.callback_handler.pop(callback)
 
     def end(self) -> None:
-        """Leave the process group, at the very end of a script; without this it is left when the process ends."""
+        """Leave the process group, at the very end of a script. Without this call the end of the process does it."""
         self.strategy.close()
 
     # Data
@@ -191,22 +192,22 @@ class Trainer(Running):
         return train_loader(self.train_dataset, self._collator(), self.args, self.strategy, name, sampler=sampler)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return what gives the indices of the training samples, with a length; None has the arguments decide.
+        """Return a sampler of the training samples' indices, with a length; None lets the arguments select one.
 
-        For overrides, as with a `WeightedRandomSampler`: every epoch goes through it anew, all ranks share its order,
-        and a resumed run goes on in it.
+        For overrides, as with a `WeightedRandomSampler`. Every epoch iterates it again, all ranks share its order, and
+        a resumed run continues in it.
         """
         return None
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """Return what gives the indices of evaluation samples, with a length; None is every sample in order."""
+        """Return a sampler of the evaluation samples' indices, with a length; None uses every sample in order."""
         return None
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Build the loader of evaluation data; where its workers live on, the one of the last time is used again.
+        """Build the loader of evaluation data; with persistent workers, reuse the last one.
 
         Args:
-            eval_dataset: the data, or the name of one of the Trainer's data sets; None is the Trainer's own.
+            eval_dataset: the data, or the name of one of the Trainer's datasets; None is the Trainer's own.
 
         Raises:
             ValueError: there is no such data.
@@ -229,7 +230,7 @@ class Trainer(Running):
         return eval_loader(test_dataset, self._collator(), self.args, self.strategy)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Count the samples behind a loader of all ranks; batches times batch size where it does not tell."""
+        """Count the samples behind a loader of all ranks; for an unknown number, return batches times batch size."""
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError):
@@ -272,11 +273,11 @@ class Trainer(Running):
 
     @contextmanager
     def evaluation_context(self) -> Iterator[object]:
-        """Surround an evaluation or prediction, from its first batch to its last event; they are never nested.
+        """Return a block for an evaluation or prediction, from its first batch to its last event; never nested.
 
-        By default the model is in evaluation mode and has the weights that callbacks give for evaluation; afterwards,
-        also after an exception, each of its modules is in its own mode again and the weights are those that train. An
-        override that adds something enters this context too.
+        By default the model is in evaluation mode, with the callbacks' weights for evaluation. Afterwards, also after
+        an exception, each module is in its own mode again, with the trained weights. An override must also enter this
+        context.
         """
         with self.holding_evaluation_weights(), evaluation_mode(self.model_wrapped):
             yield
@@ -289,15 +290,15 @@ class Trainer(Running):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Go through evaluation data and return predictions, labels, metrics and the number of samples.
+        """Evaluate on all batches, and return predictions, labels, metrics and the number of samples.
 
         Args:
             dataloader: batches of this rank.
-            description: what this is, for the log; "Prediction" keeps predictions with `batch_eval_metrics` too.
-            prediction_loss_only: keep no predictions, and compute no metrics of them but those that stream; None
-                takes the argument of that name.
-            ignore_keys: outputs of the model that are left out.
-            metric_key_prefix: what the metrics' names begin with.
+            description: a name for the log; "Prediction" keeps predictions also with `batch_eval_metrics`.
+            prediction_loss_only: keep no predictions, and compute only streaming metrics; None takes the argument of
+                that name.
+            ignore_keys: outputs of the model to skip.
+            metric_key_prefix: prefix of the metrics' names.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self.loaders["eval_dataloader"] = dataloader
@@ -319,7 +320,7 @@ class Trainer(Running):
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
-        """Surround an evaluation and its events by `evaluation_context`; already inside it, do nothing."""
+        """Enter `evaluation_context` around an evaluation and its events; inside it already, do nothing."""
         if self.is_in_evaluation:
             yield
             return
@@ -343,13 +344,13 @@ class Trainer(Running):
 
     def _timed_loop(self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         start_s = time.perf_counter()
-        # Without a function of all predictions nobody looks at those of an evaluation.
+        # Without a function of all predictions, nothing uses the predictions of an evaluation.
         unseen = self.compute_metrics is None or is_streaming(self.compute_metrics)
         options: dict[str, Any] = {"ignore_keys": ignore_keys, "metric_key_prefix": prefix}
         if description == "Evaluation":
             options["prediction_loss_only"] = True if unseen else None
         with self.memory.stage(prefix) as read_memory:
-            # By name: an override may have its parameters in another order, or take them by name alone.
+            # By name: an override may have its parameters in another order, or only keyword parameters.
             output = self.evaluation_loop(loader, description=description, **options)
             output.metrics.update(read_memory())
         steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.world_size))
