@@ -136,7 +136,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
 
     @contextmanager
     def _in_training(self, means: MetricWindow, preemption: Preemption | None) -> Iterator[None]:
-        """Fire `on_train_begin` and `on_train_end` around training; after an exception the latter gets it as `error`."""
+        """Fire `on_train_begin` and `on_train_end` around training; the latter gets an exception as `error`."""
         self.is_in_train, self.metric_window = True, means
         error: BaseException | None = None
         try:

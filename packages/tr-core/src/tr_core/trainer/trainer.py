@@ -113,7 +113,7 @@ class Trainer(Running):
         """Evaluate, log and return the metrics.
 
         Args:
-                eval_dataset: data instead of the Trainer's own. The datasets of a dict are evaluated one by one, with
+            eval_dataset: data instead of the Trainer's own. The datasets of a dict are evaluated one by one, with
                 `<prefix>_<name>` before the metrics of each. A string names one of the Trainer's datasets.
             ignore_keys: outputs of the model to skip.
             metric_key_prefix: prefix of the metrics' names.
