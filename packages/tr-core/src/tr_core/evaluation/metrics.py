@@ -76,7 +76,7 @@ class EvaluationLoss:
         samples = torch.full((), rows, device=self._strategy.device)
         self._losses.append(loss.detach().float())
         self._weights.append(samples if targets is None or not by_targets else targets)
-        # If it is unknown which of the two weights the loss, both must give the same mean.
+        # If it is unknown which of the two weights the loss, the choice must not change the mean.
         self._other_weights.append(targets if targets is not None and by_targets is None else self._weights[-1])
         if len(self._losses) == _CHUNK:
             self._close_chunk()

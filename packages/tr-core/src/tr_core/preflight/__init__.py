@@ -1,6 +1,6 @@
-"""Find out before a run what would stop or spoil it, without training a step.
+"""Check before a run what would stop or spoil it, without training a step.
 
-`trainer check SCRIPT|CONFIG` does so from a command line; `check(trainer)` in a notebook.
+Use `trainer check SCRIPT|CONFIG` on a command line, and `check(trainer)` in a notebook.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CODES", "Problem", "Report", "check"]
 
-# Imported when they are used: a run asks only whether there is to be a preflight.
+# Imported on first use: a run only checks whether a preflight is requested.
 _ORIGINS = {"CODES": "report", "Problem": "report", "Report": "report", "check": "checks"}
 
 

@@ -1,12 +1,10 @@
-"""Check what the arguments alone decide.
+"""Check the arguments, without model and data.
 
-- The options once more, because they may have been changed since the arguments were built.
-- Every name in the arguments has an installed plugin.
-- The device can compute in the requested precision, and the strategy fits the launch.
-- Evaluations, checkpoints, logs and the end of the warmup lie within the run.
-- The learning-rate schedule can be built.
-- The output folder can be written to. Nothing is written.
-- A sound checkpoint exists to resume from. The run's own checkpointer looks for it.
+- The options again, because they may have changed since the arguments were built. - Every name in the arguments has an
+installed plugin. - The device can compute in the requested precision, and the strategy fits the launch. - Evaluations,
+checkpoints, logs and the end of the warmup lie within the run. - The learning-rate schedule can be built. - The output
+folder can be written to. Nothing is written. - A sound checkpoint exists to resume from, according to the run's own
+checkpointer.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from tr_core.validation import refuse_unsupported, why_not_writable
 
 
 def check_options(subject: CheckContext) -> Iterator[Problem]:
-    """Find options that contradict each other, and those that this version does not act on."""
+    """Find options that contradict each other, and options that this version ignores."""
     try:
         subject.args.check()
     except ArgumentsError as error:
@@ -47,7 +45,7 @@ def check_options(subject: CheckContext) -> Iterator[Problem]:
 
 
 def check_plugins(subject: CheckContext) -> Iterator[Problem]:
-    """Find names of optimizers, strategies, checkpointers and trackers that nothing installed offers."""
+    """Find names of optimizers, strategies, checkpointers and trackers that no installed package has."""
     args = subject.args
     yield from _check_callbacks(subject)
     yield from _check_optimizer_name(subject)
@@ -95,7 +93,7 @@ def _check_optimizer_name(subject: CheckContext) -> Iterator[Problem]:
     if name in plugins.available("tr.optimizers"):
         yield from _check_name(subject, "tr.optimizers", name, "optim")
         return
-    try:  # torch's own: a layer of one number shows whether they take the options
+    try:  # torch's own: a layer of one number checks whether they take the options
         with torch.random.fork_rng(devices=[]):
             layer = nn.Linear(1, 1)
         build_optimizer(*optimizer_factory(args), parameter_groups(layer, args.weight_decay))
@@ -107,9 +105,10 @@ _DEVICE_OPTIONS = ("strategy", "fp16", "bf16", "use_cpu")
 
 
 def check_device(subject: CheckContext) -> Iterator[Problem]:
-    """Find a precision that the device has not, and a launch environment that does not fit the strategy.
+    """Find a precision that the device lacks, and a launch environment that does not fit the strategy.
 
-    A strategy of several processes is not built: that would join them. Its precision is checked as that of one device.
+    A strategy of several processes is not built, because building joins them. Its precision is checked as for one
+    device.
     """
     args = subject.args
     try:
@@ -126,7 +125,7 @@ def check_device(subject: CheckContext) -> Iterator[Problem]:
 
 
 def check_events(subject: CheckContext) -> Iterator[Problem]:
-    """Find events that never come, or only at the end."""
+    """Find events that never occur, or only at the end."""
     if subject.steps is None or not subject.trains:
         return
     yield from _check_evaluations(subject, subject.steps)
@@ -135,14 +134,14 @@ def check_events(subject: CheckContext) -> Iterator[Problem]:
 
 
 def resolve_steps(value: float | None, steps: int) -> int:
-    """Return a number of steps that may be given as a share of the run below 1; None is the whole run."""
+    """Return a number of steps; a value below 1 is a share of the run, None is the whole run."""
     if value is None:
         return steps
     return max(math.ceil(value * steps) if value < 1 else int(value), 1)
 
 
 def evaluation_count(subject: CheckContext, steps: int) -> int | None:
-    """Count the evaluations during training; None where the strategy is not one of steps or epochs."""
+    """Count the evaluations during training; None unless the strategy is one of steps or epochs."""
     args = subject.args
     if args.eval_strategy == "no":
         return 0
@@ -206,7 +205,7 @@ def _check_saves_and_logs(subject: CheckContext, steps: int) -> Iterator[Problem
 
 
 def check_schedule(subject: CheckContext) -> Iterator[Problem]:
-    """Build the schedule for an optimizer that stands in for the run's, which it would change."""
+    """Build the schedule for a dummy optimizer, because it would change the run's."""
     args, trainer = subject.args, subject.given_trainer
     if trainer is not None and (not subject.trains or trainer.lr_scheduler is not None):
         return
@@ -214,7 +213,7 @@ def check_schedule(subject: CheckContext) -> Iterator[Problem]:
     stand_in = _dummy_optimizer(subject.optimizer, args.learning_rate)
     try:
         if trainer is not None:
-            if takes_argument(trainer.create_scheduler, "optimizer"):  # else it would change the run's own
+            if takes_argument(trainer.create_scheduler, "optimizer"):  # else it would change the run's optimizer
                 trainer.create_scheduler(num_training_steps=steps, optimizer=stand_in)
         else:
             get_scheduler(
@@ -236,13 +235,13 @@ def _dummy_optimizer(optimizer: torch.optim.Optimizer | None, learning_rate: flo
 
 
 def check_output_folder(subject: CheckContext) -> Iterator[Problem]:
-    """Find a file in the way, and folders that this user may not write to."""
+    """Find a file at the folder's path, and folders without write permission."""
     if found := why_not_writable(Path(subject.args.output_dir).absolute()):
         yield Problem("T201", found, subject.origin("output_dir"))
 
 
 class _OneProcess:
-    """What a checkpointer wants to know of the processes, where there is one."""
+    """The attributes of a strategy that a checkpointer reads, for one process."""
 
     device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
 
@@ -250,12 +249,12 @@ class _OneProcess:
         return [value]
 
 
-# Small parts that every checkpoint of a run has, and one of the model alone lacks.
+# Small parts of every checkpoint of a run; a checkpoint of the model alone lacks them.
 _SMALL_PARTS = ("run", "scheduler")
 
 
 def check_resume(subject: CheckContext) -> Iterator[Problem]:
-    """Read and verify the checkpoint to resume from; nothing is loaded into the run."""
+    """Read and verify the checkpoint to resume from, without loading it into the run."""
     checkpointer = checkpointer_of(subject)
     if checkpointer is None or not subject.trains:
         return
@@ -265,7 +264,7 @@ def check_resume(subject: CheckContext) -> Iterator[Problem]:
         return
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source, origin = None if automatic else str(resume), subject.origin("resume_from_checkpoint")
-    is_at_hub = source is not None and source.partition(":")[0] == "hub"  # which the checkpointer looks up
+    is_at_hub = source is not None and source.partition(":")[0] == "hub"  # the checkpointer resolves these
     if source is not None and not is_at_hub and _is_missing(Path(source)):
         message = f"resume_from_checkpoint={source!r}: there is no such folder; give a checkpoint's folder, or True"
         yield Problem("T204", message, origin)
@@ -295,13 +294,13 @@ def _is_missing(source: Path) -> bool:
         source.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return True
-    except OSError:  # which says nothing of it: whoever reads it says what is the matter
+    except OSError:  # no evidence that it is missing: reading it will raise the actual error
         return False
     return False
 
 
 def checkpointer_of(subject: CheckContext) -> Any:
-    """Return what keeps the run's checkpoints; None if it keeps none or nothing of the name is installed."""
+    """Return the run's checkpointer; None if the run saves nothing or the checkpointer is not installed."""
     args = subject.args
     if args.save_strategy == "no" and subject.resume in (None, False):
         return None

@@ -1,4 +1,4 @@
-"""Run the checks, one after the other."""
+"""Run the checks one after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tr_core.preflight.resource_checks import check_disk_space, check_memory, ch
 
 Check = Callable[[CheckContext], Iterator[Problem]]
 
-# Of arguments alone.
+# Checks of arguments alone.
 _ARGUMENT_CHECKS: tuple[Check, ...] = (
     check_options,
     check_plugins,
@@ -39,7 +39,7 @@ _ARGUMENT_CHECKS: tuple[Check, ...] = (
     check_resume,
     check_disk_space,
 )
-# Of a Trainer: later ones use what earlier ones found out.
+# Checks of a Trainer: later ones use results of earlier ones.
 _TRAINER_CHECKS: tuple[Check, ...] = (
     check_options,
     check_length,
@@ -70,23 +70,22 @@ def check(
     ends_here: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
-    """Find out what would stop or spoil a run of `trainer`, without training a step.
+    """Check what would stop or spoil a run of `trainer`, without training a step.
 
-    Two samples go forward and backward; nothing is written, sent or logged, and no callback is called. Every rank must
-    call it.
+    It runs two samples forward and backward. Nothing is written, sent or logged, and no callback is called. Every rank
+    must call it.
 
-    Nothing is put back: gradients, buffers, random number generators, and what data sets and collators count are others
-    than before. So `train`, `evaluate` and `predict` of this Trainer are refused afterwards; build a new one, with a
-    new model and new data.
+    Nothing is restored: it changes gradients, buffers, random number generators, and counters of data sets and
+    collators. So `train`, `evaluate` and `predict` of this Trainer raise afterwards. Build a new one, with a new model
+    and new data.
 
     Args:
-        trainer: what is checked.
-        resume: what the run is to resume from; None takes `resume_from_checkpoint` of the arguments.
-        evaluation_data: data to be evaluated, where that is not the Trainer's own.
+        trainer: the Trainer to check.
+        resume: the checkpoint to resume from; None for `resume_from_checkpoint` of the arguments.
+        evaluation_data: data to evaluate, if not the Trainer's own.
         trains: whether the run trains, so that there must be training data.
-        ends_here: whether nothing is done with the data afterwards, so that a stream that can be read only once may be
-            read.
-        progress: called with a line of text before each thing that takes time.
+        ends_here: whether the data is not used afterwards, so that a read-once stream may be read.
+        progress: called with a line of text before each slow check.
 
     Returns:
         Problems and figures; `print` shows them.
@@ -99,7 +98,7 @@ def check(
     trainer.is_checked = True
     args = trainer.args
     if args.fast_dev_run:
-        resume = False  # a trial run begins anew
+        resume = False  # a trial run does not resume
     subject = CheckContext(
         args,
         trainer,
@@ -114,13 +113,13 @@ def check(
 
 
 def check_arguments(args: TrainingArguments, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
-    """Find out what is wrong with arguments alone, without model and data.
+    """Check arguments alone, without model and data.
 
     Args:
         args: the arguments.
-        origin: says where they were written.
-        target: what is checked, for the report.
-        found: problems that are known already.
+        origin: returns where they were written.
+        target: name of the checked object, for the report.
+        found: problems already known.
     """
     subject = CheckContext(args, origin=origin, resume=args.resume_from_checkpoint)
     if args.max_steps > 0:
@@ -157,7 +156,7 @@ def _run(checks: tuple[Check, ...], subject: CheckContext) -> Iterator[Problem]:
     for each in checks:
         try:
             yield from each(subject)
-        except Exception as error:  # whatever a user's object does, the other checks are made
+        except Exception as error:  # whatever a user's object raises, the other checks run
             name = each.__name__.replace("_", " ")
             yield Problem("T012", f"{name}: {last_line(error)}; the other checks were made", raised_at(error))
 

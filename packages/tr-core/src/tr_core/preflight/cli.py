@@ -43,11 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: the words after `trainer check`; None takes this program's.
+        argv: the words after `trainer check`; None for this program's.
 
     Returns:
-        0; 1 if there is an error, or with --strict a warning; 2 if what to check cannot be found or is of no known
-        kind.
+        0; 1 if there is an error, or with --strict a warning; 2 if the target is missing or of unknown kind.
     """
     arguments = _parser().parse_args(argv)
     path = Path(arguments.file)
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"trainer check: {error}", file=sys.stderr)
         return USAGE_ERROR
-    # What a script prints is not part of the report.
+    # The output of a script is not part of the report.
     with contextlib.redirect_stdout(sys.stderr):
         report = check_config(path, arguments.words, dataclasses) if target else check_script(path, arguments.words)
     if os.environ.get("RANK", "0") == "0":
@@ -86,12 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", metavar="SCRIPT|CONFIG", help="a .py, .yaml, .yml, .toml or .json file")
     words = parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script")
-    words.required = False  # else the message about a missing file asks for these too
+    words.required = False  # else the message about a missing file requires these too
     return parser
 
 
 def _target(path: Path) -> bool:
-    """Whether it is a configuration; raises ValueError if it is neither that nor a script."""
+    """Whether the target is a configuration; raises ValueError if it is neither that nor a script."""
     if path.suffix.lower() not in (".py", *_CONFIGURATIONS):
         kinds = ", ".join((".py", *_CONFIGURATIONS))
         raise ValueError(f"{str(path)!r} has the ending {path.suffix!r}; give a file that ends in one of {kinds}")
@@ -101,7 +100,7 @@ def _target(path: Path) -> bool:
 
 
 def _refuse_late_options(path: Path, words: Sequence[str]) -> None:
-    """Raise where `--dataclass` comes after a configuration file, where it would be taken for an argument in it."""
+    """Raise if `--dataclass` comes after a configuration file: it would be read as an argument of the run."""
     if any(word.partition("=")[0] == "--dataclass" for word in words):
         raise ValueError(f"--dataclass goes before {path}: what comes after the file are arguments like those in it")
 

@@ -1,4 +1,4 @@
-"""Check a configuration file: its options first, then their values, as far as no model is needed."""
+"""Check a configuration file: its options first, then their values, without a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tr_core.preflight.report import Problem, Report
 
 
 def check_config(path: Path, words: Sequence[str], dataclasses: Sequence[type] = ()) -> Report:
-    """Return what is wrong with a YAML, TOML or JSON file of training arguments.
+    """Return the report on a YAML, TOML or JSON file of training arguments.
 
     Args:
         path: the file.
-        words: further arguments, which win over the file's values, as on a script's command line.
+        words: further arguments, which override the file's values, as on a script's command line.
         dataclasses: further dataclasses whose options the file may hold.
     """
     classes = (_arguments_class(path), *dataclasses)
@@ -38,7 +38,7 @@ def check_config(path: Path, words: Sequence[str], dataclasses: Sequence[type] =
 
 
 class _InFile(Origins):
-    """Origins of arguments that were built from a file's values, not by reading the file."""
+    """Returns the origins of arguments that were built from a file's values, not by reading the file."""
 
     def __init__(self, args: TrainingArguments, file: Path) -> None:
         super().__init__(args, file)
@@ -60,7 +60,7 @@ def _with_hint(error: ArgumentsError, origin: Origins, classes: Sequence[type], 
 
 
 def _arguments_class(path: Path) -> type:
-    """Return the training arguments that have all options of the file, as far as one of them has."""
+    """Return the class of training arguments that has all options of the file, if there is one."""
     try:
         names = set(read_mapping(path))
     except ArgumentsError:
@@ -70,7 +70,7 @@ def _arguments_class(path: Path) -> type:
 
 
 def _without(path: Path, error: ArgumentsError, classes: tuple[type, ...]) -> Any:
-    """Return the arguments without those that have problems, so that the others are checked too; None if they fail."""
+    """Return the arguments without invalid ones, so that the others are checked too; None if they fail."""
     wrong = {name for problem in error.problems for name in (problem.field, *(other[0] for other in problem.others))}
     try:
         values = read_mapping(path)

@@ -1,4 +1,4 @@
-"""Hold what a preflight checks, and the results of checks that later checks need.
+"""Store the target of a preflight, and the results of checks that later checks need.
 
 A Trainer can also be put into its mid-training state for a dry run of its methods.
 """
@@ -15,30 +15,30 @@ from tr_core.preflight.checked_trainer import CheckedTrainer
 from tr_core.preflight.origins import Origins
 
 SAMPLES = 2
-"""Samples that the model is tried with."""
+"""Number of samples in the trial of the model."""
 
 
 @dataclass
 class CheckContext:
-    """What is examined.
+    """The target and the results of a preflight.
 
     Attributes:
         args: the training arguments.
-        given_trainer: the Trainer; None where only arguments are known.
-        origin: says where an option was written.
-        resume: what the run is to resume from, as `train` was told or the arguments say.
-        evaluation_data: data to be evaluated that is not the Trainer's own.
+        given_trainer: the Trainer; None if only arguments are checked.
+        origin: returns where an option was written.
+        resume: the checkpoint to resume from, as given to `train` or in the arguments.
+        evaluation_data: data to evaluate, if not the Trainer's own.
         trains: whether training would begin, so that there must be training data.
         ends_here: whether the process ends with the preflight, so that data may be used up.
-        progress: is told what takes time.
-        callbacks: the Trainer's callbacks, which are not called meanwhile.
-        figures: what was measured and reckoned.
+        progress: called with a line of text before each slow check.
+        callbacks: the Trainer's callbacks, which a preflight does not call.
+        figures: measured and computed figures.
         steps: optimizer steps of the run; None if unknown.
-        epochs: passes over the data; None if unknown.
+        epochs: epochs of the run; None if unknown.
         inputs: a batch of two training samples, on the host; None if there is none.
         classes: number of classes that labels can name; None if unknown.
-        gives_loss: whether the trial gave a loss with a gradient.
-        optimizer: an optimizer as the run would build it; None if there is none.
+        gives_loss: whether the trial returned a loss with a gradient.
+        optimizer: the optimizer, built as in the run; None if there is none.
     """
 
     args: Any
@@ -60,7 +60,7 @@ class CheckContext:
 
     @property
     def trainer(self) -> CheckedTrainer:
-        """The Trainer, for checks that are made only where there is one."""
+        """The Trainer, for checks that run only with one."""
         return cast("CheckedTrainer", self.given_trainer)
 
     def evaluation_sets(self) -> dict[str, Any]:
@@ -79,11 +79,11 @@ class CheckContext:
 
 @contextmanager
 def training_mode(subject: CheckContext, *, with_conditions: bool = True) -> Iterator[None]:
-    """Have a step number, a window for logged metrics, and what the arguments ask of the model, inside the block.
+    """Put the Trainer into its mid-training state inside the block: step number, metric window, run-wide settings.
 
     Args:
-        subject: what is examined.
-        with_conditions: compile the model, compute activations again and so on, as the arguments say.
+        subject: the target of the preflight.
+        with_conditions: apply run-wide settings of the arguments, such as compilation and activation checkpointing.
     """
     trainer = subject.trainer
     trainer.is_in_train, trainer.scope.metrics = True, MetricWindow(trainer.strategy)

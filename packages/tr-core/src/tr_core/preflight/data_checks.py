@@ -30,11 +30,11 @@ from tr_core.preflight.report import Problem
 from tr_core.random_state import separate_randomness
 
 _MOST_LEFT_OUT = 0.1
-"""Share of the data that may be left out before it is worth a warning."""
+"""Share of the data that may be unused before a warning."""
 
 
 def check_length(subject: CheckContext) -> Iterator[Problem]:
-    """Find data that is missing, empty, or gives no batch; note the run's steps and epochs."""
+    """Find data that is missing, empty, or too short for a batch; record the run's steps and epochs."""
     if not subject.trains:
         return
     trainer, args, figures = subject.trainer, subject.args, subject.figures
@@ -80,7 +80,7 @@ class ReadOnceError(Exception):
 
 
 def check_first_batch(subject: CheckContext) -> Iterator[Problem]:
-    """Load and collate; the batch is for the checks that follow."""
+    """Load and collate a batch, and store it for later checks."""
     trainer = subject.trainer
     if not subject.trains or (trainer.train_dataset is None and not trainer.overrides("get_train_dataloader")):
         return
@@ -96,14 +96,14 @@ def check_first_batch(subject: CheckContext) -> Iterator[Problem]:
 def collate(
     subject: CheckContext, dataset: Any, what: str, into: list[Any], number: int = SAMPLES
 ) -> Iterator[Problem]:
-    """Make a batch of the first samples of a data set, as one of the run, and append it to `into`.
+    """Make a batch of the first samples of a data set, as in the run, and append it to `into`.
 
     Args:
         subject: what is examined.
         dataset: the data.
         what: `training` or `evaluation`, for messages.
-        into: gets the batch, if there is one.
-        number: samples to take; a data set with fewer gives its own again, from the first.
+        into: receives the batch, if there is one.
+        number: samples to take; a data set with fewer repeats its samples from the first.
     """
     with separate_randomness(subject.args.seed):
         try:
@@ -147,7 +147,7 @@ def first_samples(dataset: Any, number: int, *, may_use_up: bool) -> list[Any]:
 
 
 def count_rows(batch: Any, start: int, stop: int) -> Any:
-    """Return some rows of a batch: of every tensor and list that has as many rows as the first tensor."""
+    """Return some rows of every tensor and list in a batch that has as many rows as the first tensor."""
     size = batch_size_of(batch)
 
     def cut(value: Any) -> Any:
@@ -203,18 +203,18 @@ def _shape(value: Any) -> str:
 
 
 _IN_MEMORY, _ELSEWHERE = 10_000, 64
-"""Samples whose labels are read: many of a list, few where each one may have to be decoded."""
+"""Samples whose labels are read: many from a list, few if each sample may need decoding."""
 
 
 def check_labels(subject: CheckContext) -> Iterator[Problem]:
-    """Compare labels with the number of classes in the model's configuration, before anything is computed."""
+    """Compare labels with the number of classes in the model's configuration, before a forward."""
     if subject.inputs is not None:
         subject.classes = _configured_classes(subject)
         yield from labels_outside(subject)
 
 
 def labels_outside(subject: CheckContext) -> Iterator[Problem]:
-    """Find labels in the batch and in the data set that are no class; where the number of classes is unknown, none."""
+    """Find labels in the batch and in the data set that are no class; none if the number of classes is unknown."""
     classes = subject.classes
     if classes is None:
         return
@@ -279,7 +279,7 @@ def _label_of(sample: Any, names: list[str]) -> int | None:
 
 
 class _Sink(io.RawIOBase):
-    """Counts bytes and keeps none: a data set may be large."""
+    """Counts bytes without storing them: a data set may be large."""
 
     size = 0
 
@@ -293,7 +293,7 @@ class _Sink(io.RawIOBase):
 
 
 def check_pickling(subject: CheckContext) -> Iterator[Problem]:
-    """Pickle what each loading process is sent where processes are started anew (spawn, forkserver)."""
+    """Pickle the objects that each loading process receives with spawn or forkserver."""
     args, trainer = subject.args, subject.trainer
     workers = args.dataloader_num_workers
     method = args.dataloader_multiprocessing_context or _default_method()
@@ -307,7 +307,7 @@ def check_pickling(subject: CheckContext) -> Iterator[Problem]:
         try:
             sizes[name] = pickled_bytes(value)
         except Exception as error:  # pickle raises whatever an object's own methods raise
-            if "through inheritance" in str(error):  # locks and shared values: they may be sent at a process's start
+            if "through inheritance" in str(error):  # locks and shared values: a process may receive them at its start
                 continue
             yield Problem(
                 "T404",
@@ -320,15 +320,15 @@ def check_pickling(subject: CheckContext) -> Iterator[Problem]:
 
 
 def _default_method() -> str:
-    # Asking for the method in force would fix it, and a later `set_start_method` would fail.
+    # Querying the current method would fix it, and a later `set_start_method` would fail.
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def pickled_bytes(value: Any) -> int:
-    """Return the size of `value` pickled, without holding it.
+    """Return the size of `value` pickled, without storing the bytes.
 
     Raises:
-        Exception: it cannot be pickled.
+        Exception: the value cannot be pickled.
     """
     sink = _Sink()
     buffered = io.BufferedWriter(sink)

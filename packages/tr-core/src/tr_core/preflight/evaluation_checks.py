@@ -1,4 +1,4 @@
-"""Evaluate two samples, to find out which metrics the run will report."""
+"""Evaluate two samples, to determine which metrics the run will report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tr_core.preflight.origins import last_line, passed_through, raised_at
 from tr_core.preflight.report import Problem
 
 _MORE_SAMPLES = 64
-"""Some metrics cannot be computed of two samples; of so many they can."""
+"""Number of samples for metrics that cannot be computed from two samples."""
 _MEASURED = ("runtime", "samples_per_second", "steps_per_second")
-"""What every evaluation reports of itself beside the metrics."""
+"""Entries that every evaluation reports beside the metrics."""
 
 
 def check_evaluation(subject: CheckContext) -> Iterator[Problem]:
-    """Run `compute_metrics` on two evaluation samples, and look for the metric that the best model needs."""
+    """Run `compute_metrics` on two evaluation samples, and check for the metric of the best model."""
     results: dict[str, Any] = {}
     complete = True
     for prefix, dataset in subject.evaluation_sets().items():
@@ -92,7 +92,7 @@ def _watched(subject: CheckContext, results: dict[str, Any]) -> Iterator[Problem
     if key not in results and key not in measured:
         trainer = subject.trainer
         if adds_to_results(trainer.overrides, trainer.callback_handler.callbacks):
-            return  # only an evaluation itself can say
+            return  # only a full evaluation can determine it
         hint = did_you_mean(key, results)
         yield Problem(
             "T601",

@@ -1,8 +1,8 @@
 """Check the model with two samples.
 
 - There are parameters to train.
-- A forward and a backward pass work, and give a sound loss and sound gradients.
-- The loss is divided correctly: samples in one micro-batch, and one by one, give the same loss and gradients.
+- A forward and a backward pass work, and return a finite loss and finite gradients. - The loss is divided correctly:
+one micro-batch, and its samples one by one, have equal loss and gradients.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _NAMES_SHOWN = 3
 
 
 class _Trial:
-    """What the forward pass gave."""
+    """The results of the forward pass."""
 
     loss: Any = None
     outputs: Any = None
 
 
 def check_forward_backward(subject: CheckContext) -> Iterator[Problem]:
-    """Compute loss and gradients of two samples in training mode, as a step of the run would."""
+    """Compute loss and gradients of two samples in training mode, as in a step of the run."""
     if subject.inputs is None or not is_trainable(subject.trainer.model):
         return
     trainer, figures = subject.trainer, subject.figures
@@ -77,7 +77,7 @@ def check_forward_backward(subject: CheckContext) -> Iterator[Problem]:
     if problem is not None:
         yield problem
         return
-    figures["loss"] = trial.loss.item()  # sync: once a preflight, and the device is done then
+    figures["loss"] = trial.loss.item()  # sync: once a preflight, when the device has finished
     figures |= {"forward_backward_s": time.perf_counter() - start_s, "trial_samples": batch_size_of(subject.inputs)}
     _record_peak(subject)
     subject.gives_loss = True
@@ -185,7 +185,7 @@ def _of_gradients(subject: CheckContext) -> Iterator[Problem]:
 
 
 def _classes_of(outputs: Any, inputs: Any) -> int | None:
-    """Return the width of the logits, where labels are whole numbers, one for each of them."""
+    """Return the width of the logits, if labels are whole numbers, one for each row."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
@@ -217,9 +217,9 @@ class _Step:
 def check_loss_division(subject: CheckContext) -> Iterator[Problem]:
     """Compare 1 micro-batch of N samples with N micro-batches of 1: equal but for rounding.
 
-    The model is in evaluation mode, so that neither dropout nor the statistics of a batch make a difference; the
-    samples are rows of one batch, so that a collator makes none either. A loss that depends on random numbers cannot
-    be compared.
+    The model is in evaluation mode, so that neither dropout nor batch statistics make a difference. The samples are
+    rows of one batch, so that the collator makes no difference either. A loss that depends on random numbers cannot be
+    compared.
     """
     if not subject.gives_loss or subject.inputs is None:
         return
@@ -238,7 +238,7 @@ def check_loss_division(subject: CheckContext) -> Iterator[Problem]:
     except Exception as error:
         yield Problem("T512", f"samples of the batch cannot be taken one by one: {last_line(error)}")
         return
-    # The very first pass allocates and warms up.
+    # The first forward and backward allocate and warm up.
     subject.figures["forward_backward_s"] = min(subject.figures["forward_backward_s"], again.duration_s)
     if _difference(whole, again) > tolerance:
         yield Problem("T512", "the loss depends on random numbers: dividing it into micro-batches was not compared")
@@ -247,10 +247,10 @@ def check_loss_division(subject: CheckContext) -> Iterator[Problem]:
 
 
 def tolerance_of(subject: CheckContext) -> float:
-    """Return the relative difference that rounding can make, from the precision that is computed in."""
+    """Return the relative difference that rounding can cause in the precision of the computation."""
     lowest = torch.bfloat16 if subject.args.bf16 else torch.float16 if subject.args.fp16 else torch.float64
     weights = [p.dtype for p in subject.trainer.model.parameters() if p.is_floating_point()]
-    # Weights of float32 are summed over thousands of terms; sixteen half-precision roundings are a coarse bound.
+    # Float32 products sum thousands of terms; sixteen half-precision roundings are a coarse bound.
     return max(max(_share(dtype) for dtype in (*weights, lowest)), 1e-9)
 
 
@@ -259,7 +259,7 @@ def _share(dtype: torch.dtype) -> float:
 
 
 def _step(trainer: CheckedTrainer, pieces: Sequence[Any], seed: int) -> _Step:
-    """Make the forward and backward passes of one step; `pieces` are its micro-batches."""
+    """Run the forward and backward passes of one step; `pieces` are its micro-batches."""
     model, strategy, rule = trainer.model_wrapped, trainer.strategy, trainer.loss_rule
     set_seed(seed)
     model.zero_grad(set_to_none=True)
@@ -270,14 +270,14 @@ def _step(trainer: CheckedTrainer, pieces: Sequence[Any], seed: int) -> _Step:
     for number, piece in enumerate(pieces, start=1):
         with strategy.accumulate(model, sync=number == len(pieces)):
             total = total + trainer.step_function(model, piece, num_items)
-    loss = total.item()  # sync: a preflight reads what it compares, and the device is done then
+    loss = total.item()  # sync: a preflight reads what it compares, when the device has finished
     duration_s = time.perf_counter() - start_s
     gradients = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]
     return _Step(loss, gradients, duration_s)
 
 
 def _difference(first: _Step, second: _Step) -> float:
-    """Return the larger one of the relative differences of losses and of gradients."""
+    """Return the larger of the relative differences of losses and of gradients."""
     scale = max(abs(first.loss), abs(second.loss), 1e-12)
     loss = abs(first.loss - second.loss) / scale
     if len(first.gradients) != len(second.gradients):

@@ -1,4 +1,4 @@
-"""Find where an option was written, and where an exception comes from.
+"""Find where an option was written, and where an exception was raised.
 
 Errors that tr-args or the Trainer raise are converted to problems with codes.
 """
@@ -21,10 +21,10 @@ _COMMAND_LINE = "command line"
 
 
 class Origins:
-    """Where options were written: file and line, or flag, as exactly as can be known.
+    """Returns where options were written: file and line, or flag, as exactly as possible.
 
     Args:
-        args: the arguments, which know the kind of source of each value.
+        args: the arguments, which record the kind of source of each value.
         file: the configuration file or script that is checked, if any.
         words: the words of its command line.
     """
@@ -35,11 +35,11 @@ class Origins:
         self._args, self._file, self._words = args, file, words
 
     def __call__(self, name: str) -> str:
-        """Return where the option `name` was written; `default` if nowhere."""
+        """Return where the option `name` was written; `default` if it was not."""
         return self.locate(name, self._args.origin(name) if self._args is not None else "")
 
     def locate(self, name: str, source: str) -> str:
-        """Return where `name` was written, given the kind of source that tr-args names."""
+        """Return where `name` was written, from the kind of source in tr-args."""
         plain = name.removeprefix("--").replace("-", "_")
         flag = next((word for word in self._words if _is_flag(word, plain)), None)
         if source == _COMMAND_LINE or (flag is not None and source == "call"):
@@ -52,7 +52,7 @@ class Origins:
 
 
 def shown(file: str | Path) -> str:
-    """Return the path as a person reads it: relative if it is below the current folder."""
+    """Return the path for display: relative if it is below the current folder."""
     try:
         return str(Path(file).absolute().relative_to(Path.cwd()))
     except ValueError:
@@ -80,7 +80,7 @@ def _is_flag(word: str, name: str) -> bool:
     return flag[2:].replace("-", "_").removeprefix("no_") == name.removeprefix("no_")
 
 
-# Frames of these are not where the user can change anything.
+# Packages whose frames the user cannot change.
 _OWN_PACKAGES = ("tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist", "tr_all")
 _FOREIGN_FOLDERS = ("site-packages", "dist-packages", *_OWN_PACKAGES)
 
@@ -91,7 +91,7 @@ def last_line(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return `file:line in function` of the deepest frame that is the user's own; empty if there is none."""
+    """Return `file:line in function` of the user's deepest frame; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_foreign(frame.filename)]
     if not own:
@@ -112,7 +112,7 @@ def comes_from(error: BaseException, package: str) -> bool:
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    """Return an exception and all that led to it, the last one first."""
+    """Return an exception and all its causes, the last one first."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -126,12 +126,12 @@ def _is_foreign(filename: str) -> bool:
 
 
 def argument_problems(error: ArgumentsError, origin: Origins, *classes: type) -> Iterator[Problem]:
-    """Yield one problem for each that an `ArgumentsError` lists.
+    """Yield a problem for each entry of an `ArgumentsError`.
 
     Args:
-        error: what was raised.
-        origin: says where options were written.
-        *classes: the dataclasses whose options are known.
+        error: the exception.
+        origin: returns where options were written.
+        *classes: the dataclasses of the known options.
     """
     table = FlagTable(classes)
     for problem in error.problems:

@@ -1,7 +1,7 @@
-"""Report what a preflight found: problems with stable codes, and figures.
+"""Report the results of a preflight: problems with stable codes, and figures.
 
-There is one code for each kind of problem. A report is shown as text, problems first, or is written as JSON and read
-back by another process.
+There is one code for each kind of problem. A report is shown as text, problems first. Or it is written as JSON and read
+by another process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Code(NamedTuple):
     """A kind of problem.
 
     Attributes:
-        severity: `error` stops the run or spoils it; `warning` is most likely not meant; `info` is to be known.
-        meaning: what is the matter, in a few words.
+        severity: `error` stops the run or spoils it; `warning` is most likely unintended; `info` informs only.
+        meaning: the problem in a few words.
     """
 
     severity: Severity
@@ -32,7 +32,7 @@ class Code(NamedTuple):
 
 
 CODES: dict[str, Code] = {
-    # Options, and the way to a Trainer
+    # Options, and building a Trainer
     "T001": Code("error", "an option is unknown"),
     "T002": Code("error", "an option does not take the value"),
     "T003": Code("error", "options contradict each other"),
@@ -44,7 +44,7 @@ CODES: dict[str, Code] = {
     "T010": Code("info", "something cannot be known from a configuration file alone"),
     "T011": Code("error", "the script began to train with a loop of its own"),
     "T012": Code("warning", "a check could not be made"),
-    # How long the run is, and what happens in it
+    # Length and events of the run
     "T101": Code("error", "the training data gives no batch"),
     "T102": Code("error", "the length of the run is unknown"),
     "T103": Code("error", "no evaluation takes place"),
@@ -53,7 +53,7 @@ CODES: dict[str, Code] = {
     "T106": Code("info", "the only checkpoint is that of the last step"),
     "T107": Code("info", "no loss is logged during the run"),
     "T108": Code("warning", "much of the training data is never used"),
-    # Where it is written, and where it goes on from
+    # Output folder, and the checkpoint to resume from
     "T201": Code("error", "output_dir cannot be written to"),
     "T202": Code("error", "the disk is too small for the checkpoints"),
     "T203": Code("info", "the number of checkpoints is not limited"),
@@ -62,7 +62,7 @@ CODES: dict[str, Code] = {
     "T206": Code("warning", "a damaged checkpoint would be skipped"),
     "T207": Code("warning", "the run to be resumed is complete"),
     "T208": Code("warning", "output_dir holds checkpoints of an earlier run"),
-    # What is installed, and what the device can do
+    # Installed packages, and features of the device
     "T301": Code("error", "no installed package offers a name"),
     "T302": Code("error", "a library that an option needs is missing"),
     "T303": Code("error", "the device or the launch environment does not allow what is asked for"),
@@ -104,11 +104,11 @@ _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, or to be known.
+    """One problem or piece of information.
 
     Attributes:
         code: its kind, one of `tr_core.preflight.report.CODES`.
-        message: what is wrong, with the values; what is needed; what to change.
+        message: the problem with its values; the requirement; the change to make.
         origin: where the cause was written: `run.yaml:12`, `command line --bf16`, `train.py:40`; empty if unknown.
     """
 
@@ -127,12 +127,12 @@ class Problem:
 
 @dataclass
 class Report:
-    """What a preflight found.
+    """The results of a preflight.
 
     Attributes:
-        target: what was checked: a file, or the Trainer's class.
-        problems: the gravest first.
-        figures: what was measured and reckoned, by name; sizes in bytes, times in seconds.
+        target: the checked file, or the Trainer's class.
+        problems: the problems, most severe first.
+        figures: measured and computed figures, by name; sizes in bytes, times in seconds.
     """
 
     target: str
@@ -151,7 +151,7 @@ class Report:
         return int(bool(self.count("error") or (strict and self.count("warning"))))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as values of JSON."""
+        """Return the report as JSON-compatible values."""
         problems = [
             {"code": p.code, "severity": p.severity, "message": p.message, "origin": p.origin} for p in self.problems
         ]
@@ -163,12 +163,12 @@ class Report:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Report:
-        """Return the report that `to_dict` gave."""
+        """Return the report from the result of `to_dict`."""
         problems = [Problem(p["code"], p["message"], p["origin"]) for p in content["problems"]]
         return cls(content["target"], problems, dict(content["figures"]))
 
     def __str__(self) -> str:
-        # imported here: reports travel without being shown
+        # imported here: many reports are passed on without being shown
 
         return report_text(self)
 
@@ -190,7 +190,7 @@ def report_text(report: Report) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return one line that says how many problems there are."""
+    """Return one line with the number of problems."""
     errors, warnings = report.count("error"), report.count("warning")
     if not errors and not warnings:
         return "no problems found"

@@ -1,8 +1,8 @@
-"""Stop a script where it would start a run, if `trainer check` started this process.
+"""Stop a script at the start of its run, if `trainer check` started this process.
 
 `trainer check script.py` runs the script with the environment variable `TR_PREFLIGHT` set to the path of the report.
-Whatever would start a run, an evaluation, a prediction or the saving of a model calls `stop_if_requested` first. So
-processes that the script starts itself stop at the same place, and no name has to be replaced.
+Every method that starts a run, an evaluation, a prediction or the saving of a model calls `stop_if_requested` first. So
+processes that the script starts itself stop at the same point, and nothing is patched.
 
 Progress is written to stderr, because one forward of a large model may take minutes.
 """
@@ -21,38 +21,38 @@ VARIABLE = "TR_PREFLIGHT"
 
 
 class PreflightDone(SystemExit):
-    """The preflight is made; the script ends here."""
+    """Ends the script after its preflight."""
 
 
 def requested() -> bool:
-    """Whether `trainer check` started this process, so that nothing may be trained, sent or written."""
+    """Whether `trainer check` started this process, so that it must not train, send or write anything."""
     return VARIABLE in os.environ
 
 
 def stop_if_requested(
     trainer: CheckedTrainer, *, resume: Any = None, evaluation_data: Any = None, trains: bool = False
 ) -> None:
-    """Make the preflight of `trainer` and end the script, if `trainer check` started this process; else do nothing.
+    """Run the preflight of `trainer` and end the script, if `trainer check` started this process; else do nothing.
 
     Args:
-        trainer: whose run would begin.
-        resume: what `train` was told to resume from.
-        evaluation_data: what would be evaluated or predicted, where that is not the Trainer's own data.
-        trains: whether training would begin, so that there must be training data. Where something else comes first and
-            there is training data, training is checked too.
+        trainer: the Trainer that would run.
+        resume: the checkpoint to resume from, as given to `train`.
+        evaluation_data: data to evaluate or predict, if not the Trainer's own.
+        trains: whether training would begin, so that there must be training data. If it would not, training is checked
+            only with training data.
 
     Raises:
-        PreflightDone: always, where it was asked for.
+        PreflightDone: always, if a preflight was requested.
         RuntimeError: `check` was called with this Trainer.
     """
     if VARIABLE not in os.environ:
         _refuse_if_checked(trainer)
         return
-    # Imported here: a process that trains needs none of it.
+    # Imported here: a process that trains does not need it.
     from tr_core.preflight.checks import check
 
     path = Path(os.environ[VARIABLE])
-    if not path.exists() or not path.stat().st_size:  # a script may catch what is raised here, and come again
+    if not path.exists() or not path.stat().st_size:  # a script may catch this exception and call again
         report = check(
             trainer,
             resume=resume,
@@ -75,6 +75,6 @@ def _refuse_if_checked(trainer: CheckedTrainer) -> None:
 
 
 def write_progress(text: str) -> None:
-    """Write one line to stderr at once, on the first of several processes."""
+    """Write one line to stderr without buffering, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         write_line(sys.stderr, f"preflight: {text}")

@@ -31,7 +31,7 @@ from tr_log.formatting import size
 
 
 def check_disk_space(subject: CheckContext) -> Iterator[Problem]:
-    """Reckon the most space that is in use at once: the checkpoints kept, the one being written, copies for a Hub."""
+    """Compute peak disk usage: the kept checkpoints, the one being written, copies for a Hub."""
     args, figures = subject.args, subject.figures
     folder = nearest_existing_path(Path(args.output_dir).absolute())
     free = figures["disk_free_bytes"] = shutil.disk_usage(folder).free
@@ -63,9 +63,9 @@ def check_disk_space(subject: CheckContext) -> Iterator[Problem]:
 
 
 def checkpoints_at_once(subject: CheckContext) -> int | None:
-    """Return how many checkpoints are on the disk at once at most, the one being written included.
+    """Return the most checkpoints on the disk at once, the one being written included.
 
-    An older one is removed only once the newest is complete, and the best one always stays. None where neither the
+    An older one is removed only after the newest is complete, and the best one always stays. None if neither the
     arguments nor the data limit the number.
     """
     args = subject.args
@@ -92,12 +92,12 @@ def _checkpoints_written(subject: CheckContext) -> int | None:
     written = planned.get(str(args.save_strategy))
     if not args.load_best_model_at_end or written is None or _save_meets_evaluation(args):
         return written
-    # A model that an evaluation finds the best so far is saved at once.
+    # A model with the best evaluation so far is saved at once.
     return None if evaluations is None else min(written + evaluations, steps)
 
 
 def _save_meets_evaluation(args: TrainingArguments) -> bool:
-    """Whether every evaluation comes with a checkpoint anyway."""
+    """Whether every evaluation coincides with a checkpoint anyway."""
     strategies = {str(args.save_strategy), str(args.eval_strategy)}
     if strategies == {"steps"}:
         between_evaluations, between_saves = args.eval_steps or 0, args.save_steps
@@ -113,7 +113,7 @@ def _existing_checkpoints(subject: CheckContext) -> int:
     checkpointer = checkpointer_of(subject)
     try:
         return 0 if checkpointer is None else len(checkpointer.steps())
-    except ValueError:  # said where the checkpoint to resume from is looked at
+    except ValueError:  # reported by the check of the checkpoint to resume from
         return 0
 
 
@@ -123,18 +123,18 @@ def _model_bytes(trainer: CheckedTrainer) -> int:
 
 
 def _other_bytes(subject: CheckContext) -> int:
-    """Return the size of what callbacks save beside model and optimizer."""
+    """Return the size of the state that callbacks save beside model and optimizer."""
     trainer = subject.trainer
     held = [part.state_dict() for part in subject.callbacks if isinstance(part, Stateful)]
     for callback in subject.callbacks:
         if isinstance(callback, EvaluationWeights):
-            # Of a copy: the weights that it keeps begin with the run.
+            # From a copy: the callback's own weights start with the run.
             held += [part.state_dict() for part in copy.copy(callback).weight_parts(trainer.model).values()]
     return tensor_bytes(held)
 
 
 def tensor_bytes(tree: Any) -> int:
-    """Return the size of all tensors inside mappings, lists and tuples; one that is there twice counts once."""
+    """Return the size of all tensors inside mappings, lists and tuples; a repeated tensor counts once."""
     seen: dict[tuple[Any, ...], int] = {}
 
     def walk(value: Any) -> None:
@@ -153,7 +153,7 @@ def tensor_bytes(tree: Any) -> int:
 
 
 def check_optimizer(subject: CheckContext) -> Iterator[Problem]:
-    """Build the run's optimizer; what it changes on the model, such as hooks, stays."""
+    """Build the run's optimizer; its changes to the model, such as hooks, stay."""
     trainer, figures = subject.trainer, subject.figures
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     if not subject.trains or not trainable:
@@ -173,17 +173,17 @@ def check_optimizer(subject: CheckContext) -> Iterator[Problem]:
     tells: Any = getattr(subject.optimizer, "expected_bytes", None)
     if tells is None:
         size = state_bytes(subject.optimizer)
-    else:  # one that frees gradients during the backward pass, or whose step needs such a pass
+    else:  # an optimizer that frees gradients during the backward pass, or whose step needs one
         figures["gradient_bytes"], size = tells(micro_batches=subject.args.gradient_accumulation_steps)
     figures["optimizer_is_assumed"] = size is None
     figures["optimizer_bytes"] = 8 * sum(p.numel() for p in trainable) if size is None else size
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the size of the state that an optimizer has, or will have after its first step; None if unknown.
+    """Return the size of an optimizer's state, now or after its first step; None if unknown.
 
-    A twin of it makes a step over parameters that have a shape and no numbers. One that wants to see numbers fails in
-    that; it has made its state by then, so that each parameter's is looked at by itself.
+    A copy of it makes a step over parameters with shapes but no values. An optimizer that reads values fails in that
+    step. It has created its state by then, so each parameter is measured separately.
     """
     if optimizer.state:
         return tensor_bytes(dict(optimizer.state))
@@ -201,10 +201,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def _state_of_twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tuple[dict[Any, Any], bool]:
-    """Return the state after a step of an optimizer that is like `optimizer` over `groups`, and whether it failed."""
+    """Return the state after a step of a copy of `optimizer` over `groups`, and whether the step failed."""
     twin: Any = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    # Fused kernels want numbers; the state is the same without.
+    # Fused kernels need values; the state is the same without them.
     plain = {"fused": None, "foreach": False}
     twin.param_groups = [
         {**group, **{k: v for k, v in plain.items() if k in group}, "params": [_shape_of(p) for p in group["params"]]}
@@ -213,7 +213,7 @@ def _state_of_twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
     twin.state = defaultdict(dict)
     try:
         type(optimizer).step(twin)
-    except Exception:  # whatever it meets when it reads a number, or if it knows its parameters by another way
+    except Exception:  # any error from reading a value, or from other references to its parameters
         return dict(twin.state), True
     return dict(twin.state), False
 
@@ -225,7 +225,7 @@ def _shape_of(parameter: torch.Tensor) -> torch.nn.Parameter:
 
 
 def check_memory(subject: CheckContext) -> Iterator[Problem]:
-    """Compare parameters, gradients and optimizer state with the whole memory of an accelerator."""
+    """Compare the size of parameters, gradients and optimizer state with an accelerator's memory."""
     figures = subject.figures
     device = subject.trainer.strategy.device
     if device.type == "cpu" or "optimizer_bytes" not in figures:
@@ -236,7 +236,7 @@ def check_memory(subject: CheckContext) -> Iterator[Problem]:
 
 
 def memory_problems(figures: dict[str, int], total_bytes: int) -> Iterator[Problem]:
-    """Find a model that does not fit, whatever the batch size.
+    """Find a model that does not fit at any batch size.
 
     Args:
         figures: has `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`.
@@ -252,7 +252,7 @@ def memory_problems(figures: dict[str, int], total_bytes: int) -> Iterator[Probl
 
 
 def estimate(subject: CheckContext) -> Iterator[Problem]:
-    """Reckon the time from the one forward and backward; an upper bound where larger batches are more efficient."""
+    """Estimate the time from one forward and backward; an upper bound if larger batches are more efficient."""
     figures = subject.figures
     if "forward_backward_s" in figures and figures.get("steps") and figures.get("trial_samples"):
         per_sample_s = figures["forward_backward_s"] / figures["trial_samples"]

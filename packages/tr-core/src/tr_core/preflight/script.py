@@ -1,6 +1,6 @@
-"""Run a script until it would begin to train.
+"""Run a script up to the start of its training.
 
-If it never begins, report what happened instead.
+If it never trains, report the reason.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tr_core.preflight.requested import VARIABLE, PreflightDone
 
 
 class OwnLoopError(SystemExit):
-    """An optimizer made a step, and no Trainer was in charge."""
+    """Raised at an optimizer step outside of a Trainer."""
 
 
 def check_script(script: Path, words: Sequence[str]) -> Report:
-    """Run `script` as a program until it would train, evaluate or predict, and return the report made there.
+    """Run `script` as a program until it would train, evaluate or predict, and return the report of that point.
 
-    The script ends there. It also ends where an optimizer makes a step without a Trainer: a loop of its own.
+    The script ends there. It also ends at an optimizer step without a Trainer, as in its own loop.
 
     Args:
         script: a Python file.
@@ -60,13 +60,13 @@ def check_script(script: Path, words: Sequence[str]) -> Report:
 
 
 def _run(script: Path, words: Sequence[str], answer: Path) -> BaseException | None:
-    """Run the script; return what ended it, None where it ran to its end."""
+    """Run the script; return the exception that ended it, None without one."""
     with _as_program(script, words), _environment(answer), _no_step():
         try:
             runpy.run_path(str(script.absolute()), run_name="__main__")
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # whatever a script raises, SystemExit included, is to be reported
+        except BaseException as error:  # report whatever a script raises, SystemExit included
             return error
     return None
 
@@ -99,7 +99,7 @@ def _environment(answer: Path) -> Iterator[None]:
 def _no_step() -> Iterator[None]:
     def refuse(optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if all(parameter.device.type == "meta" for group in optimizer.param_groups for parameter in group["params"]):
-            return  # the preflight's own, which reckons the size of an optimizer's state
+            return  # the preflight's own step, which measures the size of an optimizer's state
         raise OwnLoopError(1)
 
     handle = register_optimizer_step_pre_hook(refuse)
@@ -110,7 +110,7 @@ def _no_step() -> Iterator[None]:
 
 
 def _instead(script: Path, origin: Origins, error: BaseException | None) -> Iterator[Problem]:
-    """Say why there is no report of a Trainer."""
+    """Yield the reason for a missing report of a Trainer."""
     needed = "needed is a script that calls train, evaluate or predict of a tr_core Trainer"
     if isinstance(error, OwnLoopError):
         yield Problem("T011", f"an optimizer made a step without a Trainer; {needed}", _place_in(script, error))
