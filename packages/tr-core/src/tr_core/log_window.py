@@ -1,4 +1,4 @@
-"""Hold what happened since the last log, and count the input tokens of a run.
+"""Accumulate what happened since the last log, and count the input tokens of a run.
 
 Values are read from the device in one transfer a log. Ranks exchange them once a log.
 """
@@ -23,22 +23,22 @@ from tr_log import get_logger
 
 logger = get_logger("tr_core.trainer")
 
-# Steps whose loss and norm are looked at together: one by one that costs a step four operations on scalars.
+# Steps whose loss and norm are checked together: one by one, a check costs a step four operations on scalars.
 CHECK_EVERY = 64
 
 
 class RankWindow(TypedDict):
-    """What one rank holds since the last log, as plain values: what ranks exchange, and a checkpoint keeps.
+    """Hold the window of one rank as plain values, for exchange between ranks and for checkpoints.
 
     Attributes:
         loss: sum of the steps' losses.
         grad_norm: norm of the last step's gradients before clipping; None before the first step.
         nonfinite: steps whose loss or gradient norm was not finite.
-        skipped: updates that were left out for it.
-        metrics: what was logged with `log_metric`.
+        skipped: updates that were skipped for this reason.
+        metrics: sums of the metrics logged with `log_metric`.
         flops: floating-point operations.
         tokens: input tokens.
-        place: where the data is in its pass, as the data itself says it, in a checkpoint; None where it does not.
+        place: in a checkpoint, the data's own state of its position in the epoch; None if it has none.
     """
 
     loss: float
@@ -52,13 +52,13 @@ class RankWindow(TypedDict):
 
 
 class ClosedWindow(NamedTuple):
-    """A window of all ranks.
+    """Hold the window of all ranks.
 
     Attributes:
         loss: sum of the steps' losses, as the mean over ranks.
         grad_norm: norm of the last step's gradients before clipping.
         nonfinite: steps whose loss or gradient norm was not finite, on the rank that had most.
-        skipped: updates that were left out for it.
+        skipped: updates that were skipped for this reason.
         metrics: weighted means over steps and ranks.
     """
 
@@ -70,31 +70,31 @@ class ClosedWindow(NamedTuple):
 
 
 class LogWindow:
-    """Everything of this rank since the last log; losses, norms and counts stay on the device until they are read.
+    """Accumulate this rank's window since the last log; losses, norms and counts stay on the device until read.
 
     Args:
         strategy: where this process computes, and how ranks exchange metrics.
-        tokens: what counts input tokens, None where nobody asked.
+        tokens: counts input tokens; None if not requested.
 
     Attributes:
         tokens: the same.
-        means: what was logged with `log_metric`.
-        counters: called with every micro-batch: they count tokens and floating-point operations.
-        hides_nan: whether losses that are not finite are left out of the log.
-        step: completed steps of the run when the step at hand began.
-        step_loss: loss of the step at hand, a scalar tensor.
+        means: the metrics logged with `log_metric`.
+        counters: called with every micro-batch; they count tokens and floating-point operations.
+        hides_nan: whether the log omits losses that are not finite.
+        step: completed steps of the run when the current step began.
+        step_loss: loss of the current step, a scalar tensor.
         loss_sum: sum of the losses of the steps.
         grad_norm: norm of the last step's gradients before clipping; None before the first.
         learning_rate: learning rate of the first parameter group in the last step.
         num_nonfinite: steps whose loss or norm was not finite, a scalar tensor.
-        num_skipped: updates that were left out for it, a scalar tensor.
+        num_skipped: updates that were skipped for this reason, a scalar tensor.
         unjudged: loss and norm of the last applied steps, which `num_nonfinite` does not count yet.
         flops: floating-point operations since they were last added to the state.
         last_logged_step: step of the last log.
-        of_all_ranks: the windows of all ranks as they were last saved.
+        of_all_ranks: the windows of all ranks at the last save.
         first_step: completed steps of the run when this call of `train` began.
-        first_tokens: input tokens seen then.
-        start_s: `time.perf_counter()` then.
+        first_tokens: input tokens seen when this call of `train` began.
+        start_s: `time.perf_counter()` when this call of `train` began.
     """
 
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
@@ -119,15 +119,15 @@ class LogWindow:
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch: its share of the step's loss, a scalar, its tokens and its operations."""
         self.step_loss = self.step_loss + loss
-        if self.hides_nan:  # the mean of the window so far takes the place of a loss that is not finite
+        if self.hides_nan:  # the mean of the window so far replaces a loss that is not finite
             loss = torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + self.step - self.last_logged_step))
-        # Not in place: a step may be made again, or left out.
+        # Not in place: a step may be repeated or skipped.
         self.loss_sum = (self.loss_sum + loss).to(self.loss_sum.dtype)
         for count in self.counters:
             count(batch)
 
     def end_step(self, norm: torch.Tensor, learning_rate: float, *, applied: bool) -> None:
-        """Note how the step at hand ended: its gradient norm and rate, and whether an overflow left it out."""
+        """Record the end of the current step: its gradient norm and rate, and whether an overflow skipped it."""
         self.learning_rate = learning_rate
         if applied:
             self.unjudged.append((self.step_loss, norm))
@@ -135,7 +135,7 @@ class LogWindow:
                 self.count_nonfinite()
 
     def leave_out_step(self, skip: torch.Tensor) -> None:
-        """Take the step at hand out of the window where a flag on the device is set."""
+        """Remove the current step from the window if a flag on the device is set."""
         self.loss_sum = torch.where(skip, self._loss_before_step, self.loss_sum)
         self.num_skipped = self.num_skipped + skip
         self.means.settle(skip)
@@ -152,7 +152,7 @@ class LogWindow:
         self.flops += operations
 
     def read(self) -> RankWindow:
-        """Read what this rank holds; the counts of operations and tokens begin again, all else stays."""
+        """Read this rank's window; reset the counts of operations and tokens, and keep the rest. Sync."""
         self.count_nonfinite()
         norm = [] if self.grad_norm is None else [self.grad_norm]
         loss, nonfinite, skipped, *norms = read_scalars([self.loss_sum, self.num_nonfinite, self.num_skipped, *norm])
@@ -169,7 +169,7 @@ class LogWindow:
         }
 
     def close(self, windows: Sequence[RankWindow]) -> ClosedWindow:
-        """Return the window of all ranks, of what each of them read, and begin a new one."""
+        """Merge the windows that the ranks read, return the result, and begin a new window."""
         closed = ClosedWindow(
             loss=sum(window["loss"] for window in windows) / len(windows),
             grad_norm=windows[0]["grad_norm"],
@@ -179,14 +179,14 @@ class LogWindow:
         )
         self._logged_loss += closed.loss
         self._logged_skips += closed.skipped
-        # Not subtracted from themselves: NaN - NaN stays NaN for ever.
+        # Not subtracted from themselves: NaN - NaN stays NaN.
         self.loss_sum, self.num_nonfinite = self._zero, torch.zeros_like(self.num_nonfinite)
         self.num_skipped = torch.zeros_like(self.num_skipped)
         self.means.clear()
         return closed
 
     def entry(self, closed: ClosedWindow, steps: int, num_tokens: int) -> dict[str, Any]:
-        """Return what is logged of a closed window.
+        """Return the log entry of a closed window.
 
         Args:
             closed: what `close` returned.
@@ -206,12 +206,12 @@ class LogWindow:
         return logs
 
     def mean_loss(self, steps: int) -> float:
-        """Return the mean loss of this call's steps that were applied and logged, of `steps` in all."""
+        """Return the mean loss of this call's applied and logged steps, out of `steps`."""
         applied = steps - self._logged_skips
         return self._logged_loss / applied if applied else math.nan
 
     def load(self, windows: Sequence[RankWindow], rank: int, world_size: int) -> None:
-        """Go on with a saved window of all ranks; another number of ranks shares it evenly."""
+        """Restore a saved window of all ranks; another number of ranks shares it evenly."""
         own = share_window(windows, rank, world_size)
         norm = own["grad_norm"]
         self.grad_norm = None if norm is None else torch.full_like(self._zero, norm)
@@ -219,20 +219,20 @@ class LogWindow:
         self.num_nonfinite = torch.full_like(self.num_nonfinite, own["nonfinite"])
         self.num_skipped = torch.full_like(self.num_skipped, own["skipped"])
         self.means.load(own["metrics"])
-        # What an earlier call trained belongs to the next log, but not to the mean loss of this call.
+        # Steps of an earlier call count for the next log, but not for the mean loss of this call.
         self._logged_loss = -sum(window["loss"] for window in windows) / len(windows)
         self._logged_skips = -own["skipped"]
 
 
 def is_nonfinite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return where either of two tensors of one shape is NaN or infinite; it stays on the device."""
-    return torch.ne(loss - loss, norm - norm)  # what is finite less itself is 0; all else is NaN: unequal to anything
+    """Return where either of two tensors of one shape is NaN or infinite; the result stays on the device."""
+    return torch.ne(loss - loss, norm - norm)  # x - x is 0 if x is finite, else NaN, which equals nothing
 
 
 def share_window(windows: Sequence[RankWindow], rank: int, world_size: int) -> RankWindow:
-    """Return the part of a saved window that a rank goes on with: its own, or of another number of ranks a share.
+    """Return a rank's part of a saved window: its own, or a share if the number of ranks changed.
 
-    Sums over the ranks stay what they were; operations and tokens are in the state already.
+    Sums over the ranks stay the same. The state already holds operations and tokens.
     """
     if len(windows) == world_size:
         return windows[rank]
@@ -260,12 +260,12 @@ def store_counts(state: TrainerState, windows: Sequence[RankWindow]) -> None:
 
 
 def warn_of_nonfinite(window: ClosedWindow, steps: int, last_step: int, on_nonfinite: str) -> None:
-    """Say, once a window, that a run is breaking, or what was left out of it.
+    """Warn once a window of steps that were not finite, or that were skipped.
 
     Args:
-        window: what is logged.
-        steps: its steps.
-        last_step: the last of them.
+        window: the closed window.
+        steps: the number of its steps.
+        last_step: its last step.
         on_nonfinite: the argument of that name.
     """
     where = f"of the {steps} steps up to step {last_step}"
@@ -289,13 +289,13 @@ def warn_of_nonfinite(window: ClosedWindow, steps: int, last_step: int, on_nonfi
 class TokenCounter:
     """Count the elements of the main input of this rank's micro-batches.
 
-    Batches come from the loader with host tensors, so nothing is read from a device; where a collator made them on one,
-    the count stays there until `take`.
+    Batches come from the loader with host tensors, so nothing is read from a device. If a collator built them on a
+    device, the count stays there until `take`.
 
     Args:
         input_name: key of the main input in a batch.
-        only_real: leave out padding, by the batch's `attention_mask` if it has one, else by `padding`.
-        padding: the token that fills up, None if there is none.
+        only_real: skip padding, by the batch's `attention_mask` if it has one, else by `padding`.
+        padding: the padding token; None if there is none.
     """
 
     def __init__(self, input_name: str, *, only_real: bool = False, padding: int | None = None) -> None:
@@ -303,10 +303,10 @@ class TokenCounter:
         self._on_host, self._on_device = 0, None
 
     def count(self, batch: MicroBatch) -> None:
-        """Add a micro-batch; one that only fills up, so that this rank takes part, has no tokens of its own.
+        """Add a micro-batch. A filler batch, with which this rank only takes part, has no tokens of its own.
 
         Raises:
-            ValueError: the batch does not say what its tokens are, or which of them are padding.
+            ValueError: the tokens of the batch, or its padding, cannot be found.
         """
         if batch.weight == 0.0:
             return
@@ -350,11 +350,11 @@ class TokenCounter:
 
 
 def build_token_counter(mode: str, model: nn.Module, processor: Any) -> TokenCounter | None:
-    """Return what `include_num_input_tokens_seen` asks for; None where it is `no`.
+    """Return the token counter that `include_num_input_tokens_seen` selects; None for `no`.
 
     Args:
         mode: that argument.
-        model: the unwrapped model, which may say what its main input is.
+        model: the unwrapped model, which may name its main input.
         processor: the tokenizer or processor, which may have a `pad_token_id`.
     """
     if mode == "no":

@@ -1,19 +1,20 @@
-"""Decide in one place what a loss is divided by, and what else a step's loss is made of.
+"""Decide in one place what a loss is divided by, and which other parts a step's loss has.
 
-A step's loss is the mean over what its micro-batches hold, in one of two ways:
+A step's loss is the mean over the contents of its micro-batches, in one of two ways:
 
 - *Counted*: the model, or `compute_loss_func`, divides a summed loss by `num_items_in_batch`. That is the number of
-  targets in the whole step over all ranks. Such a loss is already a share of the step's mean. The strategy averages
-  gradients over ranks, so it is multiplied by their number.
-- *Mean*: the loss is a mean over its own micro-batch. It is divided by the number of micro-batches that the step
-  really has. It is weighted where ranks hold unequal shares of a short one.
+    targets in the full step over all ranks. Such a loss is already a share of the step's mean. The strategy averages
+    gradients over ranks, so the loss is multiplied by their number.
+  - *Mean*: the loss is a mean over its own micro-batch. It is divided by the actual number of micro-batches in the
+  step.
+    It is weighted if ranks hold unequal shares of a short micro-batch.
 
-The signature does not say which of the two it is, so nothing is guessed from it. The count is passed as an `ItemCount`,
-which marks everything that is calculated with it. Each micro-batch's loss is checked for that mark. What a user
-declares has priority: `loss_is_scaled_for_ga` of the Trainer.
+  The signature does not show which of the two it is, so nothing is guessed from it. The count is passed as an
+  `ItemCount`, which marks everything that is calculated with it. Each micro-batch's loss is checked for that mark. A
+  user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
 
-Also here: dicts of losses that an override of `compute_loss` returns, label smoothing, and `StepScope`, which holds
-what is known of the current step and micro-batch.
+  This file also holds dicts of losses from an override of `compute_loss`, label smoothing, and `StepScope`, the data of
+  the current step and micro-batch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tr_core.signatures import takes_argument
 
 
 class Division(Enum):
-    """What a loss was divided by when it came from `compute_loss`."""
+    """Name the divisor of a loss from `compute_loss`."""
 
     MEAN = "what its own micro-batch holds"
     COUNTED = "the count of the whole step"
@@ -45,18 +46,18 @@ class Division(Enum):
 
 
 class LossRule:
-    """What is counted in a step, who is told, and what a loss is then divided by.
+    """Count the targets of a step, pass the count to the loss, and find out what the loss was divided by.
 
     Args:
-        model: the unwrapped model, to see whether it takes the count and shifts its targets.
+        model: the unwrapped model, to find out whether it takes the count and shifts its targets.
         compute_loss_func: the user's loss function, if any.
         strategy: how counts are summed over ranks.
         average_tokens_across_devices: count over all ranks, not on this one only.
-        declared: what the user says about whether the model takes the count; None where nothing.
+        declared: returns the user's declaration whether the model takes the count; None without one.
 
     Attributes:
-        observed: whether the last loss that could be looked at depended on the count; None before the first.
-        is_own_loss: set by `Trainer.compute_loss`: the loss is made by the Trainer, not by an override alone.
+        observed: whether the last loss that could be checked depended on the count; None before the first.
+        is_own_loss: set by `Trainer.compute_loss`: the Trainer computes the loss, not only an override.
     """
 
     def __init__(
@@ -84,25 +85,25 @@ class LossRule:
 
     @property
     def accepts_count(self) -> bool:
-        """Whether the model is given the count: as the user says, else as its forward and class say."""
+        """Whether the model gets the count: by the user's declaration, else by its forward and class."""
         declared = self._declared()
         return self._model_takes_count if declared is None else bool(declared)
 
     @property
     def tells_model(self) -> bool:
-        """Whether the model is given the count to compute its own loss with."""
+        """Whether the model gets the count to compute its own loss."""
         return self._function is None and self.accepts_count
 
     @property
     def counts(self) -> bool:
-        """Whether anything is given the count."""
+        """Whether the model or a loss function gets the count."""
         return self._function_takes_count if self._function is not None else self.accepts_count
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         """Count the targets of a step over all ranks, from host tensors; nothing is read from a device.
 
         Returns:
-            A scalar tensor on the device, or None where the batches have no labels to count.
+            A scalar tensor on the device, or None if the batches have no labels to count.
         """
         found = [self._count_one(batch.inputs) for batch in micro_batches if batch.weight > 0]
         known = [number for number in found if number is not None]
@@ -112,34 +113,34 @@ class LossRule:
         return self._strategy.sum(total) if self._over_ranks else total
 
     def count_inputs(self, inputs: Any) -> torch.Tensor | None:
-        """Count the targets of one batch on this rank, staying on the device; None where it has no labels."""
+        """Count the targets of one batch on this rank, without leaving the device; None if it has no labels."""
         targets = self._targets(inputs)
         return None if targets is None else targets.ne(IGNORED_TARGET).sum()
 
     def hand_over(self, num_items: torch.Tensor) -> ItemCount:
-        """Return the count to give to a loss; `judge` looks afterwards at what became of it."""
+        """Return the count for a loss; `judge` later checks how the loss used it."""
         ItemCount.reads.clear()
         self.is_own_loss = False
         compiler: Any = sys.modules.get("torch._functorch.config")
         if compiler is not None and getattr(compiler, "check_custom_op_aliasing", False):
-            # At the first call of compiled code this check refuses any subclass of a tensor.
+            # This check refuses any subclass of a tensor at the first call of compiled code.
             compiler.check_custom_op_aliasing, self._watches_aliases = False, True
         return num_items.as_subclass(ItemCount)
 
     def judge(
         self, loss: torch.Tensor, was_told: bool | None, size: int, weight: float, is_scaled: bool | None = None
     ) -> Division:
-        """Say what a micro-batch's loss was divided by.
+        """Find out what a micro-batch's loss was divided by.
 
         Args:
-            loss: scalar, as `compute_loss` gave it.
-            was_told: whether the count was handed over for it; None where none was made.
+            loss: scalar, as `compute_loss` returned it.
+            was_told: whether the loss got the count; None if nothing was counted.
             size: micro-batches of the step.
             weight: weight of this rank's share of the micro-batch.
-            is_scaled: the Trainer's `loss_is_scaled_for_ga`; None leaves it to be seen.
+            is_scaled: the Trainer's `loss_is_scaled_for_ga`; None means to observe it.
 
         Raises:
-            ValueError: it makes a difference and cannot be seen, or contradicts what the user declared.
+            ValueError: the divisor matters but cannot be observed, or it contradicts the user's declaration.
         """
         used = self._look(loss) if was_told else False
         if was_told and used is not None:
@@ -155,21 +156,21 @@ class LossRule:
         return Division.COUNTED if used else Division.MEAN
 
     def judge_evaluation(self, loss: torch.Tensor, was_told: bool) -> torch.Tensor:
-        """Note whether the loss of an evaluation batch depends on the count, and return it as a plain tensor."""
+        """Record whether the loss of an evaluation batch depends on the count, and return it as a plain tensor."""
         self._evaluated = (self._look(loss),) if was_told else ()
         return plain(loss)
 
     def weighs_targets(self, without_count: bool) -> bool | None:
-        """Whether the loss of the last evaluation batch is one over its targets, not over its samples.
+        """Whether the loss of the last evaluation batch is a mean over its targets, not over its samples.
 
-        It is if it depended on the count, or if the losses of training do; or if it is the model's own, of which the
-        code says so.
+        It is if the loss depended on the count, or if the losses of training do. It also is if the model computes the
+        loss itself and its code shows such a mean.
 
         Args:
-            without_count: the answer where neither was seen, because this loss was given no count.
+            without_count: the answer if neither was observed, because this loss got no count.
 
         Returns:
-            True or False; None where the loss may have been divided by a number that was read of the count.
+            True or False; None if the loss may have been divided by a number that was read from the count.
         """
         seen, self._evaluated = self._evaluated, ()
         if True in seen or (self.is_own_loss and self._averages_over_targets):
@@ -179,17 +180,17 @@ class LossRule:
         return seen[0] if seen else without_count
 
     def share(self, loss: torch.Tensor, division: Division, size: int, weight: float) -> torch.Tensor:
-        """Turn one micro-batch's loss, or a part of it, into its share of the step's loss.
+        """Scale one micro-batch's loss, or a part of it, to its share of the step's loss.
 
         Args:
-            loss: scalar, as the model or loss function gave it.
-            division: what it was divided by.
+            loss: scalar, as the model or loss function returned it.
+            division: its divisor.
             size: micro-batches of the step.
             weight: weight of this rank's share of the micro-batch.
         """
         loss = plain(loss)
         if division is not Division.MEAN:
-            if weight == 0.0:  # a sample of another rank's, here so that this one takes part: it is counted there
+            if weight == 0.0:  # a filler sample that belongs to another rank, which counts it
                 return loss * 0.0
             return loss * self._strategy.world_size if self._over_ranks and division is Division.COUNTED else loss
         if weight != 1.0:
@@ -197,7 +198,7 @@ class LossRule:
         return loss / size if size > 1 else loss
 
     def _look(self, loss: torch.Tensor) -> bool | None:
-        """Whether a loss depends on the count it was given; None where that cannot be seen."""
+        """Whether a loss depends on the count that it got; None if that cannot be observed."""
         if self._watches_aliases:
             compiler: Any = sys.modules["torch._functorch.config"]
             compiler.check_custom_op_aliasing = True
@@ -218,7 +219,7 @@ class LossRule:
         if isinstance(shifted, torch.Tensor):
             return shifted
         if isinstance(labels, torch.Tensor) and self._shifts:
-            # The first position of a sequence is nobody's target where the model predicts the next one.
+            # The first position of a sequence is no target if the model predicts the next position.
             return labels[..., 1:]
         return labels if isinstance(labels, torch.Tensor) else None
 
@@ -243,10 +244,10 @@ def _contradicts() -> str:
 
 
 def split_loss(returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss, and by their names the scalars that are to be logged beside it.
+    """Return the loss, and by name the scalars to log in addition to it.
 
     Args:
-        returned: a mapping with `loss`, a tensor, and any number of further scalars.
+        returned: a mapping with `loss`, a tensor, and any number of other scalars.
 
     Raises:
         TypeError: it is no mapping.
@@ -278,18 +279,18 @@ def _checked_scalar(name: str, value: Any) -> torch.Tensor:
 
 
 class LabelSmoother:
-    """A loss function for a Trainer: cross entropy with smoothed targets.
+    """Compute cross entropy with smoothed targets: a loss function for a Trainer.
 
     The loss of a target is `(1 - epsilon) * nll + epsilon * mean over classes of -log p`; targets of -100 do not count.
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
 
     Args:
-        epsilon: share of a target that is spread, in [0, 1).
-        model: the unwrapped model; one that predicts the next position has its targets shifted here as there.
+        epsilon: share of a target that is spread over all classes, in [0, 1).
+        model: the unwrapped model; if it predicts the next position, the targets are shifted here too.
 
     Raises:
-        ValueError: the model's problem is one of several labels a sample, which have no one target to smooth.
+        ValueError: the model's problem has several labels a sample, and so no single target to smooth.
     """
 
     def __init__(self, epsilon: float, model: nn.Module) -> None:
@@ -304,9 +305,9 @@ class LabelSmoother:
         """Return the mean over targets, or their sum divided by `num_items_in_batch`.
 
         Args:
-            outputs: what the model gave: a mapping with `logits`, or a tuple of which they are the first.
+            outputs: the model's outputs: a mapping with `logits`, or a tuple with the logits first.
             labels: class numbers, shape `(batch,)` or `(batch, positions)`.
-            num_items_in_batch: targets of the whole step.
+            num_items_in_batch: targets of the full step.
 
         Raises:
             ValueError: there are no labels.
@@ -328,16 +329,16 @@ class LabelSmoother:
 
 @dataclass(slots=True)
 class StepScope:
-    """What the loop knows of the step at hand, for what is called within it.
+    """Hold the data of the current step, for the functions called within it.
 
-    It is an object of its own so that a step assigns nothing to the Trainer, which looks at what users assign to it.
+    It is a separate object so that a step assigns nothing to the Trainer, which checks all assignments to it.
 
     Attributes:
         size: micro-batches of the step.
-        weight: weight of this rank's share of the micro-batch; 0.0 for a sample that is another rank's.
+        weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
         loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
-        outputs: what the model gave for this micro-batch, where a callback asks for it.
-        metrics: where `log_metric` adds to: the open window of a run, or of an evaluation; None outside both.
+        outputs: the model's outputs for this micro-batch, if a callback wants them.
+        metrics: the window that `log_metric` adds to: of a run, or of an evaluation; None outside both.
     """
 
     size: int = 1
@@ -348,7 +349,7 @@ class StepScope:
 
     @contextmanager
     def separate_window(self, collectives: Collectives) -> Iterator[MetricWindow]:
-        """Have what is logged within go to a window of its own, not to that of the training around it."""
+        """Collect metrics logged inside the block apart from those of training."""
         outer, window = self.metrics, MetricWindow(collectives)
         self.metrics = window
         try:
