@@ -1,1 +1,1 @@
-"""The callbacks that come with the loop, one a file."""
+"""The callbacks of this package, one in each file."""

@@ -21,7 +21,7 @@ NOT_TRACKERS = ("hub", "neftune")
 
 
 def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
-    """Return the callbacks that the arguments ask for, in the order they are called.
+    """Return the callbacks that the arguments request, in the order of their calls.
 
     It reads `disable_tqdm`, `report_to`, `neftune_noise_alpha`, `parameter_rules`, `push_to_hub`, and what `steering`
     reads.
@@ -54,7 +54,7 @@ def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:
 
 
 def trackers(args: TrainingArguments) -> list[Any]:
-    """Return the trackers that `report_to` asks for: `none` means no tracker, `all` every usable one.
+    """Return the trackers in `report_to`: `none` means no tracker, `all` every usable one.
 
     Raises:
         tr_core.plugins.PluginError: a named one is not installed.

@@ -1,1 +1,1 @@
-"""How samples become the micro-batches of a step: order, columns, loading."""
+"""From samples to the micro-batches of a step: order, columns, loading."""

@@ -58,7 +58,7 @@ class Batches(Protocol):
         Without this call the epoch begins at the same position, after reading all samples before it.
 
         Args:
-            places: what `place_state` returned on each rank of the run that saved.
+            places: results of `place_state` on each rank of the saved run.
             rank: this process's number.
             world_size: number of processes now.
             in_epoch: whether the run resumes inside an epoch; else only the generators of later epochs are restored.
@@ -70,7 +70,7 @@ def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = 
     """Return the epochs over a loader: one that the Trainer built, or any iterable.
 
     Args:
-        loader: what `get_train_dataloader` or one of its siblings returned.
+        loader: result of `get_train_dataloader` or one of its siblings.
         batch_size: samples per rank and micro-batch.
         world_size: number of ranks.
         trains: whether the data is for training; a user's loader then passes the epoch to its data set.

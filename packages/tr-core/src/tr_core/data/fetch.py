@@ -26,7 +26,7 @@ DATA_ERRORS = (Exception, GeneratorExit)
 def explain_data_error(error: BaseException, what: str, owner: Any, where: str) -> None:
     """Add the samples to an error as a note; call it in the handler and `raise` afterwards.
 
-    Type and traceback stay. Notes are part of a formatted traceback, so they also survive the way from a worker
+    Type and traceback stay. Notes are part of a formatted traceback, so they also survive the transfer from a worker
     process.
 
     Args:

@@ -23,7 +23,7 @@ class DataPosition:
     Attributes:
         epoch: number of the epoch, from 0.
         samples: samples of that epoch consumed by all ranks together.
-        pending: what an interruption skipped after the last step: `evaluate`, and perhaps `save` after it.
+        pending: actions that an interruption skipped after the last step: `evaluate`, and perhaps `save` after it.
         is_at_epoch_end: whether an epoch has ended since the last step, with its events.
         ends_epoch_early: whether a callback had requested the end of the epoch when the restored checkpoint was saved.
         is_retry: whether the next epoch has begun already, because one of its steps is repeated.

@@ -174,7 +174,7 @@ class MicroBatch(NamedTuple):
     """One rank's collated samples, not moved to the device yet.
 
     Attributes:
-        inputs: what the collator made, with host tensors.
+        inputs: the collated batch, with host tensors.
         weight: factor for the mean loss over it (see `Slice`).
         end: position in the epoch, in samples of all ranks, once it is consumed.
         total: samples it holds for all ranks; None if each rank knows only its own.

@@ -257,7 +257,7 @@ class EvaluationLoop:
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
+    """Set a model to evaluation mode in the block, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -269,7 +269,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def with_prefix(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Put `prefix_` before every name that does not begin with it yet."""
+    """Add `prefix_` to every name that lacks it."""
     start = f"{prefix}_"
     return {name if name.startswith(start) else start + name: value for name, value in metrics.items()}
 

@@ -230,7 +230,7 @@ class Rows:
 
 
 def _write(rows: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy rows into a larger place, and pad the surplus columns."""
+    """Copy rows into a block, and pad its surplus columns."""
     if rows.dim() > 1 and rows.shape[1] < place.shape[1]:
         place[:, rows.shape[1] :] = PADDING
         place = place[:, : rows.shape[1]]

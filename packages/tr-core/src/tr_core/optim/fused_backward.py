@@ -38,7 +38,7 @@ class FusedBackwardStrategy:
     Args:
         strategy: places the model and communicates with the other ranks.
         optimizer: a `tr_core.protocols.InBackward`.
-        model: what the strategy's `prepare` returned.
+        model: the result of the strategy's `prepare`.
         tell: called once with a sentence, if the gradient norm is an estimate.
     """
 
@@ -95,7 +95,7 @@ def fused_backward(
     Args:
         strategy: places the model and communicates with the other ranks.
         optimizer: the run's, checked by `check_fused_backward`.
-        model: what the strategy's `prepare` returned.
+        model: the result of the strategy's `prepare`.
         max_norm: norm that gradients are clipped to; None for no clipping.
         tell: called once with a sentence, if the gradient norm is an estimate.
     """

@@ -22,8 +22,8 @@ class GreedyLR(ReduceLROnPlateau):
 
     Source: Subramanian, Krishnamoorthy, Murthy 2025, "Dynamic Learning Rate Scheduling based on Loss Changes Leads to
     Faster Convergence", arXiv:2512.14527, with the options of transformers 5. Deviations from those: the default bounds
-    are shares of each group's own rate, not 1e-3 and 1.0, which leave a rate below 1e-3 no way down; and with `rel` a
-    share is one of the best result's size, so that it means the same for negative results.
+    are shares of each group's own rate, not 1e-3 and 1.0, with which a rate below 1e-3 cannot fall. With `rel`, a share
+    refers to the best result's absolute value, so that it means the same for negative results.
 
     Args:
         optimizer: its current rates are changed.

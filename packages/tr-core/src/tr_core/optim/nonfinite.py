@@ -117,7 +117,7 @@ class RaiseNonfinite:
         strategy: clips and applies gradients.
         window: holds the step's loss, norm and number.
         optimizer: the run's.
-        model: what the strategy's `prepare` returned; the error names its parameters.
+        model: the result of the strategy's `prepare`; the error names its parameters.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ def choose_updates(
 
     Args:
         on_nonfinite: the argument of that name.
-        strategy: what computes.
+        strategy: the run's strategy.
         window: holds a step's loss, norm and number.
         optimizer: the run's.
-        model: what the strategy's `prepare` returned.
+        model: the result of the strategy's `prepare`.
     """
     if on_nonfinite == "skip":
         return SkipNonfinite(strategy, window, optimizer)

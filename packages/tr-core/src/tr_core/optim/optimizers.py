@@ -38,7 +38,7 @@ def parameter_groups(
 ) -> Groups:
     """Divide the trainable parameters into groups, by weight decay and by their rules.
 
-    Frozen parameters are left out. The first two groups, of parameters without a rule, always exist, though one may be
+    Frozen parameters are excluded. The first two groups, of parameters without a rule, always exist, though one may be
     empty. So saved optimizer states keep their shape.
 
     Args:
@@ -108,7 +108,7 @@ def build_optimizer(
     Args:
         kind: a class, or a function of parameter groups.
         options: keyword arguments; `params`, `model` or `optimizer_dict` among them replaces the groups.
-        groups: what `parameter_groups` returned.
+        groups: the result of `parameter_groups`.
         rules: the rules of the groups.
 
     Raises:

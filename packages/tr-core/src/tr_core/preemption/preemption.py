@@ -63,7 +63,7 @@ def preemptible(preemption: Preemption | None) -> Iterator[None]:
     do what a callback of one rank requests.
 
     Args:
-        preemption: what `make_preemption` returned.
+        preemption: the result of `make_preemption`.
     """
     if preemption is None:
         yield

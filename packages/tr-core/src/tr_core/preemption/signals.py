@@ -63,7 +63,7 @@ class StopSignals:
     A process forked in this block inherits the handlers; there they act as the former ones would.
 
     Args:
-        notify: called, once, by the handler of the first signal. It may come between any two operations of the main
+        notify: called, once, by the handler of the first signal. It may run between any two operations of the main
             thread.
         watches: use a thread to end the process at the second signal also while the main thread cannot be interrupted.
             That happens in an exchange with a hanging rank.

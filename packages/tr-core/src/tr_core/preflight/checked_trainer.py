@@ -1,4 +1,4 @@
-"""State what a preflight reads of a Trainer, and which of its methods it calls."""
+"""Declare the attributes and methods of a Trainer that a preflight uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tr_core.state import TrainerState
 
 
 class CheckedTrainer(Protocol):
-    """What a preflight looks at: a Trainer's data, model, loss and optimizer, and the methods that a user may override.
+    """The parts of a Trainer that a preflight checks: data, model, loss, optimizer and overridable methods.
 
     The attributes and methods are those of `Trainer`.
     """
@@ -56,7 +56,7 @@ class CheckedTrainer(Protocol):
 
     @property
     def evaluation_loop(self) -> Callable[..., Any]:
-        """Go through evaluation data."""
+        """Evaluate data."""
         ...
 
     @property
@@ -72,19 +72,19 @@ class CheckedTrainer(Protocol):
         ...
 
     def prepare(self) -> nn.Module:
-        """Return the model as the strategy wrapped it."""
+        """Return the model, wrapped by the strategy."""
         ...
 
     @property
     def training_context(self) -> Callable[..., AbstractContextManager[None]]:
-        """Surround a run by what the arguments ask of device and model while it trains."""
+        """Apply the run-wide settings of training inside a block."""
         ...
 
     def checkpointer(self) -> Checkpointer:
-        """Return where checkpoints go."""
+        """Return the checkpointer of the run."""
         ...
 
     @property
     def get_num_trainable_parameters(self) -> Callable[..., int]:
-        """Count the numbers that training changes."""
+        """Count the trainable parameters."""
         ...

@@ -99,7 +99,7 @@ def collate(
     """Make a batch of the first samples of a data set, as in the run, and append it to `into`.
 
     Args:
-        subject: what is examined.
+        subject: the target of the preflight.
         dataset: the data.
         what: `training` or `evaluation`, for messages.
         into: receives the batch, if there is one.
