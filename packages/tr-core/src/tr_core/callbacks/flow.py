@@ -12,7 +12,7 @@ from tr_core.state import TrainerControl, TrainerState
 class DefaultFlowCallback(TrainerCallback):
     """Request logs, evaluations and checkpoints by their strategies, and end the run at its last step.
 
-    Under the `steps` strategies the last step is also evaluated and saved off the interval. Under a strategy of wall
+    Under the `steps` strategies the last step is evaluated and saved even off the interval. Under a strategy of wall
     time it is also evaluated and saved before it is due. `WallTimeCallback` requests what is due by time. The `best`
     saving strategy is decided elsewhere, when an evaluation's result is known.
     """

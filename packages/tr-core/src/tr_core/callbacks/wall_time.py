@@ -21,7 +21,7 @@ ACTIONS = ("log", "evaluate", "save")
 class WallTimeCallback(TrainerCallback):
     """Request logs, evaluations and checkpoints at intervals of wall time, and end the run after `max_time`.
 
-    An action is due at the first step that ends an interval after the action's last end. For a checkpoint, the last
+    An action is due at the first step that ends at least one interval after the last one. For a checkpoint, the last
     checkpoint of any cause counts. The elapsed part of the interval is saved with a checkpoint, and a resumed run
     counts on from it. Time between two runs does not count. `max_time` counts from the beginning of this call of
     `train`.

@@ -225,7 +225,8 @@ class UserLoader:
         return bool(is_kept) and getattr(loader, "_iterator", None) is not None
 
     def _have_workers(self, *, live: bool) -> None:
-        """Start or remove persistent worker processes: the first iteration draws more random numbers than others."""
+        """Match the persistent worker processes to the save: the first iteration draws more random numbers than others.
+        """
         if live == self._has_live_workers():
             return
         if not live:

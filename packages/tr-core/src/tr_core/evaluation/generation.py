@@ -24,7 +24,7 @@ from tr_core.evaluation.gather import PADDING
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument, parameters_of
 
-# Number of new tokens of transformers' `generate` without a setting.
+# New tokens of transformers' `generate` when no setting limits them.
 DEFAULT_NEW_TOKENS = 20
 
 
@@ -179,7 +179,7 @@ def synced_generation(options: dict[str, Any], model: Any, strategy: Strategy) -
     Args:
         options: the options for `generate`.
         model: the generating model; a wrapper, as an adapter's, may pass on arguments that it does not name.
-        strategy: says whether a forward is a collective.
+        strategy: its `forward_is_collective` decides.
     """
     part = _part_with_sync(model) if strategy.forward_is_collective else None
     if part is None or strategy.world_size == 1:

@@ -60,7 +60,7 @@ def _with_hint(error: ArgumentsError, origin: Origins, classes: Sequence[type], 
 
 
 def _arguments_class(path: Path) -> type:
-    """Return the class of training arguments that has all options of the file, if there is one."""
+    """Return the class of training arguments that has the options of the file."""
     try:
         names = set(read_mapping(path))
     except ArgumentsError:

@@ -250,7 +250,7 @@ def tolerance_of(subject: CheckContext) -> float:
     """Return the relative difference that rounding can cause in the precision of the computation."""
     lowest = torch.bfloat16 if subject.args.bf16 else torch.float16 if subject.args.fp16 else torch.float64
     weights = [p.dtype for p in subject.trainer.model.parameters() if p.is_floating_point()]
-    # Float32 products sum thousands of terms; sixteen half-precision roundings are a coarse bound.
+    # Float32 values are summed over thousands of terms; sixteen half-precision roundings are a coarse bound.
     return max(max(_share(dtype) for dtype in (*weights, lowest)), 1e-9)
 
 

@@ -37,8 +37,8 @@ def checkpointed_activations(
         model: the unwrapped model.
         device: where it computes.
         options: those of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False by default. Two more:
-            `every_n_layers` checkpoints only every n-th layer; `offload` keeps the inputs of recomputed layers in host
-            memory.
+            `every_n_layers` checkpoints only every n-th layer; `offload` keeps the tensors needed for recomputation in
+            host memory.
 
     Returns:
         Names of the checkpointed layers; none where the model decides.
