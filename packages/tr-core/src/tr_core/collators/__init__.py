@@ -1,4 +1,4 @@
-"""Collators, which make batches of samples, one in each file."""
+"""Make batches of samples; each file holds one way."""
 
 from tr_core.collators.flattening import DataCollatorWithFlattening
 from tr_core.collators.language_modeling import DataCollatorForLanguageModeling

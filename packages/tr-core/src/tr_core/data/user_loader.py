@@ -225,8 +225,7 @@ class UserLoader:
         return bool(is_kept) and getattr(loader, "_iterator", None) is not None
 
     def _have_workers(self, *, live: bool) -> None:
-        """Match the persistent worker processes to the save: the first iteration draws more random numbers than others.
-        """
+        """Match persistent workers to the save: a loader's first iteration draws more random numbers than others."""
         if live == self._has_live_workers():
             return
         if not live:

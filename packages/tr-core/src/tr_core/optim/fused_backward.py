@@ -155,7 +155,7 @@ def check_fused_backward(
 class _OverflowFlag:
     """Poses as an optimizer for a loss scaler: one number, with an infinite gradient where the norm was infinite.
 
-    The scaler looks for overflows in `.grad`, which the optimizer has emptied.
+    The scaler looks for overflows in `.grad`, but the optimizer has emptied it.
     """
 
     def __init__(self, optimizer: InBackward, device: torch.device) -> None:

@@ -153,8 +153,8 @@ def resolve_options(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> 
 def check_groups_on_load(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer refuse a saved state with groups of other rules.
 
-    torch matches states to parameters by their order alone: under other rules the moments of one parameter would become
-    those of another.
+    torch matches states to parameters by their order alone: under other rules a parameter would get the moments of
+    another one.
     """
     optimizer.register_load_state_dict_pre_hook(_check_state)
 

@@ -108,7 +108,7 @@ class Problem:
 
     Attributes:
         code: its kind, one of `tr_core.preflight.report.CODES`.
-        message: the problem with its values; the requirement; the change to make.
+        message: problem with values, requirement, and the change to make.
         origin: where the cause was written: `run.yaml:12`, `command line --bf16`, `train.py:40`; empty if unknown.
     """
 

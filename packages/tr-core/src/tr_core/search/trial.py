@@ -49,7 +49,8 @@ class Range:
         return generator.uniform(self.low, self.high)
 
     def points(self, number: int | None) -> list[Number] | None:
-        """Return the numbers of a grid: all steps, or `number` of them without steps; None without both."""
+        """Return the numbers of a grid: all steps, or `number` numbers of a range without steps; None without either.
+        """
         if self.low == self.high:
             return [self.low]
         if self.step is not None:
