@@ -49,8 +49,7 @@ class Range:
         return generator.uniform(self.low, self.high)
 
     def points(self, number: int | None) -> list[Number] | None:
-        """Return the numbers of a grid: all steps, or `number` numbers of a range without steps; None without either.
-        """
+        """Return the numbers of a grid: all steps; without steps `number` of them, None if `number` is None."""
         if self.low == self.high:
             return [self.low]
         if self.step is not None:
