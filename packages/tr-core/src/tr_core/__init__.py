@@ -1,4 +1,4 @@
-"""A complete training and evaluation loop for PyTorch models."""
+"""Train and evaluate PyTorch models with a complete loop."""
 
 from tr_args import Seq2SeqTrainingArguments, TrainingArguments
 from tr_core.callback import TrainerCallback

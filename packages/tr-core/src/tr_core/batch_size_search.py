@@ -20,14 +20,14 @@ logger = get_logger("tr_core.trainer")
 
 
 def run_epochs_within_memory(run: Run) -> None:
-    """Train as `run_epochs` does; a step for which memory does not suffice is made again with smaller micro-batches.
+    """Train as `run_epochs` does, and retry a step with smaller micro-batches if it runs out of memory.
 
-    Accumulation grows as the micro-batch shrinks, so a step keeps its samples, and what the failed attempt changed is
-    put back first: nothing is lost or used twice. Several ranks agree on a size before the first step.
+    Accumulation grows as the micro-batch shrinks, so a step keeps its samples. The changes of the failed attempt are
+    undone first: no sample is lost or used twice. Several ranks choose a common size before the first step.
 
     Raises:
         RuntimeError: one sample is too many, or memory ran out where a smaller micro-batch does not help.
-        ValueError: the optimizer applies gradients before the step's end, or the loader's batch size is its own.
+        ValueError: the optimizer applies gradients before the step's end, or the loader has its own batch size.
     """
     optimizer = run.optimizer
     if kind(optimizer) == "backward-update":
@@ -48,7 +48,7 @@ def run_epochs_within_memory(run: Run) -> None:
 
 
 def reduce_batch_size(run: Run, size: int) -> None:
-    """Go on from `run.position` with micro-batches of `size` samples a rank and as many more of them a step.
+    """Continue from `run.position` with micro-batches of `size` samples a rank, and more of them a step.
 
     Raises:
         ValueError: the loader's batch size does not follow the arguments.
@@ -81,7 +81,7 @@ def reduce_batch_size(run: Run, size: int) -> None:
 
 
 def check_batch_size_search(args: TrainingArguments) -> None:
-    """Raise `ValueError` where a smaller micro-batch would change which samples are used."""
+    """Raise `ValueError` if a smaller micro-batch would change which samples are used."""
     if not args.auto_find_batch_size:
         return
     reasons = []
@@ -97,7 +97,7 @@ def check_batch_size_search(args: TrainingArguments) -> None:
 
 
 class _Attempts:
-    """A callback, to be called before all others: knows where in a step the run is, and how to go back to its begin."""
+    """Track the run's position within a step, and rewind the step: a callback that runs before all others."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -106,7 +106,7 @@ class _Attempts:
         self.is_in_step = self.is_in_optimizer = False
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note what a step changes before its optimizer does. Nothing is read from the device."""
+        """Record what a step changes before its optimizer acts. Nothing is read from the device."""
         self._forward.note()
         window = self._run.window
         parts = [part for part in (self._run.position, window, window.means, window.tokens) if part is not None]
@@ -114,15 +114,15 @@ class _Attempts:
         self.is_in_step = True
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here on weights change."""
+        """Mark that weights change from here."""
         self.is_in_step, self.is_in_optimizer = False, True
 
     def on_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here on a step is behind."""
+        """Mark that a step is complete."""
         self.is_in_optimizer = False
 
     def train(self) -> bool:
-        """Train; False if memory ran out in a step that can be made again."""
+        """Train; return False if memory ran out in a step that can be retried."""
         try:
             run_epochs(self._run)
             return True
@@ -135,11 +135,11 @@ class _Attempts:
         return False
 
     def rewind(self) -> None:
-        """Put everything back to the beginning of the step, and drop its gradients."""
+        """Restore everything to the beginning of the step, and drop its gradients."""
         self.is_in_step = False
         for parameter in self._run.methods.model.parameters():
             parameter.grad = None
-        self._run.optimizer.zero_grad()  # some keep of gradients what is not in .grad
+        self._run.optimizer.zero_grad()  # some optimizers keep gradients outside of .grad
         for part, values in self._noted:
             vars(part).update(values)
         self._forward.put_back()
@@ -169,13 +169,13 @@ class _Attempts:
 
 
 def _next_size(args: TrainingArguments) -> int:
-    """Return the next smaller micro-batch of which whole ones make a step."""
+    """Return the next smaller micro-batch size that divides a step."""
     size, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     return next(smaller for smaller in range(size - 1, 0, -1) if size * accumulation % smaller == 0)
 
 
 def _find_common_size(run: Run) -> None:
-    """Lower the micro-batch until every rank can compute its gradients; all ranks call it.
+    """Reduce the micro-batch until every rank can compute its gradients. Collective.
 
     Raises:
         RuntimeError: one sample is too many for a rank.
@@ -195,9 +195,9 @@ def _find_common_size(run: Run) -> None:
 
 
 def _fits(run: Run) -> bool:
-    """Whether this rank can compute the gradients of the next micro-batch; nothing is kept of them.
+    """Whether this rank can compute the gradients of the next micro-batch; the gradients are dropped.
 
-    The model is called without its wrapper, for a rank that runs out of memory would leave the others waiting.
+    The model is called without its wrapper: a rank that runs out of memory would leave the others waiting.
     """
     strategy, model, scope = run.strategy, run.methods.model, run.methods.scope
     position = run.position

@@ -1,7 +1,7 @@
-"""Choose the strategy that the arguments and the launcher ask for.
+"""Select the strategy that the arguments and the launcher request.
 
-Arguments that the launcher set are logged. A launch is refused if it started fewer processes than requested. Whether
-XLA is needed is found out without loading torch_xla, which would occupy the device.
+Arguments that the launcher set are logged. A launch is refused if it started fewer processes than requested. The need
+for XLA is detected without loading torch_xla, which would occupy the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from tr_log import get_logger, info_once
 def choose_strategy(args: TrainingArguments) -> Strategy:
     """Return the strategy called `args.strategy`.
 
-    `auto` is `deepspeed` where there is a configuration for it, `xla` where a TPU is (see `belongs_on_xla`), `fsdp`
-    where the arguments say how to shard, else `ddp` under a launcher of several processes, else `mps` on a Mac's GPU if
-    that is installed, else `single`.
+    `auto` selects the first that fits: `deepspeed` if it is configured, `xla` on a TPU (see `belongs_on_xla`), `fsdp`
+        if
+    the arguments configure sharding, `ddp` under a launcher of several processes, `mps` on a Mac's GPU if it is
+    installed, `single`.
 
     Raises:
-        tr_core.plugins.PluginError: it is not installed.
-        ValueError: `single` was asked for, but a launcher started several processes; or a launcher was asked for
-            several and started one; or `parallelism_config` is for another number of them.
+        tr_core.plugins.PluginError: the strategy is not installed.
+        ValueError: `single` was requested, but a launcher started several processes; or a launcher should have started
+            several and started one; or `parallelism_config` is for another number of processes.
     """
     return plugins.load("tr.strategies", _name(args))(args)
 
@@ -68,17 +69,17 @@ logger = get_logger(__name__)
 
 
 def log_launcher_settings(args: TrainingArguments) -> None:
-    """Log, once, the arguments that were silent and follow the launcher's variables."""
+    """Log once the arguments that the user did not set and that follow the launcher's variables."""
     if filled := filled_by_launcher(args):
         listed = ", ".join(f"{name}={getattr(args, name)!r} ({variable})" for name, variable in filled.items())
         info_once(logger, "the launcher set what the arguments leave open: %s", listed)
 
 
 def check_processes_started(environ: Mapping[str, str]) -> None:
-    """Raise where `accelerate launch` was asked for several processes and started one, as it does without GPUs.
+    """Raise if `accelerate launch` should have started several processes and started one, as it does without GPUs.
 
     Raises:
-        ValueError: the message says how to start them.
+        ValueError: only one process was started; the message says how to start several.
     """
     is_launched = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_PORT" in environ
     if is_launched and "RANK" not in environ and "WORLD_SIZE" not in environ:
@@ -98,14 +99,14 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 def belongs_on_xla(
     args: TrainingArguments, environ: Mapping[str, str] | None = None, devices: Path = _PCI_DEVICES
 ) -> bool:
-    """Whether `strategy="auto"` is `xla`: `fsdp_config` says so, or torch_xla is there and a device for it.
+    """Whether `strategy="auto"` selects `xla`: `fsdp_config` requests it, or torch_xla and its device exist.
 
-    That torch_xla can be imported is not enough: PJRT_DEVICE names a device, or the machine has a TPU. Neither counts
-    with `use_cpu` or USE_TORCH_XLA=0.
+    An importable torch_xla is not enough: PJRT_DEVICE must name a device, or the machine must have a TPU. Neither
+    counts with `use_cpu` or USE_TORCH_XLA=0.
 
     Args:
         args: the training arguments.
-        environ: variables; None takes this process's.
+        environ: environment variables; None uses those of this process.
         devices: where the system lists its PCI devices.
     """
     if args.fsdp_config.get("xla"):

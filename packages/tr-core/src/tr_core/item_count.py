@@ -1,8 +1,7 @@
 """Pass a count of targets to a loss, and find out whether the loss was divided by it.
 
-The count is a tensor that marks everything calculated with it. A Python number that is read from the count carries no
-mark. So the numbers that were read are recorded, and the history of the loss is searched for a division by one of
-them.
+The count is a tensor that marks everything calculated with it. A Python number that is read from the count has no mark.
+So all numbers that were read are recorded, and the history of the loss is searched for a division by one of them.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import torch
 
 
 class ItemCount(torch.Tensor):
-    """A count, and every tensor that was calculated with one: what is left of a loss is asked for its type.
+    """Mark a count, and every tensor that is calculated with it, by the type of the tensor.
 
-    Moving, copying, printing or comparing a count changes no loss, and a metric that is divided by it is not the loss:
-    only a loss that comes back as an `ItemCount` depends on the count. Comparisons give plain tensors, so that a loss
-    which is kept or dropped by one is not taken for a divided one. Python numbers cannot carry a trace: those that are
-    read of a count are noted in `reads`.
+    Moving, copying, printing or comparing a count changes no loss. A metric that is divided by it is not the loss. Only
+    a loss that is returned as an `ItemCount` depends on the count. Comparisons return plain tensors. So a loss that a
+    comparison selects is not mistaken for a divided one. Python numbers cannot carry a mark: `reads` records those that
+    are read from a count.
 
     Attributes:
-        reads: the numbers that were read of counts since it was last cleared, one list for the process.
+        reads: the numbers that were read from counts since it was last cleared; one list for the process.
     """
 
     reads: ClassVar[list[float]] = []
@@ -36,8 +35,8 @@ class ItemCount(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation on plain tensors, and mark what it gives."""
-        if torch.compiler.is_compiling():  # the compiler knows this call by itself, and keeps one graph
+        """Run an operation on plain tensors, and mark its result."""
+        if torch.compiler.is_compiling():  # the compiler traces this call without a graph break
             return super().__torch_function__(func, (ItemCount,), args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -74,19 +73,19 @@ class ItemCount(torch.Tensor):
         return _record_reads(plain(self).__index__())
 
     def __format__(self, format_spec: str) -> str:
-        """Write the number as a plain tensor would."""
+        """Format the number as a plain tensor does."""
         return plain(self).__format__(format_spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Write it as a plain tensor would."""
+        """Return the representation of a plain tensor."""
         return plain(self).__repr__(tensor_contents=tensor_contents)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy what a user keeps as a plain tensor."""
+        """Copy to a plain tensor, for a user who keeps it."""
         return plain(self).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save what a user keeps as a plain tensor."""
+        """Save as a plain tensor, for a user who keeps it."""
         return plain(self).__reduce_ex__(protocol)
 
 
@@ -102,14 +101,14 @@ def _mark(result: Any) -> Any:
 
 
 def _mark_in_place(result: Any) -> Any:
-    """Mark a loss that was changed in place; a tensor without a gradient may be a user's own sum, which stays plain."""
+    """Mark a loss that was changed in place. A tensor without a gradient may be a user's own sum, and stays plain."""
     if type(result) is torch.Tensor and result.requires_grad:
         result.__class__ = ItemCount
     return result
 
 
 def _only_looks(func: Callable[..., Any]) -> bool:
-    """Whether what a function gives depends on the shape and type of a count only."""
+    """Whether a function's result depends only on the shape and type of a count."""
     name = getattr(func, "__name__", "")
     return name.endswith("_like") or name.startswith("new_")
 
@@ -121,7 +120,7 @@ def _record_reads(value: Any) -> Any:
     return value
 
 
-# What a mean over losses is made of: through these a factor is looked for, and not within the model behind them.
+# The operations of a mean over losses. The search for a factor follows these, and stops at the model behind them.
 _LINEAR = (
     "Add Alias AsStrided Cat Clone Div Expand Index MaskedFill MaskedSelect Mean Mul Neg Permute ReshapeAlias Rsub "
     "Select Slice Split Squeeze Stack Sub Sum T ToCopy Transpose UnsafeView Unsqueeze View Where"
@@ -133,16 +132,15 @@ _MOST_NODES = 500
 def divides_by_any(loss: torch.Tensor, numbers: Sequence[float]) -> bool | None:
     """Whether one of these numbers is a factor or divisor of the loss.
 
-    The loss is followed back through sums, means, products and quotients. A product or quotient with the number, its
-    inverse, or a simple multiple of either is a use of it. A factor that can be written with three digits is the
-    user's own.
+    The search follows the loss back through sums, means, products and quotients. A product or quotient with the number,
+    its inverse, or a simple multiple of either is a use of it. A factor with at most three digits is the user's own.
 
     Args:
         loss: a scalar with its history for the backward pass.
-        numbers: what was read of the count.
+        numbers: the numbers that were read from the count.
 
     Returns:
-        True or False; None where there is a factor of neither kind, or no history to follow.
+        True or False; None if a factor is of neither kind, or if there is no history to follow.
     """
     if loss.grad_fn is None:
         return None
@@ -162,14 +160,14 @@ def _factors(root: Any) -> Iterator[float]:
         names = ("_saved_other", "_saved_self") if node.name().startswith(("Mul", "Div")) else ()
         for value in [getattr(node, name, None) for name in names]:
             if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_number(value):
-                yield abs(float(value))  # on the host, as every number is that Python gave
+                yield abs(float(value))  # on the host, like every number from Python
         new = [after for after, _ in node.next_functions if after is not None and after not in seen]
         waiting += new
         seen.update(new)
 
 
 def _is_number(value: torch.Tensor) -> bool:
-    """Whether a scalar came from Python: such a one does not decide the type of a result."""
+    """Whether a scalar came from Python: such a scalar does not determine the type of a result."""
     other = torch.ones((), dtype=torch.float16 if value.is_floating_point() else torch.int32)
     return value.device.type == "cpu" and torch.result_type(value, other) == other.dtype
 

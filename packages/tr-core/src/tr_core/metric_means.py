@@ -16,7 +16,7 @@ from tr_core.protocols import Collectives
 # Name -> weighted sum of its values, and sum of their weights.
 Sums = dict[str, tuple[float, float]]
 
-# What entries of the log hold already: training's, the last one's, and behind their prefix those of evaluations.
+# Names that log entries use already: those of training, of the final entry, and of evaluations after their prefix.
 RESERVED_NAMES = frozenset(
     {
         "loss",
@@ -41,15 +41,15 @@ RESERVED_NAMES = frozenset(
 
 
 class MetricWindow:
-    """Weighted means of named scalars since the last log.
+    """Accumulate weighted means of named scalars since the last log.
 
-    What is added as a tensor stays on its device until the window is read.
+    A tensor stays on its device until the window is read.
 
     Args:
-        collectives: how ranks exchange what they hold.
+        collectives: exchanges the sums between ranks.
 
     Attributes:
-        holds_back: whether parts of a step's loss wait for `settle`, which says whether the step counts.
+        holds_back: whether parts of a step's loss wait for a later call, which gets whether the step counts.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -60,7 +60,7 @@ class MetricWindow:
         self._on_device: dict[str, list[torch.Tensor]] = {}
 
     def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
-        """Add a value of a metric: a number or a tensor with one element, as the weight is.
+        """Add a value of a metric. Value and weight: each a number or a tensor with one element.
 
         Raises:
             ValueError: the name is taken or no name, the value is no scalar, or the weight is negative.
@@ -73,7 +73,7 @@ class MetricWindow:
         if isinstance(factor, float) and factor in (0.0, 1.0):
             return self.add_sum(name, scalar, factor) if factor else None
         if isinstance(scalar, torch.Tensor):
-            scalar = scalar.to(accumulator_dtype(scalar.device))  # a product in 16 bits would be rounded to them
+            scalar = scalar.to(accumulator_dtype(scalar.device))  # a 16-bit product would be rounded
         return self.add_sum(name, scalar * factor, factor)
 
     def add_sum(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor) -> None:
@@ -85,21 +85,21 @@ class MetricWindow:
                 self._on_host.setdefault(name, [0.0, 0.0])[index] += number
 
     def add_part(self, name: str, share: torch.Tensor, size: int) -> None:
-        """Add a part of a loss: one of `size` shares, over all ranks, that make a step's value."""
+        """Add a part of a loss: one of `size` shares, over all ranks, that add up to a step's value."""
         if self.holds_back:
             self._held.append((name, share, 1 / size))
         else:
             self.add_sum(name, share, 1 / size)
 
     def settle(self, skip: torch.Tensor) -> None:
-        """Take in what was held back of a step, unless a flag on the device says that the step does not count."""
+        """Add the held parts of a step, unless a flag on the device marks the step as skipped."""
         counts = skip.logical_not()
         for name, share, weight in self._held:
             self.add_sum(name, torch.where(skip, 0.0, share), counts * weight)
         self._held.clear()
 
     def read(self) -> Sums:
-        """Return this rank's sums; the device is read once, if anything is there."""
+        """Return this rank's sums. Sync: one read of the device, if the window holds tensors."""
         sums = {name: (total, weight) for name, (total, weight) in self._on_host.items()}
         tensors = list(self._on_device.items())
         numbers = iter(read_scalars([tensor for _, pair in tensors for tensor in pair]))
@@ -115,18 +115,18 @@ class MetricWindow:
         self._held.clear()
 
     def load(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """Go on with a window that was read earlier."""
+        """Restore a window that was read earlier."""
         self.clear()
         self._on_host.update({name: [float(total), float(weight)] for name, (total, weight) in sums.items()})
 
     def means(self) -> dict[str, float]:
-        """Read the window of all ranks; every rank calls it."""
+        """Compute the means over the windows of all ranks. Collective."""
         return weighted_means(self._collectives.gather_objects(self.read()))
 
     def _device_sums(self, name: str) -> list[torch.Tensor]:
         if name not in self._on_device:
             device = self._collectives.device
-            # Made as plain tensors wherever this is called: they are added to outside inference mode too.
+            # Plain tensors, also in inference mode: they are updated outside inference mode too.
             with torch.inference_mode(mode=False):
                 zeros = [torch.zeros((), dtype=accumulator_dtype(device), device=device) for _ in range(2)]
             self._on_device[name] = zeros
@@ -134,7 +134,7 @@ class MetricWindow:
 
 
 def weighted_means(sums_of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return each name's mean over what ranks hold of it; a rank may hold none, names without weight are left out."""
+    """Return each name's mean over all ranks; a rank may lack a name, and names without weight are skipped."""
     total: dict[str, list[float]] = {}
     for sums in sums_of_ranks:
         for name, (value, weight) in sums.items():
@@ -173,14 +173,14 @@ def _scalar(name: str, role: str, value: Any) -> float | torch.Tensor:
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """Return what sums are kept in: 64 bits where the device has them."""
+    """Return the dtype of sums: 64 bits if the device has them."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Read scalar tensors of one device in one transfer, however many they are.
+    """Read scalar tensors of one device in one transfer.
 
-    32-bit values come out as they are; whole numbers up to 2**53 too (2**24 on MPS, which has no 64-bit floats).
+    32-bit values are exact; whole numbers are exact up to 2**53 (2**24 on MPS, which has no 64-bit floats).
     """
     if not scalars:
         return []

@@ -1,8 +1,8 @@
 """Place a model on its device, keep it in training mode during a run, and save all of its state.
 
-- A model stays where its loader placed it, if that was on purpose.
+- A model stays where its loader placed it, if the placement was deliberate.
 - Every micro-batch is computed in training mode, whatever mode a callback or a loss left the model in.
-- A checkpoint holds the whole model, even if its `state_dict` was replaced by one that returns less.
+- A checkpoint holds the full model, even if its `state_dict` was replaced by one that returns less.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tr_core.protocols import Stateful, Strategy
 
 
 def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stateful:
-    """Return the part of a checkpoint that is the whole model.
+    """Return the checkpoint part of the full model.
 
     Args:
-        strategy: what saves and restores it.
+        strategy: saves and restores the model.
         model: the unwrapped model.
         wrapped: the model as the strategy wrapped it.
     """
@@ -31,13 +31,13 @@ def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stat
 
 
 class WholeState:
-    """A model's part whose state is that of all its parameters and buffers, under their own names.
+    """Save and restore all parameters and buffers of a model under their own names.
 
-    Scripts replace a model's `state_dict` so that `save_pretrained` writes an adapter alone. What they leave out, or
-    give another name, could not be loaded again by `load_state_dict`, so a checkpoint does not go by it.
+    Scripts replace a model's `state_dict` so that `save_pretrained` writes only an adapter. `load_state_dict` could not
+    load what they omit or rename, so a checkpoint does not use the replaced method.
 
     Args:
-        part: what a strategy saves and restores the model by; it calls the model's own methods.
+        part: the strategy's part of the model; it calls the model's own methods.
         model: the unwrapped model.
     """
 
@@ -45,12 +45,12 @@ class WholeState:
         self._part, self._model = part, model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state."""
+        """Return the full state dict."""
         with _own_methods(self._model):
             return self._part.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Load a whole state."""
+        """Load a full state dict."""
         with _own_methods(self._model):
             self._part.load_state_dict(state_dict)
 
@@ -60,7 +60,7 @@ def _gives_another_state(model: nn.Module) -> bool:
 
 
 def _class_gives_another(model: nn.Module) -> bool:
-    """Whether a class changes which names its state has, and not how it is loaded."""
+    """Whether a class changes the names in its state dict, but not how it is loaded."""
     kind = type(model)
     if kind.state_dict is nn.Module.state_dict or kind.load_state_dict is not nn.Module.load_state_dict:
         return False
@@ -82,9 +82,9 @@ def _own_methods(model: nn.Module) -> Iterator[None]:
 
 
 def is_left_in_place(model: nn.Module) -> bool:
-    """Whether a model's parts were put where they are to be: `device_map` of transformers, weights of bitsandbytes.
+    """Whether the loader placed the model for good: `device_map` of transformers, weights of bitsandbytes.
 
-    Where a map has several entries, hooks on the modules bring inputs to the device of each.
+    If a map has several entries, hooks on the modules move inputs to the device of each.
     """
     places = getattr(model, "hf_device_map", None)
     is_divided = isinstance(places, Mapping) and len(places) > 1
@@ -92,10 +92,10 @@ def is_left_in_place(model: nn.Module) -> bool:
 
 
 def place_on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device, unless it is to be left where it is.
+    """Move a model to a device, unless it must stay in place.
 
     Raises:
-        ValueError: all of it was loaded onto another accelerator.
+        ValueError: the full model was loaded onto another accelerator.
     """
     if is_left_in_place(model):
         return model
@@ -114,15 +114,15 @@ def _devices_of(places: Any) -> list[Any]:
 
 
 class TrainingMode:
-    """The mode of a model's modules while a run trains.
+    """Control the mode of a model's modules during training.
 
-    - A run puts the whole model into training mode when it begins. Norm layers with running statistics stay in
-      evaluation mode where they are in it although the module around them is not: they were frozen by hand.
-    - Modules that are put into evaluation mode during the run stay in it, as long as the model itself is in training
+    - A run sets the full model to training mode at its beginning. Norm layers with running statistics stay in
+      evaluation mode if the module around them is in training mode: the user froze them.
+    - Modules that a user sets to evaluation mode during the run stay in it, as long as the model itself is in training
       mode.
-    - A model that was left in evaluation mode as a whole, as by `model.eval()` in a callback that generates text, is
-      put back into training mode before its next micro-batch, but for the modules that were in evaluation mode when
-      the run, or its last epoch, began.
+    - A callback may leave the full model in evaluation mode, as by `model.eval()` before generating text. The model
+      returns to training mode before its next micro-batch. Modules stay in evaluation mode if they were in it when the
+      run, or its last epoch, began.
 
     Args:
         model: the unwrapped model.
@@ -134,17 +134,17 @@ class TrainingMode:
         self._frozen: list[nn.Module] = []
 
     def begin(self) -> None:
-        """Put the model into training mode, frozen norm layers excepted."""
+        """Set the model to training mode, except frozen norm layers."""
         self._frozen = _frozen_norms(self._model)
         self.restore()
 
     def note(self) -> None:
-        """Remember which modules are in evaluation mode, unless the model as a whole is."""
+        """Record which modules are in evaluation mode, unless the full model is."""
         if self._model.training:
             self._frozen = [module for module in self._model.modules() if not module.training]
 
     def restore(self) -> None:
-        """Put the model back into training mode, but for the modules that are to stay in evaluation mode."""
+        """Set the model back to training mode, except the modules that must stay in evaluation mode."""
         self._wrapped.train()
         self._model.train()
         for module in self._frozen:

@@ -1,7 +1,7 @@
-"""Find out what a model's forward takes, pass it that, and read the loss from what it returns.
+"""Find the parameters of a model's forward, call it with them, and read the loss from what it returns.
 
-Also here: which labels of a batch are targets of the model, and whether the model takes their number. The
-floating-point operations of a batch are counted here too, where the model allows it.
+This file also finds which labels of a batch are targets of the model, and whether the model takes their number. It
+counts the floating-point operations of a batch, if the model allows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tr_core.signatures import parameters_of
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model inside an adapter wrapper (PEFT's), or the model itself: the one whose forward tells."""
+    """Return the model inside an adapter wrapper (PEFT's), or the model itself: its forward has the real signature."""
     inner = getattr(model, "get_base_model", None)
     return cast("nn.Module", inner()) if callable(inner) else model
 
@@ -39,19 +39,19 @@ def find_label_names(model: nn.Module) -> list[str]:
 
 
 def can_return_loss(model: nn.Module) -> bool:
-    """Whether a model gives a loss without labels: its forward has `return_loss=True`."""
+    """Whether a model returns a loss without labels: its forward has `return_loss=True`."""
     parameter = forward_parameters(model).get("return_loss")
     return parameter is not None and parameter.default is True
 
 
 def main_input_name(model: nn.Module, processing_class: Any = None) -> str:
-    """Return the name of the input that tells how long a sample is: the tokenizer's first, else the model's."""
+    """Return the name of the input that has the sample's length: the tokenizer's first, else the model's."""
     names = getattr(processing_class, "model_input_names", None)
     return names[0] if names else getattr(base_model(model), "main_input_name", "input_ids")
 
 
 def kept_columns(model: nn.Module, label_names: list[str]) -> list[str] | None:
-    """Return the keys of a sample that the model can use; None if it takes anything by `**kwargs` alone."""
+    """Return the keys of a sample that the model can use; None if it takes anything by `**kwargs` only."""
     names = [
         name
         for name, parameter in forward_parameters(model).items()
@@ -83,7 +83,7 @@ def to_device(data: Any, device: torch.device) -> Any:
 def _rebuild(original: Mapping[str, Any], moved: dict[str, Any]) -> Any:
     try:
         return type(original)(moved)  # type: ignore[call-arg]
-    except TypeError:  # a mapping that cannot be made from one
+    except TypeError:  # a mapping class that takes no mapping
         return moved
 
 
@@ -96,10 +96,10 @@ def batch_size_of(inputs: Any) -> int | None:
 
 
 def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
-    """Return the loss that a model's outputs hold: `loss` of a dict or object, else the first of a tuple.
+    """Return the loss in a model's outputs: `loss` of a dict or object, else the first item of a tuple.
 
     Raises:
-        ValueError: there is none; the message names what the model gave and got.
+        ValueError: there is no loss; the message names the model's outputs and inputs.
     """
     if isinstance(outputs, dict):
         loss = outputs.get("loss")
@@ -128,10 +128,10 @@ _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy", "nll_loss"})
 
 
 def accepts_count(model: nn.Module) -> bool:
-    """Whether a model's forward may be given `num_items_in_batch`.
+    """Whether a model's forward accepts `num_items_in_batch`.
 
-    A class that says `accepts_loss_kwargs` is believed. Else the parameter must be named, or be taken by `**kwargs` of
-    a model that has a `loss_function` to pass it to: any other `**kwargs` may refuse or ignore it.
+    `accepts_loss_kwargs` of its class has priority. Otherwise the forward must name the parameter, or take `**kwargs`
+    in a model with a `loss_function` to pass it to. Any other `**kwargs` may refuse or ignore it.
     """
     declared = getattr(model, "accepts_loss_kwargs", None)
     if declared is not None:
@@ -146,9 +146,9 @@ def accepts_count(model: nn.Module) -> bool:
 def shifts_targets(model: nn.Module) -> bool:
     """Whether a model predicts the next position itself, so that the first label of a row is no target.
 
-    It is read off the model's class and not off `loss_type`, which many a causal model of transformers never has, and
-    which others have whose own loss shifts nothing. What the code of `forward` calls decides: where that is
-    `loss_function`, it is this function; where it is a cross entropy of its own, its variables say whether it shifts.
+    The model's class decides, not `loss_type`: many causal models of transformers lack it, and others have it although
+    their own loss shifts nothing. The answer depends on what the code of `forward` calls. If it calls `loss_function`,
+    that function decides. If it computes its own cross entropy, the names of its variables show whether it shifts.
     """
     if "loss_function" not in dir(type(model)):
         return False
@@ -164,9 +164,9 @@ def shifts_targets(model: nn.Module) -> bool:
 
 
 def averages_over_targets(model: nn.Module) -> bool:
-    """Whether a model of transformers computes a plain cross entropy by itself, without the count: a mean over targets.
+    """Whether a model of transformers computes a plain cross entropy itself, without the count: a mean over targets.
 
-    Such are BART, T5 and the taggers of BERT's kin. A cross entropy that is not reduced at once may become any mean.
+    BART, T5 and the token classifiers like BERT's do. A cross entropy that is not reduced at once may become any mean.
     """
     codes = list(_codes_of_forward(model)) if "loss_function" in dir(type(model)) else []
     called = {name for code in codes for name in code.co_names}
@@ -175,14 +175,14 @@ def averages_over_targets(model: nn.Module) -> bool:
 
 
 def _codes_of_forward(model: nn.Module) -> Iterator[CodeType]:
-    """Yield the code of `forward`, and of those of parent classes for as long as one calls the next."""
+    """Yield the code of `forward`, then that of each parent class as long as one calls the next."""
     own = [model.forward] if "forward" in vars(model) else []
     for forward in [*own, *(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))]:
         code = _code_of(forward)
         if code is None:
             return
         yield code
-        for name in code.co_names:  # a method of the model's own that computes the loss
+        for name in code.co_names:  # the model's own method that computes the loss
             helper = getattr(type(model), name, None) if "loss" in name and name != "loss_function" else None
             helper_code = _code_of(helper) if callable(helper) else None
             if helper_code is not None:
@@ -197,31 +197,31 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 class FlopCounter:
-    """Reckon 6 operations per parameter and input element: two for the forward, four for the backward.
+    """Count 6 operations per parameter and input element: two for the forward, four for the backward.
 
-    Embeddings do not count. Models that do not say how many parameters they have, and which input is theirs
-    (`num_parameters`, `main_input_name`), count as 0.
+    Embeddings do not count. A model without a number of parameters and a main input (`num_parameters`,
+    `main_input_name`) counts as 0.
 
     Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
     Args:
-        model: the model that is trained.
+        model: the model to train.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._input_name: str | None = getattr(model, "main_input_name", None)
         count = getattr(model, "num_parameters", None)
-        # Counted once: walking the parameters in every micro-batch costs milliseconds.
+        # Counted once: a walk over the parameters in every micro-batch costs milliseconds.
         tells = self._input_name is not None and callable(count)
         self._per_element: int = 6 * cast("Callable[..., int]", count)(exclude_embeddings=True) if tells else 0
 
     @property
     def knows(self) -> bool:
-        """Whether the model tells what is needed to count."""
+        """Whether the model has what is needed to count."""
         return self._per_element > 0
 
     def count(self, inputs: Any) -> int:
-        """Return the operations for forward and backward of one batch, from shapes alone."""
+        """Return the operations for forward and backward of one batch, from shapes only."""
         if not self._per_element or self._input_name not in inputs:
             return 0
         main = inputs[self._input_name]

@@ -1,7 +1,7 @@
-"""Plan a run: its length in optimizer steps, what a step is, and when gradients are synchronised.
+"""Plan a run: its length in optimizer steps, the size of a step, and when gradients are synchronised.
 
-Shares of a run become numbers of steps here. `accelerator_config` is checked here too: some of its settings act, and
-the others are refused with the reason.
+This file converts shares of a run to numbers of steps. It also checks `accelerator_config`: some of its settings act,
+and the others are refused with the reason.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tr_core.data.batches import Batches
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long a run is, and what a step of it is.
+    """Hold the length of a run, and the size of its steps.
 
     Attributes:
         max_steps: optimizer steps of the whole run.
-        num_epochs: epochs that are begun at most.
-        batches_per_epoch: micro-batches that make `state.epoch` grow by one.
+        num_epochs: greatest number of epochs begun.
+        batches_per_epoch: micro-batches that increase `state.epoch` by one.
         num_samples: samples that the whole run uses, of all ranks, as the speed metrics count them.
         per_step: samples of a full step, of all ranks.
         accumulation: micro-batches of a full step.
@@ -46,10 +46,10 @@ class TrainingPlan:
 
 
 def resolve_steps(value: float | None, max_steps: int) -> int:
-    """Return a number of steps that an argument gives: as it is, as a share of the run if below 1, or once in the run.
+    """Convert an argument to a number of steps. A value below 1 is a share of the run.
 
     Args:
-        value: the argument; None is the whole run.
+        value: the argument; None is the whole run, so once in the run.
         max_steps: optimizer steps of the run.
     """
     if value is None:
@@ -97,7 +97,7 @@ def make_plan(args: TrainingArguments, data: Batches) -> TrainingPlan:
 def steps_left(args: TrainingArguments, data: Batches, epoch: int, position: int) -> int | None:
     """Count the optimizer steps from `position` in `epoch` to the end of `num_train_epochs`; None if unknown.
 
-    With unchanged batch size, accumulation and world size this agrees with what `make_plan` said at the start.
+    With unchanged batch size, accumulation and world size this equals what `make_plan` computed at the start.
     """
     if data.num_batches is None:
         return None
@@ -135,24 +135,24 @@ _ACCUMULATION = ("num_steps", "sync_each_batch")
 
 
 def check_accelerator_config(args: TrainingArguments, world_size: int) -> None:
-    """Raise for settings that cannot be, all at once.
+    """Raise for settings that are not possible, all at once.
 
-    `split_batches` divides the given batch sizes by the number of ranks, `non_blocking` is how batches are always
-    copied, and `gradient_accumulation_kwargs["sync_each_batch"]` has gradients exchanged after every micro-batch.
+    `split_batches` divides the batch sizes by the number of ranks. Batches are always copied with `non_blocking`.
+    `gradient_accumulation_kwargs["sync_each_batch"]` exchanges gradients after every micro-batch.
 
     Args:
         args: the training arguments.
         world_size: number of ranks.
 
     Raises:
-        ValueError: the message names each with the reason.
+        ValueError: the message names each such setting with the reason.
     """
     if problems := list(_problems(args, world_size)):
         raise ValueError("accelerator_config cannot be used as it is:\n" + "\n".join(f"  {p}" for p in problems))
 
 
 def syncs_each_batch(args: TrainingArguments) -> bool:
-    """Whether gradients are to be exchanged after every micro-batch, and not after the last of a step only."""
+    """Whether gradients are exchanged after every micro-batch, not only after the last of a step."""
     return bool((args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False))
 
 

@@ -1,6 +1,6 @@
-"""Turn names in a configuration into the objects that installed packages offer under those names.
+"""Load the objects that installed packages register under the names in a configuration.
 
-Nothing acts because it is installed: an entry point is imported only when its name was asked for.
+An installed package does nothing by itself: an entry point is imported only if its name is requested.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from tr_args.errors import did_you_mean
 
-# Which packages of ours bring names of a group, for the error about a missing one.
+# Packages that register names of a group, for the error about a missing name.
 _PACKAGES = {
     "tr.callbacks": ("tr-log", "tr-ckpt", "tr-optim"),
     "tr.checkpointers": ("tr-ckpt",),
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 class PluginError(ValueError):
-    """A configured name has no installed implementation, or more than one."""
+    """Report a configured name with no installed implementation, or with more than one."""
 
 
 @cache
@@ -51,11 +51,11 @@ def load(group: str, name: str, *, built_in: Iterable[str] = ()) -> Any:
 
     Args:
         group: the entry-point group.
-        name: what was asked for.
+        name: the requested name.
         built_in: names that need no plugin, for the message: `name` may be one of them misspelt.
 
     Raises:
-        PluginError: nothing, or more than one distribution, offers the name.
+        PluginError: no installed distribution registers the name, or more than one does.
     """
     matches = [entry for entry in _entries(group) if entry.name == name]
     if not matches:

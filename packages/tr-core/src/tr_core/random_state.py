@@ -1,6 +1,6 @@
 """Seed the random number generators, separate the randomness of data loading, and save and restore states.
 
-Generators that data sets, samplers and loaders hold are found, read and set here too.
+This file also finds, reads and sets the generators of datasets, samplers and loaders.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _seeding = {"by_place": False}
 
 
 def set_seed(seed: int, deterministic: bool = False, device: torch.device | None = None) -> None:
-    """Seed Python's, NumPy's and torch's generators, those of every device included.
+    """Seed Python's, NumPy's and torch's generators, also those of every device.
 
     Args:
         seed: any non-negative integer.
-        deterministic: also ask torch for deterministic kernels (`enable_full_determinism`).
-        device: where training is to be; torch seeds those that it has itself, but not one that a library brings (XLA).
+        deterministic: also make torch use deterministic kernels (`enable_full_determinism`).
+        device: the device of training. Torch seeds its own devices, but not those of another library (XLA).
     """
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -47,7 +47,7 @@ def set_seed(seed: int, deterministic: bool = False, device: torch.device | None
 def enable_full_determinism(seed: int) -> None:
     """Seed everything and make torch use deterministic kernels only; some get slower, some raise.
 
-    Sets CUBLAS_WORKSPACE_CONFIG and FLASH_ATTENTION_DETERMINISTIC for this process where they are unset.
+    It sets CUBLAS_WORKSPACE_CONFIG and FLASH_ATTENTION_DETERMINISTIC for this process if they are unset.
     """
     set_seed(seed, deterministic=True)
 
@@ -75,7 +75,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def seed_host_generators(seed: int) -> None:
-    """Seed the three host generators only: loading data must not touch a device."""
+    """Seed the three host generators only: data loading must not touch a device."""
     _seeding["by_place"] = True
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -84,10 +84,10 @@ def seed_host_generators(seed: int) -> None:
 
 
 def swap_rng(seed: int) -> tuple[Any, ...]:
-    """Seed the host generators and return what `put_back` needs to make them as they were.
+    """Seed the host generators, and return what `restore_rng` needs to restore them.
 
-    Cost: about 20 microseconds for both. NumPy's generator is exchanged for another one instead of copied, which is
-    twenty times cheaper; the one loss is the spare number that an odd count of legacy `np.random.randn` leaves behind.
+    Cost: about 20 microseconds for both. NumPy's generator is swapped for another one, which is twenty times cheaper
+    than a copy. The only loss is the spare number after an odd count of legacy `np.random.randn`.
     """
     numpy = sys.modules.get("numpy")
     outer = numpy.random.get_bit_generator() if numpy else None
@@ -102,7 +102,7 @@ def swap_rng(seed: int) -> tuple[Any, ...]:
 
 
 def restore_rng(aside: tuple[Any, ...]) -> None:
-    """Put the host generators back into the state that `set_aside` found."""
+    """Restore the host generators to their state before `swap_rng`."""
     python_state, torch_state, numpy, outer, _seeding["by_place"] = aside
     random.setstate(python_state)
     torch.default_generator.set_state(torch_state)
@@ -111,13 +111,13 @@ def restore_rng(aside: tuple[Any, ...]) -> None:
 
 
 def is_seeded_by_position() -> bool:
-    """Whether the host generators are seeded for what is being loaded: the same numbers whenever it is loaded again."""
+    """Whether the host generators are seeded by position: loading a sample again draws the same numbers."""
     return _seeding["by_place"]
 
 
 @contextmanager
 def separate_randomness(seed: int) -> Iterator[None]:
-    """Run a block with the host generators seeded by `seed`, and put them back afterwards as they were."""
+    """Seed the host generators with `seed` inside a block, and restore them after it."""
     aside = swap_rng(seed)
     try:
         yield
@@ -131,7 +131,7 @@ def _inner_bit_generator() -> Any:
 
 
 class RandomState:
-    """The process's random number generators as one `Stateful`: Python, NumPy, torch on the host and on `device`."""
+    """Save and restore the process's random generators: Python, NumPy, torch on the host and on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -158,7 +158,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Put the generators into a saved state; it is kept for `reapply`."""
+        """Restore the generators' states, and keep them for `reapply`."""
         self._restored = state_dict
         python = state_dict["python"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -171,12 +171,12 @@ class RandomState:
             np.random.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
         if self.device.type in state_dict:
             held = state_dict[self.device.type]
-            if isinstance(held, list):  # of another program: of the one device it used, or of all that it saw
+            if isinstance(held, list):  # another program saves one device's state, or those of all visible ones
                 held = held[0 if len(held) == 1 else self.device.index or 0]
             torch.get_device_module(self.device).set_rng_state(held)
 
     def reapply(self) -> None:
-        """Put the generators once more into the state loaded last, if any: right before the first resumed step."""
+        """Restore the states that were loaded last, if any, again: right before the first resumed step."""
         if self._restored is not None:
             self.load_state_dict(self._restored)
             self._restored = None
@@ -187,17 +187,17 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _DEPTH, _MOST = 5, 400
 """How far objects inside objects are followed, and how many at most."""
 
-_SHORT = 16  # transforms and samplers are in such lists, not samples
+_SHORT = 16  # such lists hold transforms and samplers, not samples
 
-# What a loader holds while it iterates: processes, queues, and what was found through the loader itself already.
+# Attributes of an iterating loader: processes, queues, and what the search finds through the loader itself.
 _PASSING = ("_iterator", "_reader")
 
 
 def find_generators(root: Any, *, depth: int = _DEPTH) -> dict[str, Any]:
-    """Return the generators that an object holds, in its attributes and those of what it holds, by the way to them.
+    """Return the generators inside an object by their paths, from its attributes and the attributes of these.
 
-    Followed are attributes, short lists and dicts, and what functions are bound to: a sampler's `generator`, the one of
-    a data set's transform, one in a closure. Modules of torch are not, and neither are the global generators.
+    It follows attributes, short lists and dicts, and what functions are bound to: a sampler's `generator`, that of a
+    dataset's transform, one in a closure. It does not follow torch modules, and skips the global generators.
     """
     found: dict[str, Any] = {}
     seen, queue = {id(root)}, deque([("", root, depth)])
@@ -215,12 +215,12 @@ def find_generators(root: Any, *, depth: int = _DEPTH) -> dict[str, Any]:
 
 
 def read_states(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of each, which stays what it is: tensors, arrays, plain numbers and strings."""
+    """Return the state of each generator, unconverted: tensors, arrays, plain numbers and strings."""
     return {path: read_state(generator) for path, generator in generators.items()}
 
 
 def write_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Put the generators into the states that are known for them."""
+    """Restore the generators that have a state in `states`."""
     for path, generator in generators.items():
         if path in states:
             write_state(generator, states[path])
@@ -238,7 +238,7 @@ def read_state(generator: Any) -> Any:
 
 
 def write_state(generator: Any, state: Any) -> None:
-    """Put one generator into a state that was read of one of its kind."""
+    """Restore one generator to a state that was read from one of its kind."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):

@@ -1,6 +1,6 @@
 """Define what training, evaluation and prediction return, and what `compute_metrics` receives.
 
-Run time and throughput are computed here too.
+This file also computes run time and throughput.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class TrainOutput(NamedTuple):
-    """What `train` returns.
+    """Hold what `train` returns.
 
     Attributes:
         global_step: completed optimizer steps of the run.
@@ -25,11 +25,11 @@ class TrainOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `predict` returns.
+    """Hold what `predict` returns.
 
     Attributes:
-        predictions: arrays of shape `(samples, ...)`, in tuples or dicts as the model gives them.
-        label_ids: arrays of the same kinds; None where the data has no labels.
+        predictions: arrays of shape `(samples, ...)`, in tuples or dicts as the model returns them.
+        label_ids: arrays of the same kinds; None if the data has no labels.
         metrics: loss, metrics and speed.
     """
 
@@ -39,12 +39,12 @@ class PredictionOutput(NamedTuple):
 
 
 class EvalLoopOutput(NamedTuple):
-    """What `evaluation_loop` returns.
+    """Hold what `evaluation_loop` returns.
 
     Attributes:
         predictions: arrays of shape `(samples, ...)`; None with `prediction_loss_only`.
         label_ids: arrays of shape `(samples, ...)`; None with `prediction_loss_only`, or without labels.
-        metrics: loss and metrics, prefixed.
+        metrics: loss and metrics, with prefix.
         num_samples: samples evaluated, over all ranks.
     """
 
@@ -55,14 +55,14 @@ class EvalLoopOutput(NamedTuple):
 
 
 class EvalPrediction:
-    """What `compute_metrics` is given; unpacks as `(predictions, label_ids[, inputs][, losses])`.
+    """Hold what `compute_metrics` gets; unpacks as `(predictions, label_ids[, inputs][, losses])`.
 
     Attributes:
-        predictions: arrays of shape `(samples, ...)`, sequences padded with -100; lists of objects, one a sample, where
-            `eval_use_gather_object` keeps them.
+        predictions: arrays of shape `(samples, ...)`, sequences padded with -100. With `eval_use_gather_object`: lists
+            of objects, one for each sample.
         label_ids: arrays or lists of the same kinds.
-        inputs: the main input, where `include_for_metrics` asks for it.
-        losses: loss of each sample's batch, shape `(samples,)`, where `include_for_metrics` asks for it.
+        inputs: the main input, if `include_for_metrics` requests it.
+        losses: loss of each sample's batch, shape `(samples,)`, if `include_for_metrics` requests it.
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
@@ -73,7 +73,7 @@ class EvalPrediction:
         return iter(self._items)
 
     def __getitem__(self, index: int) -> Any:
-        """Return the `index`-th of what it unpacks to."""
+        """Return the `index`-th of the unpacked items."""
         return self._items[index]
 
     def __len__(self) -> int:
@@ -87,13 +87,13 @@ def speed_metrics(
     num_steps: int | None = None,
     num_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Return `<split>_runtime` in seconds and, where counts are given, samples, steps and tokens per second.
+    """Return `<split>_runtime` in seconds and, for counts that are not None, samples, steps and tokens per second.
 
     Args:
         split: prefix of the keys.
         start_s: `time.perf_counter()` at the start.
         num_samples: samples used since.
-        num_steps: steps made since.
+        num_steps: steps completed since.
         num_tokens: tokens used since.
     """
     elapsed_s = time.perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""Ask what a function takes, and whether a method is the one that a base class defines."""
+"""Inspect the parameters of a function, and whether a method overrides that of a base class."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
 
 
 def names_argument(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter `name`, rather than take it among others by `**kwargs`."""
+    """Whether a function has its own parameter `name`, not only `**kwargs`."""
     return name in parameters_of(function)
 
 
 def is_overridden(obj: object, name: str, base: type) -> bool:
-    """Whether a method of an object is another one than that of a class.
+    """Whether an object's method differs from that of a class.
 
-    It is where a subclass defines it, and where a function was assigned to the object.
+    It differs if a subclass defines it, or if a function was assigned to the object.
 
     Args:
         obj: the object; it need not be of the class.
         name: the method's name.
-        base: the class whose method is the usual one.
+        base: the class with the default method.
     """
     method = getattr(obj, name)
     return getattr(method, "__func__", method) is not getattr(base, name)
 
 
 def with_count(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `training_step` as the loop calls it, with the count as the third argument, whatever an override takes."""
+    """Wrap `training_step` so that the loop can pass the count as third argument, whatever an override takes."""
     parameters = list(parameters_of(step).values())
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if sum(p.kind in by_position for p in parameters) > 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 def choose_device(use_cpu: bool = False) -> torch.device:
-    """Return the device to compute on: torch's current accelerator, or the CPU if there is none or it is asked for."""
+    """Return the device to compute on: torch's current accelerator, or the CPU if there is none or `use_cpu` is set."""
     if use_cpu:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -32,7 +32,7 @@ def choose_device(use_cpu: bool = False) -> torch.device:
 
 
 def warn_of_idle_devices(device: torch.device) -> None:
-    """Say once that one process uses one device, where there are more of its kind."""
+    """Warn once that one process uses one device, if there are more of its kind."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 1
     if count > 1:
         warning_once(
@@ -44,9 +44,9 @@ def warn_of_idle_devices(device: torch.device) -> None:
 
 
 class StrategyDefaults:
-    """What a strategy does that divides nothing, and exchanges nothing in a backward pass.
+    """Provide default methods for a strategy without shards, and without exchange in a backward pass.
 
-    A strategy of a user's may leave out what is here; see `complete_strategy`.
+    A user's strategy may omit these methods; see `complete_strategy`.
     """
 
     accumulate: Callable[..., AbstractContextManager[object]]
@@ -56,16 +56,16 @@ class StrategyDefaults:
         """Do nothing: the optimizer holds the model's own parameters."""
 
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Surround one micro-batch like one after which no gradients are exchanged."""
+        """Return the same block as for a micro-batch without an exchange of gradients after it."""
         return self.accumulate(model, sync=False)
 
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Give the parameter as it is: every rank has it whole."""
+        """Return the parameter unchanged: every rank has the full one."""
         return nullcontext(parameter)
 
 
 def complete_strategy(strategy: Any) -> Strategy:
-    """Return a strategy with what it leaves out of the protocol and `StrategyDefaults` has; the same object."""
+    """Add the methods of `StrategyDefaults` that a strategy lacks, and return the same object."""
     if not hasattr(strategy, "binds_optimizer"):
         strategy.binds_optimizer = hasattr(strategy, "bind_optimizer")
     for name in ("bind_optimizer", "accumulate_fused", "gathered"):
@@ -75,12 +75,12 @@ def complete_strategy(strategy: Any) -> Strategy:
 
 
 class SingleDevice(StrategyDefaults):
-    """The strategy of one process and one device, with automatic mixed precision.
+    """Train with one process on one device, with automatic mixed precision.
 
     Args:
-        device: where to compute; None chooses (see `choose_device`).
+        device: where to compute; None selects one (see `choose_device`).
         precision: `no`, `bf16`, or `fp16` with loss scaling.
-        use_cpu: choose the CPU even where there is an accelerator.
+        use_cpu: select the CPU even if there is an accelerator.
         moves_model: whether `prepare` moves the model to the device.
 
     Raises:
@@ -128,41 +128,41 @@ class SingleDevice(StrategyDefaults):
 
     @classmethod
     def from_arguments(cls, args: TrainingArguments) -> SingleDevice:
-        """Build from training arguments: `use_cpu`, `bf16`, `fp16`, and the property `place_model_on_device`."""
+        """Build one from training arguments: `use_cpu`, `bf16`, `fp16` and the property `place_model_on_device`."""
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         device = choose_device(args.use_cpu)
         warn_of_idle_devices(device)
         return cls(device, precision=precision, moves_model=getattr(args, "place_model_on_device", True) is not False)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device, unless whoever loaded it has put it where it is to be."""
+        """Move the model to the device, unless its loader placed it for good."""
         if self._moves_model:
             model = place_on_device(model, self.device)
-        self._parameters = list(model.parameters())  # once: walking the modules every step costs more than the norm
+        self._parameters = list(model.parameters())  # once: a walk over the modules costs more than the norm
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         return model
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
-        """Do nothing: one process has nobody to synchronise with."""
+        """Do nothing: one process needs no synchronisation."""
         return self._nothing
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Compute in the lower precision where that is safe, if one was asked for."""
+        """Compute in the lower precision where that is safe, if one was requested."""
         if self._dtype is None:
             return self._nothing
         return torch.autocast(self.device.type, dtype=self._dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients, of a scaled loss under fp16."""
+        """Compute gradients; with fp16, of a scaled loss."""
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def clip_grad_norm(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
-        """Measure the gradients' norm on the device, and scale them down to `max_norm` unless that is None."""
+        """Compute the gradients' norm on the device, and clip them to `max_norm` unless that is None."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         if max_norm is not None:
@@ -170,21 +170,21 @@ class SingleDevice(StrategyDefaults):
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
-        """Apply the gradients, unless `skip` is set; under fp16 a step that overflowed is skipped."""
+        """Apply the gradients, unless `skip` is set. With fp16 a step that overflowed is skipped."""
         if self._scaler is None:
             if skip is None:
                 optimizer.step()
             else:
                 step_unless(skip, optimizer)
             return True
-        before = self._scaler.get_scale()  # sync: fp16 alone must know whether it stepped, for the schedule's sake
-        if skip is None or not skip.item():  # sync: likewise
+        before = self._scaler.get_scale()  # sync: with fp16 the schedule depends on whether the scaler stepped
+        if skip is None or not skip.item():  # sync: with fp16 only
             self._scaler.step(optimizer)
         self._scaler.update()
         return self._scaler.get_scale() >= before  # sync
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: one process is all."""
+        """Return the tensor: there is only one process."""
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -192,18 +192,18 @@ class SingleDevice(StrategyDefaults):
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value as the list of all."""
+        """Return a list with this value only."""
         return [value]
 
     def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Return what gives the values: one process agrees with itself."""
+        """Return a function that returns the values: there is only one process."""
         return lambda: list(values)
 
     def barrier(self) -> None:
         """Return at once."""
 
     def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stateful]:
-        """Return the model, the optimizer, and under fp16 the scaler."""
+        """Return the model, the optimizer, and with fp16 the scaler."""
         parts: dict[str, Stateful] = {"model": model}
         if optimizer is not None:
             parts["optimizer"] = optimizer
@@ -212,7 +212,7 @@ class SingleDevice(StrategyDefaults):
         return parts
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's own state."""
+        """Return the model's own state dict."""
         return model.state_dict()
 
     def close(self, *, failed: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Check that an implementation of a seam keeps its promises: run these from its tests.
+"""Check that an implementation of an interface conforms to it: call these functions from its tests.
 
-Each function raises `AssertionError` with the promise that was broken.
+Each function raises `AssertionError` with the rule that was broken.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tr_core.state import TrainerControl, TrainerState
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Train a small model for two steps of two micro-batches through a strategy; every rank calls it.
+    """Train a small model for two steps of two micro-batches through a strategy. Collective.
 
-    The model must end as one process with the union of all ranks' batches has it, within 1e-5.
+    The final model must equal that of one process with the union of all ranks' batches, within 1e-5.
     """
-    with contextlib.suppress(AttributeError):  # what it lacks is named below
+    with contextlib.suppress(AttributeError):  # the check below names what it lacks
         complete_strategy(strategy)
     assert isinstance(strategy, Strategy), _missing(strategy, Strategy)
     assert 0 <= strategy.rank < strategy.world_size, "rank lies outside 0 .. world_size - 1"
@@ -59,7 +59,7 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 def check_collectives(strategy: Strategy) -> None:
-    """Check sums, gathers and agreements over the ranks."""
+    """Check sums, gathers and maxima over the ranks."""
     rank, world = strategy.rank, strategy.world_size
     mine = torch.full((), float(rank + 1), device=strategy.device)
     total = strategy.sum(mine)
@@ -78,10 +78,10 @@ def check_collectives(strategy: Strategy) -> None:
 
 
 def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
-    """Save, restore, fall back and protect, in one process.
+    """Check save, restore, fallback and protection, in one process.
 
     Args:
-        make: returns a checkpointer for one and the same empty folder every time, that keeps at most two checkpoints.
+        make: returns a checkpointer for the same folder every time, at first empty, that keeps at most two checkpoints.
     """
     checkpointer = make()
     assert isinstance(checkpointer, Checkpointer), _missing(checkpointer, Checkpointer)
@@ -103,7 +103,7 @@ def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
         part.state["weight"].fill_(step)
         folder = checkpointer.save(step, {"part": part}, write_extra=extra.append, protected=(1,), on_commit=on_commit)
         assert len(extra) == step, "write_extra was not called once, before save returned"
-        # Training goes on: what is saved must be the state of the call.
+        # Training continues: the save must hold the state at the call.
         part.state["weight"].fill_(-1)
         assert folder == checkpointer.path(step), "save and path disagree about the folder"
         assert folder.is_dir(), "path did not wait for the save"
@@ -126,7 +126,7 @@ def check_checkpointer(make: Callable[[], Checkpointer]) -> None:
 
 
 def _check_claims(make: Callable[[], Checkpointer]) -> None:
-    """One that claims its folder takes it twice, shares it with others of this process, and gives it up twice."""
+    """Check that a claim may be repeated and shared with others of this process, and that it may be released twice."""
     both: list[Any] = [make(), make()]
     has = {name: [hasattr(each, name) for each in both] for name in ("claim", "release")}
     assert has["claim"] == has["release"], "claim and release go together"
@@ -171,7 +171,7 @@ def _check_only_read(checkpointer: Checkpointer, expected: _Part) -> None:
 
 
 class _Part:
-    """Anything with a state."""
+    """Hold any state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -227,7 +227,7 @@ def _bind(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _check_gathered(strategy: Strategy, model: nn.Module, alone: nn.Module) -> None:
-    """Look at each parameter whole."""
+    """Check each full parameter."""
     for parameter, expected in zip(strategy.unwrap(model).parameters(), alone.parameters(), strict=True):
         with strategy.gathered(parameter) as whole:
             torch.testing.assert_close(
@@ -236,7 +236,7 @@ def _check_gathered(strategy: Strategy, model: nn.Module, alone: nn.Module) -> N
 
 
 def _check_fused(strategy: Strategy, model: nn.Module, batch: torch.Tensor) -> None:
-    """Go through a step of two micro-batches whose gradients are consumed as they come."""
+    """Run a step of two micro-batches whose gradients are consumed during the backward pass."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for last in (False, True):
         with strategy.accumulate_fused(model, last=last):
@@ -250,7 +250,7 @@ def _check_fused(strategy: Strategy, model: nn.Module, batch: torch.Tensor) -> N
 def _check_skipping(
     strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
 ) -> None:
-    """Make a step, one that is to be skipped, with a gradient that is not finite, and another one."""
+    """Run a step, a skipped one with a gradient that is not finite, and another step."""
     _bind(strategy, model, optimizer)
     states = []
     for factor, skips in ((1.0, 0.0), (float("nan"), 1.0), (1.0, 0.0)):
@@ -262,7 +262,7 @@ def _check_skipping(
         strategy.step(optimizer, skip=torch.full((), skips, device=strategy.device))
         optimizer.zero_grad()
         tensors = (value for state in optimizer.state.values() for value in state.values())
-        weights = strategy.full_state_dict(model).values()  # parameters may be divided, to nothing
+        weights = strategy.full_state_dict(model).values()  # parameters may be sharded, to empty ones
         states.append([t.detach().clone() for t in (*weights, *tensors) if isinstance(t, torch.Tensor)])
     name = type(optimizer).__name__
     pairs = [zip(states[number], states[number + 1], strict=True) for number in (0, 1)]
@@ -276,9 +276,9 @@ def _missing(thing: object, protocol: type) -> str:
 
 
 def check_evaluation_weights(callback: Any) -> None:
-    """Train a small model for two steps under a callback that has other weights evaluated, and look at all of them.
+    """Train a small model for two steps with a callback that swaps in other weights, and check all weights.
 
-    The callback must hold other weights than the model by then.
+    The callback must hold other weights than the model after these steps.
     """
     promised: Any = EvaluationWeights
     assert isinstance(callback, promised), _missing(callback, promised)
@@ -315,7 +315,7 @@ def check_in_backward(make: Callable[[nn.Module], Any]) -> None:
     """Train a small model for a few steps with an optimizer that consumes gradients in the backward pass.
 
     Args:
-        make: builds the optimizer over all parameters of a model, with a learning rate that is not 0 and no clipping.
+        make: builds the optimizer over all parameters of a model, with a nonzero learning rate and no clipping.
     """
     promised: Any = InBackward
     model = _small_model()
@@ -361,7 +361,7 @@ def check_in_backward(make: Callable[[nn.Module], Any]) -> None:
 
 
 def _check_resuming(make: Callable[[nn.Module], Any], model: nn.Module, optimizer: Any) -> None:
-    """Go on with a copy that has only the saved states: it must stay the same bit for bit."""
+    """Continue with a copy that has only the saved states: it must stay the same bit for bit."""
     copy = _small_model()
     copy.load_state_dict(model.state_dict())
     other = make(copy)

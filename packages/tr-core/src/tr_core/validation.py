@@ -1,11 +1,11 @@
-"""Refuse, before training starts, whatever cannot work.
+"""Refuse before training starts what cannot work.
 
-- Arguments that contradict what the Trainer was given.
+- Arguments that contradict the parts of the Trainer.
 - Labels that cannot reach the model.
 - Evaluations that cannot be done as requested.
 - An output folder that cannot be written to.
 
-The output folder is also locked here, so that no other run saves to it.
+This file also locks the output folder, so that no other run saves to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     """Raise for arguments of which only one value is supported.
 
     Raises:
-        ValueError: one or more have another; the message names each with the reason why it is refused.
+        ValueError: one or more have another value; the message names each with the reason.
     """
     supported = facts_of_kind(type(args), Only)
     values = {name: (getattr(args, name), only) for name, only in supported.items()}
@@ -48,7 +48,7 @@ def refuse_unsupported(args: TrainingArguments) -> None:
 
 
 def check_model(model: Any, model_init: Any) -> None:
-    """Raise unless exactly one of a model and a function that makes one was given."""
+    """Raise unless the user passed exactly one of a model and a function that builds one."""
     if model is None and model_init is None:
         raise ValueError("Trainer needs a model or a model_init; both are None")
     if model is not None and model_init is not None:
@@ -63,7 +63,7 @@ def check_model(model: Any, model_init: Any) -> None:
 
 
 def check_quantized(model: nn.Module) -> None:
-    """Raise where training would change little but the norms of a model: its weights are held in few bits.
+    """Raise if a model's weights are quantized, so that training would change little but its norms.
 
     Raises:
         ValueError: the model has no adapter, or those of its quantization cannot be trained.
@@ -73,7 +73,7 @@ def check_quantized(model: nn.Module) -> None:
         return
     name, method = type(model).__name__, getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
     shown = "" if method is None else f" by {getattr(method, 'value', method)}"
-    # `peft_config` is what every form of PEFT's wrappers has.
+    # Every form of PEFT's wrappers has `peft_config`.
     if not hasattr(model, "peft_config") and not getattr(quantizer, "is_qat_trainable", False):
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         raise ValueError(
@@ -89,7 +89,7 @@ def check_quantized(model: nn.Module) -> None:
 
 
 def check_args(args: object) -> None:
-    """Raise unless arguments are those of tr-args or nothing: scripts half moved pass those of another library."""
+    """Raise unless arguments are from tr-args or None: half-ported scripts pass those of another library."""
     if args is None or isinstance(args, TrainingArguments):
         return
     kind = type(args)
@@ -102,7 +102,7 @@ def check_args(args: object) -> None:
 
 
 def check_given_optimizers(args: OptimizerFields, optimizers: Any, cls_and_kwargs: Any, model_init: Any) -> None:
-    """Raise where an optimizer that is given goes together with what would build or need another one."""
+    """Raise if the user passed an optimizer together with arguments that would build or need another one."""
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise TypeError(
             f"optimizers is {type(optimizers).__name__}; it must be a pair of an optimizer and a schedule, of which "
@@ -123,12 +123,12 @@ def check_given_optimizers(args: OptimizerFields, optimizers: Any, cls_and_kwarg
 
 
 def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any) -> None:
-    """Raise where a given optimizer trains another model, or a given schedule sets the rates of another optimizer.
+    """Raise if an optimizer trains another model, or a schedule sets the rates of another optimizer.
 
     Args:
-        model: the model; None to look at the other two alone.
-        optimizer: one that was given, or that is to train with the schedule; None if there is none.
-        schedule: one that was given; None if there is none.
+        model: the model; None to check only the other two.
+        optimizer: the user's optimizer, or the one that trains with the schedule; None if there is none.
+        schedule: the user's schedule; None if there is none.
     """
     scheduled: Any = getattr(schedule, "optimizer", None)
     if scheduled is not None and optimizer is None:
@@ -158,17 +158,17 @@ def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any
 
 
 def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, overrides: Callable[..., bool]) -> None:
-    """Raise where arguments ask for data that the Trainer was not given, so that hours are not spent first.
+    """Raise if arguments need data that the Trainer did not get: a late failure would waste hours.
 
     Args:
         args: the arguments.
-        train_dataset: what to train on; anything where a subclass makes its own loader.
-        eval_dataset: what to evaluate on; None where a subclass makes its own loader.
-        overrides: whether a user replaced a method of the Trainer, by its name.
+        train_dataset: the training data; anything if a subclass builds its own loader.
+        eval_dataset: the evaluation data; None if a subclass builds its own loader.
+        overrides: returns whether a user replaced a method of the Trainer, by its name.
 
     Raises:
         ValueError: the message says what is missing.
-        TypeError: `train_dataset` is several data sets.
+        TypeError: `train_dataset` is several datasets.
     """
     evaluates_other_data = args.eval_strategy != "no" and args.overfit_batches is None
     if evaluates_other_data and eval_dataset is None and not overrides("get_eval_dataloader"):
@@ -203,16 +203,16 @@ def check_options(args: TrainingArguments, strategy: Strategy) -> None:
 
 
 def check_label_names(args: DataFields, model: nn.Module, has_loss_function: bool, computes_loss: bool) -> None:
-    """Raise where `label_names` names what the model cannot be given: without a loss, or late, training would fail.
+    """Raise if `label_names` names inputs that the model does not take: training would fail late, or without a loss.
 
     Args:
         args: the arguments.
         model: the model.
-        has_loss_function: whether a function computes the loss, which is given `labels`.
-        computes_loss: whether a subclass does, which may take the labels out of the inputs.
+        has_loss_function: whether a function computes the loss, which gets `labels`.
+        computes_loss: whether a subclass computes the loss. It may remove the labels from the inputs.
 
     Raises:
-        ValueError: the forward does not take one of them, and nothing takes it out of the batch before.
+        ValueError: the forward does not take one of them, and nothing removes it from the batch before.
     """
     names, base = args.label_names or [], base_model(model)
     taken_out = ["labels"] if has_loss_function else []
@@ -226,7 +226,7 @@ def check_label_names(args: DataFields, model: nn.Module, has_loss_function: boo
 
 
 def check_evaluation(args: EvaluationFields, model: nn.Module, compute_metrics: Any, counts_targets: bool) -> None:
-    """Raise where `compute_metrics` or the model cannot give what the arguments ask of an evaluation.
+    """Raise if `compute_metrics` or the model cannot return what the arguments request of an evaluation.
 
     Args:
         args: the arguments.
@@ -236,7 +236,7 @@ def check_evaluation(args: EvaluationFields, model: nn.Module, compute_metrics: 
 
     Raises:
         ValueError: the arguments do not fit; the message says what to change.
-        TypeError: `compute_metrics` is neither a function nor made of metrics.
+        TypeError: `compute_metrics` is neither a function nor built from metrics.
     """
     if compute_metrics is not None:
         _check_metrics(args, compute_metrics)
@@ -274,11 +274,11 @@ def _check_metrics(args: EvaluationFields, compute: Any) -> None:
 
 
 def check_output_dir(args: SavingFields, folder: str | Path, strategy: Strategy) -> None:
-    """Refuse an `output_dir` that the first save would fail at, on all ranks.
+    """Refuse on all ranks an `output_dir` where the first save would fail.
 
     Args:
-        args: the arguments, which say who writes.
-        folder: where checkpoints are to go.
+        args: the arguments; they select which ranks write.
+        folder: the folder of the checkpoints.
         strategy: which process this is.
 
     Raises:
@@ -293,10 +293,10 @@ def check_output_dir(args: SavingFields, folder: str | Path, strategy: Strategy)
 
 
 def lock_output_dir(checkpointer: Checkpointer) -> None:
-    """Keep other runs from saving where this one will, if its checkpointer knows how, until it is unlocked.
+    """Lock the folder of a checkpointer against other runs, if it can, until it is unlocked.
 
     Raises:
-        OSError: another run does, or that cannot be found out.
+        OSError: another run saves there, or this cannot be determined.
     """
     if (claim := getattr(checkpointer, "claim", None)) is not None:
         claim()
@@ -304,10 +304,10 @@ def lock_output_dir(checkpointer: Checkpointer) -> None:
 
 @contextmanager
 def unlocking_output_dir(current: Callable[[], Checkpointer | None]) -> Iterator[None]:
-    """Let other runs save to the folder of this one when the block ends, whichever way.
+    """Unlock the folder for other runs when the block ends, also after an exception.
 
     Args:
-        current: gives the checkpointer that there is at the end: a callback may save in a run that was not to.
+        current: returns the checkpointer at the end: a callback may save in a run without planned saves.
     """
     try:
         yield
@@ -318,7 +318,7 @@ def unlocking_output_dir(current: Callable[[], Checkpointer | None]) -> Iterator
 
 
 def why_not_writable(folder: Path) -> str:
-    """Say what keeps a folder from being made or written to, and what to change; empty if nothing does.
+    """Return why a folder cannot be created or written to, and what to change; empty if it can.
 
     Args:
         folder: its absolute path.

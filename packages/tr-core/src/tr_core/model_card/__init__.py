@@ -1,1 +1,1 @@
-"""Model cards: text and metadata."""
+"""Write model cards: text and metadata."""

@@ -39,7 +39,7 @@ def _item(value: Any) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """Return text and numbers as JSON has them: YAML reads those, and takes no text for something else."""
+    """Return text and numbers as JSON: YAML reads JSON, and never mistakes its text for another type."""
     if isinstance(value, bool | int):
         return json.dumps(value)
     if isinstance(value, float):

@@ -1,6 +1,6 @@
 """Write a model card: what was trained, on which data, how, and with which results.
 
-Results are read from the log of the run: its evaluations, and the metrics of the final model.
+Results come from the log of the run: its evaluations, and the metrics of the final model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = get_logger("tr_core.trainer")
 FILE_NAME = "README.md"
 MARKER = "<!-- Written by Trainer.create_model_card, which replaces this file as long as this line is in it. -->"
 
-# Cards that no hand has written: ours, those of transformers' Trainer, and the template that PEFT saves.
+# Generated cards: from here, from transformers' Trainer, and the template that PEFT saves.
 _GENERATED = (MARKER, "model card has been generated automatically", "# Model Card for Model ID")
 _TASKS = {
     "ForSequenceClassification": "text-classification",
@@ -53,18 +53,18 @@ Words = str | Sequence[str] | None
 
 @dataclass
 class CardDetails:
-    """What a card says that a run does not know.
+    """Hold the contents of a card that a run does not know.
 
     Attributes:
         language: codes of the model's languages, such as `en`.
         license: identifier of its licence, such as `apache-2.0`.
-        tags: tags beside `generated_from_trainer`.
+        tags: tags in addition to `generated_from_trainer`.
         model_name: its name; by default that of the Hub repository, or of the output folder.
-        finetuned_from: identifier of the model it was made of; by default what the model's configuration says.
-        tasks: task identifiers, such as `text-classification`; by default by the model's class.
-        dataset_tags: identifiers of the data sets; by default what the evaluation data say.
-        dataset: names of the data sets; by default their identifiers.
-        dataset_args: which part of each data set.
+        finetuned_from: identifier of the base model; by default that in the model's configuration.
+        tasks: task identifiers, such as `text-classification`; the default depends on the model's class.
+        dataset_tags: identifiers of the datasets; by default those that the evaluation data name.
+        dataset: names of the datasets; by default their identifiers.
+        dataset_args: which part of each dataset.
     """
 
     language: Words = None
@@ -78,21 +78,21 @@ class CardDetails:
     dataset_args: Words = None
 
     def updated(self, given: CardDetails) -> CardDetails:
-        """Return the details with those that are given in the place of these."""
+        """Return the details, replaced by those in `given` that are set."""
         pairs = {f.name: (getattr(given, f.name), getattr(self, f.name)) for f in fields(self)}
         return CardDetails(**{name: old if new is None else new for name, (new, old) in pairs.items()})
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a card says of a run, as it is when the card is written.
+    """Hold the contents of a card from a run, at the time of writing.
 
     Attributes:
         args: the training arguments.
         state: the run's state, with its log.
         model: the unwrapped model.
-        optimizer: what trained it; None if none was built yet.
-        dataset: the evaluation data, or without any the training data.
+        optimizer: the optimizer of the run; None if none was built yet.
+        dataset: the evaluation data; without any, the training data.
         num_devices: number of processes.
         samples_per_step: samples of one optimizer step, of all processes.
         has_best_weights: whether the best weights were loaded at the end.
@@ -109,7 +109,7 @@ class TrainedRun:
 
 
 def write_model_card(run: TrainedRun, details: CardDetails) -> None:
-    """Write the card to the output folder, unless somebody wrote one by hand: that stays, and a warning says so."""
+    """Write the card to the output folder. A card written by hand is kept, with a warning."""
     path = Path(run.args.output_dir) / FILE_NAME
     if path.exists() and not any(mark in path.read_text(encoding="utf-8", errors="replace") for mark in _GENERATED):
         logger.warning(
@@ -144,7 +144,7 @@ def model_card(run: TrainedRun, details: CardDetails) -> str:
 
 
 def hyperparameters(run: TrainedRun) -> dict[str, Any]:
-    """Return what the run was trained with, by the names that model cards have for it."""
+    """Return the run's hyperparameters, by their names in model cards."""
     args, accumulation, total = run.args, run.args.gradient_accumulation_steps, run.samples_per_step
     is_by_steps = args.max_steps > 0
     found = {
@@ -188,7 +188,7 @@ def _with_defaults(run: TrainedRun, details: CardDetails) -> CardDetails:
 
 def _metadata(model: nn.Module, details: CardDetails, figures: EvaluationFigures | None) -> dict[str, Any]:
     metrics = _numbers(figures)
-    # What a library that made the model wants it to be found by.
+    # Adds the search tags that the model's library sets.
     tags = [*_words(details.tags), "generated_from_trainer", *_words(getattr(model, "model_tags", None))]
     return {
         "library_name": _library(model),
@@ -203,7 +203,7 @@ def _metadata(model: nn.Module, details: CardDetails, figures: EvaluationFigures
 
 
 def _results(details: CardDetails, metrics: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the figures once for each task and data set; the Hub takes none without both."""
+    """Return the figures once for each task and dataset; the Hub accepts none without both."""
     tasks = _words(details.tasks) or ["other"]
     names, parts = _words(details.dataset), _words(details.dataset_args)
     kinds = _words(details.dataset_tags) or names or ["unknown"]
@@ -264,7 +264,7 @@ def _library(model: Any) -> str | None:
 
 
 def _hub_dataset(dataset: Any) -> tuple[str | None, str | None]:
-    """Return what a `datasets.Dataset` says of where it is from: its identifier and configuration."""
+    """Return the origin of a `datasets.Dataset`: its identifier and configuration."""
     name = getattr(dataset, "builder_name", None)
     if not isinstance(name, str) or name in _FILE_FORMATS:
         return None, None
@@ -272,7 +272,7 @@ def _hub_dataset(dataset: Any) -> tuple[str | None, str | None]:
 
 
 def _versions(model: Any) -> dict[str, str]:
-    # Other libraries import peft where it is installed; that says nothing of this model.
+    # Other libraries import peft if it is installed, so an import does not mean that this model uses it.
     unused = set() if getattr(model, "peft_config", None) else {"peft"}
     found = {}
     for name in ("tr-core", "torch", *(name for name in _LIBRARIES if name in sys.modules and name not in unused)):
@@ -313,19 +313,19 @@ def _line(text: Any) -> str:
     return " ".join(str(text).split())
 
 
-# What an evaluation reports of itself, not of the model.
+# Metrics of an evaluation's run, not of the model.
 _OF_THE_RUN = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 _PREFIX = "eval_"
 
 
 @dataclass
 class EvaluationFigures:
-    """What the evaluations at one step gave.
+    """Hold the results of the evaluations at one step.
 
     Attributes:
         step: completed optimizer steps.
-        epoch: passes over the data, as a fraction.
-        training_loss: the one logged last before; None if there was none.
+        epoch: epochs completed, as a fraction.
+        training_loss: the last one logged before; None if there was none.
         metrics: metrics by name, without `eval_`.
     """
 
@@ -336,7 +336,7 @@ class EvaluationFigures:
 
 
 def evaluations(history: Iterable[dict[str, Any]]) -> list[EvaluationFigures]:
-    """Return the evaluations of a log, in order; those of several data sets at one step are one."""
+    """Return the evaluations of a log, in order; evaluations of several datasets at one step are merged."""
     found: list[EvaluationFigures] = []
     loss = None
     for entry in history:
@@ -355,15 +355,15 @@ def evaluations(history: Iterable[dict[str, Any]]) -> list[EvaluationFigures]:
 
 
 def in_training(state: TrainerState) -> list[EvaluationFigures]:
-    """Return the evaluations that were made before the end of training."""
+    """Return the evaluations before the end of training."""
     return evaluations(state.log_history[: _end(state)])
 
 
 def of_the_model(state: TrainerState, has_best_weights: bool) -> EvaluationFigures | None:
-    """Return the figures of the model as the run left it, None if there are none.
+    """Return the figures of the run's final model, None if there are none.
 
-    Those of an evaluation after the end of training; else those of the best step, if the weights are of that, or of
-    the last evaluation.
+    They come from an evaluation after the end of training. Without one they come from the best step, if its weights
+    were loaded, or else from the last evaluation.
 
     Args:
         state: the run's state.
@@ -378,6 +378,6 @@ def of_the_model(state: TrainerState, has_best_weights: bool) -> EvaluationFigur
 
 
 def _end(state: TrainerState) -> int:
-    """Return the place of the entry with which training ended; without one, the log's length."""
+    """Return the index of the entry at the end of training; without one, the log's length."""
     places = [place for place, entry in enumerate(state.log_history) if "train_runtime" in entry]
     return places[-1] if places else len(state.log_history)
