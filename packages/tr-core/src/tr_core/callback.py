@@ -60,8 +60,10 @@ class TrainerCallback:
 
     Each rank has its own callbacks. All ranks do what a callback of one rank asks for. They do it at once if every rank
     asks, or in an event that follows an exchange. Otherwise they do it at the end of the next step.
+
     `on_optimizer_step` gets `applied`, which is False where a float16 overflow skipped the update. Only the device
     knows which updates `on_nonfinite` skips, so `applied` is True for those.
+
     Every checkpoint saves and restores a callback with `state_dict` and `load_state_dict`. It also saves one with
     `state` and `from_state`, as an `ExportableState` of transformers. A callback that swaps in other weights for
     evaluation is a `tr_core.protocols.EvaluationWeights`.

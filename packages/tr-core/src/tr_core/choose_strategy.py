@@ -24,10 +24,14 @@ from tr_log import get_logger, info_once
 def choose_strategy(args: TrainingArguments) -> Strategy:
     """Return the strategy called `args.strategy`.
 
-    `auto` selects the first that fits: `deepspeed` if it is configured, `xla` on a TPU (see `belongs_on_xla`), `fsdp`
-        if
-    the arguments configure sharding, `ddp` under a launcher of several processes, `mps` on a Mac's GPU if it is
-    installed, `single`.
+    `auto` selects the first that fits:
+
+    - `deepspeed` if it is configured
+    - `xla` on a TPU (see `belongs_on_xla`)
+    - `fsdp` if the arguments configure sharding
+    - `ddp` under a launcher of several processes
+    - `mps` on a Mac's GPU if it is installed
+    - `single`
 
     Raises:
         tr_core.plugins.PluginError: the strategy is not installed.

@@ -3,18 +3,17 @@
 A step's loss is the mean over the contents of its micro-batches, in one of two ways:
 
 - *Counted*: the model, or `compute_loss_func`, divides a summed loss by `num_items_in_batch`. That is the number of
-    targets in the full step over all ranks. Such a loss is already a share of the step's mean. The strategy averages
-    gradients over ranks, so the loss is multiplied by their number.
-  - *Mean*: the loss is a mean over its own micro-batch. It is divided by the actual number of micro-batches in the
-  step.
-    It is weighted if ranks hold unequal shares of a short micro-batch.
+  targets in the full step over all ranks. Such a loss is already a share of the step's mean. The strategy averages
+  gradients over ranks, so the loss is multiplied by their number.
+- *Mean*: the loss is a mean over its own micro-batch. It is divided by the actual number of micro-batches in the step.
+  It is weighted if ranks hold unequal shares of a short micro-batch.
 
-  The signature does not show which of the two it is, so nothing is guessed from it. The count is passed as an
-  `ItemCount`, which marks everything that is calculated with it. Each micro-batch's loss is checked for that mark. A
-  user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
+The signature does not show which of the two it is, so nothing is guessed from it. The count is passed as an
+`ItemCount`, which marks everything that is calculated with it. Each micro-batch's loss is checked for that mark. A
+user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
 
-  This file also holds dicts of losses from an override of `compute_loss`, label smoothing, and `StepScope`, the data of
-  the current step and micro-batch.
+This file also holds dicts of losses from an override of `compute_loss`, label smoothing, and `StepScope`, the data of
+the current step and micro-batch.
 """
 
 from __future__ import annotations

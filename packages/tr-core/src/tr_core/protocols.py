@@ -185,8 +185,8 @@ class InBackward(Protocol):
     hand-written loop on one process may omit `bind` and `detach`. A plain `loss.backward()` consumes nothing.
 
     Any optimizer may have a method `expected_bytes(micro_batches)`, which estimates its memory before the first step.
-    It returns a pair. The first item is the most bytes of gradients, or of what it keeps of them, that exist at once in
-    a step of so many micro-batches. The second item is the bytes of its state after a step. It returns None if it has
+    It returns a pair, for a step of so many micro-batches. The first item is the most bytes of gradients, or of what it
+    keeps of them, that exist at once. The second item is the bytes of its state after a step. It returns None if it has
     no estimate. Preflight shows the pair. For an optimizer without the method, preflight counts all gradients, and
     measures the state by a step over shapes without numbers.
 

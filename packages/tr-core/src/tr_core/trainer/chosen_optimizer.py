@@ -128,8 +128,7 @@ class ChosenOptimizer:
 
         Raises:
             ValueError: the optimizer would be built again but its groups were edited, or the schedule belongs to
-            another
-                optimizer.
+                another optimizer.
         """
         if optimizer is not self.optimizer and optimizer is not None and self._is_outdated(optimizer, model, args):
             optimizer = None

@@ -77,7 +77,7 @@ class Stepping(Reporting):
 
         An override may omit `num_items_in_batch`; its loss is then a mean over the batch. It may return a dict of
         scalars in place of the loss: `{"loss": ..., "ce": ..., "aux": ...}`. `loss` is trained. The other entries are
-        logged like the loss, with the same mean over micro-batches, steps and ranks, so that parts of a loss add up in
+        logged like the loss, with the same mean over micro-batches, steps and ranks. So the parts of a loss add up in
         the log. In an evaluation they are metrics in addition to `<prefix>_loss`. For other values use `log_metric`.
 
         Args:

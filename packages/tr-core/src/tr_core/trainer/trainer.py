@@ -86,7 +86,7 @@ class Trainer(Running):
             Steps, mean loss and metrics. Resuming a finished run changes nothing.
 
         Raises:
-            ValueError: there is nothing to train on or to resume from, the named checkpoint is damaged, or no
+            ValueError: there is nothing to train on or to resume from, or the named checkpoint is damaged. Or no
                 evaluation can return the metric that selects the best model.
             RuntimeError: this Trainer is training already, and a callback or override calls this.
         """
