@@ -272,7 +272,7 @@ class Run:
     # Epochs
 
     def begin_epoch(self) -> None:
-        """Run what is due at the beginning of an epoch, or where a resumed run enters it."""
+        """Run what is due at the beginning of an epoch, or when a resumed run enters it."""
         if not self.position.is_retry:
             self.fire("on_epoch_begin")
         self.position.is_retry = self.position.is_at_epoch_end = False

@@ -161,7 +161,7 @@ class TrainerParts:
         if args.save_strategy != "no" and self.train_dataset is not None:
             self.checkpointer()  # raises here, and not at the first save
 
-    # What the model is, and where it is
+    # Model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Build a model with `model_init`, from the seed only: the same on every rank and in every call.
@@ -235,7 +235,7 @@ class TrainerParts:
         self._loss_made_of: tuple[Any, ...] = ()
         self._derive()
 
-    # What is derived, and what may be assigned
+    # Derived attributes, and assignments
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._is_built:
@@ -318,13 +318,13 @@ class TrainerParts:
         own: Callable[[], AbstractContextManager[object]] = self.compute_loss_context_manager
         self.loss_context = own if is_own else self.strategy.autocast
 
-    # Who listens
+    # Events
 
     def fire(self, event: str, **extra: Any) -> None:
         """Send an event to the callbacks that define it, and apply what they return to `control`."""
         self.callback_handler.fire(event, **extra)
 
-    # Who this process is, and where its checkpoints go
+    # Process and checkpointer
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""

@@ -134,7 +134,7 @@ class Seq2SeqTrainer(Trainer):
             labels = pad_rows(labels, length, fill)
         return loss, pad_rows(tokens, length, fill), labels
 
-    # Within
+    # Internal
 
     def _take_model(self, model: nn.Module) -> None:
         super()._take_model(model)

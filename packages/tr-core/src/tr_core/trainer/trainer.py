@@ -316,7 +316,7 @@ class Trainer(Running):
             loop = EvaluationLoop(self, options, args, strategy, self.scope, loss, compute_metrics=self.compute_metrics)
             return loop.run(dataloader, self.model_wrapped, window)
 
-    # Within
+    # Internal
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
