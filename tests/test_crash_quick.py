@@ -66,7 +66,7 @@ def test_code_that_is_broken_on_purpose_is_noticed():
 
 def test_the_session_fails_when_a_folder_is_not_synced():
     """As its user sees it: it says what went wrong, counts it, and exits with 1."""
-    done = broken_session("from tr_ckpt import files; files.settle = lambda path: None", "power")
+    done = broken_session("from tr_ckpt import files; files.fsync_parents = lambda path: None", "power")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "  MISMATCH power cut in a run" in done.stdout
     assert re.search(r"^faults [\d]+, mismatches [1-9]\d*$", done.stdout, re.M)

@@ -135,7 +135,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_all_ranks_are_asked_for_wrongly_is_said_once_by_rank_0(case, tmp_path, monkeypatch):
+def test_what_all_ranks_are_asked_for_wrongly_is_refused_in_words_that_say_it(case, tmp_path, monkeypatch):
     for name, content in case.files.items():
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     monkeypatch.chdir(tmp_path)
@@ -143,9 +143,9 @@ def test_what_all_ranks_are_asked_for_wrongly_is_said_once_by_rank_0(case, tmp_p
     arguments += ["--use_cpu"] if case.uses_cpu else []
     first, second = run_script(train, ranks_of(tmp_path), str(tmp_path), arguments, case.model)
     assert case.said in first.said, first.said
-    assert first.code in (1, 2)
-    assert tracebacks(first.said) <= 1, first.said
-    assert second == End(-15, "")  # it would have said the same, later
+    for end in (first, second):  # the second may be ended before it says the same
+        assert end.code in (1, 2) or (end is second and end.code == -15)
+        assert tracebacks(end.said) <= 1, end.said
 
 
 def join(kind):

@@ -50,11 +50,10 @@ def train(folder, options):
     return history, weights, Layer.forwards / 4
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
-def test_activations_of_units_are_computed_again(tmp_path, sharding, version):
+def test_activations_of_units_are_computed_again(tmp_path, sharding):
     alone = train(str(tmp_path / "1"), {"per_device_train_batch_size": 12})
-    config = {"version": version, "transformer_layer_cls_to_wrap": ["Layer"], "activation_checkpointing": True}
+    config = {"transformer_layer_cls_to_wrap": ["Layer"], "activation_checkpointing": True}
     options = {"fsdp": sharding, "fsdp_config": config, "per_device_train_batch_size": 6}
     ranks = run_ranks(train, 2, str(tmp_path / "2"), options, timeout_s=120)
     assert alone[2] == 3

@@ -88,7 +88,6 @@ class Alone:
 
 def run_alone(folder: Path, **options: Any) -> Outcome:
     """Train in a process of its own, undisturbed; the answer is what `Alone` holds."""
-    folder.parent.mkdir(parents=True, exist_ok=True)  # as it is there for killed runs: making it is an operation
 
     def work() -> dict[str, Any]:
         breaker, complete, saved, places, states = Breaker(), [], [], [], {}
@@ -190,8 +189,9 @@ class Session:
         """Let the run alone, with either way of saving; returns what is wrong before any fault."""
         for asynchronous in (False, True):
             # As deep as the faults' runs are: what is synced above it counts as operations too.
-            folder = self.root / f"alone-{asynchronous}" / "0" / NEW_RUN
-            self.alone[asynchronous] = as_alone(run_alone(folder, asynchronous=asynchronous, **self.options))
+            folder = self.root / f"alone-{asynchronous}" / "0"
+            folder.mkdir(parents=True)  # a killed run makes those of `NEW_RUN` and no more: each is an operation
+            self.alone[asynchronous] = as_alone(run_alone(folder / NEW_RUN, asynchronous=asynchronous, **self.options))
         one, other = self.alone[False], self.alone[True]
         wrong = []
         if one.end != other.end:
