@@ -38,6 +38,8 @@ TEST_ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "",  # tests start many processes: without bytecode each takes seconds to import torch
 }
 PYTEST = ("pytest", "pytest-xdist", "numpy")
+# What looks at the sources alone.
+HOUSE = ("tests/test_house.py", "tests/test_structure.py", "tests/test_promises.py")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
 PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 
@@ -132,7 +134,7 @@ def layers(session: nox.Session) -> None:
     """Check which package imports which, the budgets of size and complexity, and that promises have tests."""
     session.install("import-linter==2.16", *PYTEST, *EVERYTHING, *CONSTRAINTS)
     session.run("lint-imports", env={"PYTHONPATH": ""})
-    session.run("pytest", "tests/test_house.py", "tests/test_promises.py", *session.posargs)
+    session.run("pytest", *HOUSE, *session.posargs)
 
 
 @nox.session
@@ -156,7 +158,7 @@ def integration(session: nox.Session) -> None:
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
     folders = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness")
-    ignored = [f"--ignore=tests/{name}" for name in (*folders, "test_house.py", "test_promises.py")]
+    ignored = [f"--ignore=tests/{name}" for name in folders] + [f"--ignore={path}" for path in HOUSE]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 

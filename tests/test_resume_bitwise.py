@@ -176,7 +176,7 @@ def test_resume_of_a_finished_run_does_nothing(tmp_path):
 
 
 def test_resume_true_without_a_checkpoint_says_so_and_auto_begins_anew(tmp_path):
-    with pytest.raises(ValueError, match="no valid checkpoint in .* resume_from_checkpoint='auto' to begin anew"):
+    with pytest.raises(ValueError, match="no valid checkpoint in .* resume_from_checkpoint='auto' to start over"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
     assert trainer(tmp_path).train(resume_from_checkpoint="auto").global_step == 33
 

@@ -172,7 +172,7 @@ def test_a_plateau_in_place_of_a_function_begins_anew_and_the_other_way_round(tm
     trainer, used = resume(tmp_path / "a", **plateau)
     assert used[8] == 1e-2
     assert trainer.lr_scheduler.last_epoch == 2
-    assert said() == ["lr_scheduler_type: linear -> reduce_lr_on_plateau (applied; the schedule begins anew)"]
+    assert said() == ["lr_scheduler_type: linear -> reduce_lr_on_plateau (applied; the schedule starts over)"]
     save(tmp_path / "b", 8, **plateau)
     _, used = resume(tmp_path / "b", eval_strategy="epoch", metric_for_best_model="loss")
     assert used[8] == pytest.approx(1e-2 * 12 / 20)
@@ -247,13 +247,13 @@ def test_what_code_of_the_users_builds_into_the_groups_is_applied_and_said(tmp_p
 )
 def test_another_order_of_the_data_is_refused_in_the_middle_of_a_pass(tmp_path, said, changed, line):
     save(tmp_path, 13, save_steps=1)
-    with pytest.raises(ValueError, match="12 samples into a pass over the data.*ignore_data_skip=True") as error:
+    with pytest.raises(ValueError, match="12 samples into an epoch.*ignore_data_skip=True") as error:
         resume(tmp_path, **changed)
     assert line in str(error.value)
     resume(tmp_path, 13, **changed, ignore_data_skip=True, save_strategy="no")
-    assert said()[0] == f"{line} (applied: the pass begins anew)"
+    assert said()[0] == f"{line} (applied: the epoch restarts)"
     resume(tmp_path, 10, **changed, save_strategy="no")
-    assert f"{line} (applied from the next pass on)" in said()
+    assert f"{line} (applied from the next epoch on)" in said()
 
 
 def test_more_data_between_two_passes_is_gone_through_in_the_next(tmp_path):
@@ -389,8 +389,8 @@ def test_callbacks_that_the_checkpoint_does_not_know_are_named_and_the_others_re
     with pytest.raises(Stop):
         build(tmp_path, [*counters, StopAt(7)]).train(resume_from_checkpoint=True)
     assert [counter.count for counter in counters] == [7, 2]
-    assert "states of callbacks that this run does not have, and which are passed over: Counter#2" in caplog.text
-    assert "holds no state of these callbacks, which begin anew: Other" in caplog.text
+    assert "states of callbacks that this run does not have, and which are skipped: Counter#2" in caplog.text
+    assert "holds no state of these callbacks, which start over: Other" in caplog.text
 
 
 def test_callbacks_begin_anew_where_that_is_asked_for(tmp_path, caplog):
@@ -409,4 +409,4 @@ def test_callbacks_begin_anew_where_that_is_asked_for(tmp_path, caplog):
     with pytest.raises(Stop):
         trainer.train(resume_from_checkpoint=True)
     assert counter.count == 2
-    assert "restore_callback_states_from_checkpoint=False: Counter, EarlyStoppingCallback begin anew" in caplog.text
+    assert "restore_callback_states_from_checkpoint=False: Counter, EarlyStoppingCallback start over" in caplog.text

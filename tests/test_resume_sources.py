@@ -24,7 +24,7 @@ def test_true_without_a_valid_checkpoint_names_what_was_found(tmp_path):
     for path in (tmp_path / "checkpoint-4").iterdir():
         path.unlink()
     (tmp_path / "checkpoint-4" / "weights.bin").write_bytes(b"of another program")
-    with pytest.raises(ValueError, match="'auto' to begin anew where there is none") as error:
+    with pytest.raises(ValueError, match="'auto' to start over where there is none") as error:
         build(tmp_path).train(resume_from_checkpoint=True)
     assert "skipped checkpoint-4: manifest.json is missing, so it is incomplete or was written by another" in str(
         error.value

@@ -73,7 +73,7 @@ def metrics_of(kind):
 
 
 def evaluate_metrics(folder, kinds, number):
-    """Run in every rank; evaluates twice with each, to see that the second begins anew."""
+    """Run in every rank; evaluates twice with each, to see that the second starts over."""
     found = {}
     for kind in kinds:
         trainer = Trainer(

@@ -400,7 +400,7 @@ def test_a_file_system_that_loses_what_is_made_is_used_without_a_lock(tmp_path, 
     monkeypatch.setattr(files, "link", lambda *given: (_ for _ in ()).throw(missing))
     FolderLock(tmp_path).claim()
     assert "a file that was just made was gone 200 times" in caplog.text
-    assert "nothing keeps another run from saving there" in caplog.text
+    assert "nothing stops another run from saving there" in caplog.text
 
 
 def test_a_lock_that_cannot_be_read_for_a_moment_is_read_again(tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ def test_outside_of_the_main_thread_no_handler_is_set_and_that_is_said(saving, m
     thread.join()
     assert seen == [before] * 10
     assert heard.lines == [
-        "train() is not called in the main thread, so signals act as ever: no checkpoint is written for them"
+        "train() is not called in the main thread, so signals act as without it: they save no checkpoint"
     ]
 
 

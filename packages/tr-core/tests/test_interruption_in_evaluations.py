@@ -161,7 +161,7 @@ def test_where_it_ends_the_run_with_a_pass_the_next_place_in_the_data_is_the_nex
 
     def place(trainer):
         run = trainer.checkpointer().saved[10]["run"]
-        return run["epoch"], run["samples"], run["owed"]
+        return run["epoch"], run["samples"], run["pending"]
 
     alone = make()
     alone.train()

@@ -12,7 +12,7 @@ from tr_core.validation import why_not_writable
 @pytest.mark.parametrize("below", ["", "deep/er"])
 def test_a_file_in_the_way_is_found_before_training(make_trainer, tmp_path, monkeypatch, below):
     (tmp_path / "taken").touch()
-    monkeypatch.setattr(saving, "build_checkpointer", lambda trainer: MemoryCheckpointer(tmp_path))  # installed
+    monkeypatch.setattr(saving, "build_checkpointer", lambda *given: MemoryCheckpointer(tmp_path))  # installed
     trainer = make_trainer(output_dir=str(tmp_path / "taken" / below), save_strategy="steps")
     with pytest.raises(ValueError, match=r"cannot be made: \S+taken is a file; give another .*save_strategy='no'"):
         trainer.train()

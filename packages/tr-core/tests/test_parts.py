@@ -148,7 +148,7 @@ def test_unknown_keys_of_a_state_are_passed_over_with_a_warning(monkeypatch):
     state = TrainerState()
     state.load_state_dict({"global_step": 5, "of_the_future": 1})
     assert state.global_step == 5
-    assert warnings == ["trainer state: passed over unknown keys ['of_the_future'], written by another version"]
+    assert warnings == ["trainer state: skipped unknown keys ['of_the_future'], written by another version"]
 
 
 def test_who_a_process_is_does_not_come_from_a_checkpoint():

@@ -60,4 +60,4 @@ def test_a_finished_run_is_not_announced_and_says_how_to_go_on(make_trainer, tmp
     told.clear()
     make_trainer(**options).train(resume_from_checkpoint=True)
     assert not any(text.startswith("training Classifier") for text in told.messages)
-    assert told.messages[-1].endswith("the run is complete; a larger num_train_epochs or max_steps goes on with it")
+    assert told.messages[-1].endswith("the run is complete; a larger num_train_epochs or max_steps continues it")

@@ -347,7 +347,7 @@ class Run:
             "last_logged_step": window.last_logged_step,
             "learning_rate": window.learning_rate,
             "window": window.of_all_ranks,
-            "owed": position.pending,
+            "pending": position.pending,
             "is_at_epoch_end": position.is_at_epoch_end,
             "ends_epoch_early": position.ends_epoch_early,
         }
@@ -367,7 +367,7 @@ class Run:
         self.window.last_logged_step = state_dict["last_logged_step"]
         # For the log at the end of an epoch, if the checkpoint is that of its last step.
         self.window.learning_rate = state_dict["learning_rate"]
-        position.pending = list(state_dict["owed"])
+        position.pending = list(state_dict["pending"])
         position.is_at_epoch_end = state_dict["is_at_epoch_end"]
         position.ends_epoch_early = state_dict["ends_epoch_early"]
         windows = state_dict["window"]

@@ -81,7 +81,7 @@ class TrainerState:
         own = {"is_local_process_zero", "is_world_process_zero"}
         known = {f.name for f in fields(self)}
         if unknown := sorted(set(state_dict) - known):
-            logger.warning("trainer state: passed over unknown keys %s, written by another version", unknown)
+            logger.warning("trainer state: skipped unknown keys %s, written by another version", unknown)
         for name in known & set(state_dict) - own:
             setattr(self, name, state_dict[name])
 

@@ -103,7 +103,7 @@ class _Adapter(_Part):
         if odd := sorted(set(own) ^ set(state_dict)):
             raise ValueError(
                 f"the adapter is another than the one that was saved: {', '.join(odd[:3])}{', ...' if odd[3:] else ''} "
-                "are only in one of them; give the model an adapter with the configuration of then"
+                "are only in one of them; give the model an adapter with the saved configuration"
             )
         name_of = _names(own, state)
         self._load({name_of[key]: value for key, value in state_dict.items() if key in name_of}, state)

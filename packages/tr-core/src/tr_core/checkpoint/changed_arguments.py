@@ -143,9 +143,7 @@ class _ArgumentChanges:
             **dict.fromkeys(facts(kind, Numbers.SCHEDULE), self._of_schedule),
             **dict.fromkeys(facts(kind, Numbers.METRIC), self._of_metric),
             "seed": lambda: "no effect: random states are those of the checkpoint",
-            "fp16": lambda: (
-                f"applied; the {'loss scale begins anew' if difference.now else 'saved one is passed over'}"
-            ),
+            "fp16": lambda: f"applied; the {'loss scale starts over' if difference.now else 'saved one is skipped'}",
         }
         return special.get(difference.name, lambda: "applied")()
 
@@ -161,14 +159,14 @@ class _ArgumentChanges:
     def _of_schedule(self) -> str:
         name = type(self.run.schedule).__name__
         if self.is_own_schedule:
-            return f"{name} begins anew" if self.begins_anew else f"not applied: the saved state of {name} goes on"
-        return "applied; the schedule begins anew" if self.begins_anew else "applied"
+            return f"{name} starts over" if self.begins_anew else f"not applied: the saved state of {name} goes on"
+        return "applied; the schedule starts over" if self.begins_anew else "applied"
 
     def _of_metric(self) -> str:
         if not self._has_another_metric():
             return "applied"
         follows = str(self.run.methods.args.lr_scheduler_type) in FOLLOW_METRIC
-        return f"applied; the best so far is forgotten{', and the schedule begins anew' if follows else ''}"
+        return f"applied; the best so far is forgotten{', and the schedule starts over' if follows else ''}"
 
     def further_lines(self) -> list[str]:
         """Return changes that are no arguments: positions on the schedule, and groups that the user's code built."""
@@ -201,17 +199,16 @@ def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequ
         name = "data_seed" if "data_seed" in found else "seed"
         changed[name] = found[name]
     if args.ignore_data_skip:
-        return dict.fromkeys(changed, "applied: the pass begins anew")
+        return dict.fromkeys(changed, "applied: the epoch restarts")
     if saved["is_between_passes"]:
         if SAMPLES in changed and run.position.samples:
             run.position.samples = run.data.num_samples or run.position.samples
-        return dict.fromkeys(changed, "applied from the next pass on")
+        return dict.fromkeys(changed, "applied from the next epoch on")
     if changed:
         raise ValueError(
-            f"the checkpoint is {run.position.samples} samples into a pass over the data, whose order changes with "
-            f"{'; '.join(map(str, changed.values()))}. Going on would repeat samples and leave others out: resume with "
-            "the value of then, from a checkpoint between two passes, or with ignore_data_skip=True, which begins the "
-            "pass anew"
+            f"the checkpoint is {run.position.samples} samples into an epoch, whose order changes with "
+            f"{'; '.join(map(str, changed.values()))}. Resuming would repeat samples and leave others out: use "
+            "the saved value, a checkpoint between two epochs, or ignore_data_skip=True, which restarts the epoch"
         )
     return {}
 

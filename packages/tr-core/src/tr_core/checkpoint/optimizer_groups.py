@@ -147,7 +147,7 @@ def _check_order(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> Non
     before, after = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
     raise ValueError(
         f"the optimizer's state is kept by the order of the parameters, and {after} comes where {before} came when it "
-        "was saved; give the model its layers, and the optimizer its parameter groups, in the order of then"
+        "was saved; give the model its layers, and the optimizer its parameter groups, in the saved order"
     )
 
 

@@ -63,12 +63,12 @@ def _restore(run: Run, resume: Resume) -> Restored:
     only_read = ("scheduler",)
     restored = restore_parts(run.methods.checkpointer(), parts, source, optional=_OPTIONAL, only_read=only_read)
     if restored.step is not None and "scaler" in parts and "scaler" not in restored.loaded:
-        logger.info("the checkpoint holds no loss scale, as it was saved without fp16: it begins anew")
+        logger.info("the checkpoint holds no loss scale, as it was saved without fp16: it starts over")
     if restored.step is None and resume != "auto":
         found = f" (skipped {'; '.join(restored.skipped)})" if restored.skipped else ""
         raise ValueError(
             f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {args.output_dir!r}"
-            f"{found}; give the folder of one, or resume_from_checkpoint='auto' to begin anew where there is none"
+            f"{found}; give the folder of one, or resume_from_checkpoint='auto' to start over where there is none"
         )
     return restored
 
@@ -133,16 +133,16 @@ class CallbackStates:
         """Load each callback's state, and log callbacks without a state and states without a callback."""
         wanted = self._callbacks.stateful()
         if not self._restores:
-            anew = sorted(name for name, callback in wanted.items() if not isinstance(callback, EvaluationWeights))
-            if anew:
-                logger.info("restore_callback_states_from_checkpoint=False: %s begin anew", ", ".join(anew))
-            state_dict = {name: state for name, state in state_dict.items() if name not in anew}
-            wanted = {name: callback for name, callback in wanted.items() if name not in anew}
+            reset = sorted(name for name, callback in wanted.items() if not isinstance(callback, EvaluationWeights))
+            if reset:
+                logger.info("restore_callback_states_from_checkpoint=False: %s start over", ", ".join(reset))
+            state_dict = {name: state for name, state in state_dict.items() if name not in reset}
+            wanted = {name: callback for name, callback in wanted.items() if name not in reset}
         if nobody := sorted(set(state_dict) - set(self._callbacks.stateful())):
             logger.warning(
-                "the checkpoint holds states of callbacks that this run does not have, and which are passed over: %s",
+                "the checkpoint holds states of callbacks that this run does not have, and which are skipped: %s",
                 ", ".join(nobody),
             )
         if missing := sorted(set(wanted) - set(state_dict)):
-            logger.warning("the checkpoint holds no state of these callbacks, which begin anew: %s", ", ".join(missing))
+            logger.warning("the checkpoint holds no state of these callbacks, which start over: %s", ", ".join(missing))
         self._callbacks.load_state_dict(state_dict)

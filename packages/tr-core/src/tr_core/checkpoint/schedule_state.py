@@ -47,7 +47,7 @@ def load_as_saved(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
         if isinstance(schedule, kind) != (sign in state):
             raise ValueError(
                 f"the checkpoint's schedule is of another kind than {type(schedule).__name__}, which the arguments "
-                "make now; resume with the lr_scheduler_type of then"
+                "make now; resume with the saved lr_scheduler_type"
             )
     schedule.load_state_dict(dict(state))
 

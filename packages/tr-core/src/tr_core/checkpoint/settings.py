@@ -146,7 +146,7 @@ class Settings:
             raise ValueError(
                 f"its optimizer was {state_dict['optimizer']} (optim={then!r}) and is {kind} now "
                 f"(optim={str(args.optim)!r}): what the one remembers means nothing to the other. Resume with the "
-                "optimizer of then, or begin a new run from the weights in the checkpoint"
+                "optimizer as saved, or begin a new run from the weights in the checkpoint"
             )
         own, saved = ([group.parameters for group in self.groups], [g["parameters"] for g in state_dict["groups"]])
         if len(saved) > len(own) and saved[: len(own)] == own:
@@ -242,7 +242,7 @@ def check_fingerprint(then: Mapping[str, Any] | None, now: Mapping[str, Any] | N
     what = f"{figures[0]} then, {figures[1]} now" if figures[0] != figures[1] else f"{figures[0]}, with other values"
     raise ValueError(
         f"the frozen weights under the adapter are not those that it was trained on ({what}), and the checkpoint does "
-        "not hold them; give the base model, its revision and its dtype of then, with the same layers frozen"
+        "not hold them; give the base model, its revision and dtype as saved, with the same layers frozen"
     )
 
 

@@ -149,7 +149,7 @@ class _Stream:
                 f"the checkpoint is {position} samples into a pass over iterable data that {read_by[0]} processes read "
                 f"in turn, {read_by[1]} samples at a time; {self._parts} that read {self._stream.per_round} at a time "
                 "would repeat samples and leave others out. Resume with the dataloader_num_workers, batch size and "
-                "number of processes of then, or begin the pass anew with ignore_data_skip=True"
+                "number of processes as saved, or restart the epoch with ignore_data_skip=True"
             )
         self._restored = state.get("rounds")
 

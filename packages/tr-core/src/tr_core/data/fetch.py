@@ -80,18 +80,18 @@ class KeepColumns:
         collate: the collator that gets the narrowed samples. Columns in its attribute `required_columns` stay visible.
         columns: names of the columns that the model takes.
         model_name: class name of the model, for messages.
-        told: sets of hidden columns that were logged already; new ones are added.
+        logged: sets of hidden columns that were logged already; new ones are added.
 
     Raises:
         ValueError: in a call, if no column is visible and the collator accessed no hidden one.
     """
 
     def __init__(
-        self, collate: Collate, columns: Collection[str], model_name: str, told: set[frozenset[str]] | None = None
+        self, collate: Collate, columns: Collection[str], model_name: str, logged: set[frozenset[str]] | None = None
     ) -> None:
         self._collate, self._columns, self._model_name = collate, sorted(set(columns)), model_name
         self._shown = frozenset(columns) | required_columns(collate)
-        self._told = set() if told is None else told
+        self._logged = set() if logged is None else logged
         self.__qualname__ = getattr(collate, "__qualname__", type(collate).__name__)  # its name in errors
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -123,9 +123,9 @@ class KeepColumns:
     def _tell(self, columns: Collection[str]) -> None:
         worker = get_worker_info()
         hidden = frozenset(columns) - self._shown
-        if hidden in self._told or not hidden or (worker is not None and worker.id > 0):
+        if hidden in self._logged or not hidden or (worker is not None and worker.id > 0):
             return
-        self._told.add(hidden)
+        self._logged.add(hidden)
         logger.info(
             "columns %s of the data are no arguments of the forward of %s and are not given to it; a data collator "
             "that asks for one by name gets it, and remove_unused_columns=False keeps them all",

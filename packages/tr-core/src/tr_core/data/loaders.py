@@ -291,7 +291,7 @@ def has_length(dataset: Any) -> bool:
         return False
 
 
-def keeping_columns(collate: Collate, model: nn.Module, label_names: list[str], told: set[frozenset[str]]) -> Collate:
+def keeping_columns(collate: Collate, model: nn.Module, label_names: list[str], logged: set[frozenset[str]]) -> Collate:
     """Return a collator that hides the columns that the model does not take; see `KeepColumns`."""
     columns = kept_columns(model, label_names)
-    return collate if columns is None else KeepColumns(collate, columns, type(base_model(model)).__name__, told)
+    return collate if columns is None else KeepColumns(collate, columns, type(base_model(model)).__name__, logged)

@@ -74,7 +74,7 @@ def derive_position(saved: Mapping[str, Any], data: Batches, per_step: int) -> t
     raise ValueError(
         f"the run was at epoch {epoch:g} after {step} steps, which fits neither {data.num_batches} micro-batches a "
         f"pass with {accumulation} a step, as now, nor the {saved['train_batch_size']} samples a device on "
-        f"{saved['world_size']} processes that it names: resume with the data, batch size and accumulation of then"
+        f"{saved['world_size']} processes that it names: resume with the data, batch size and accumulation as saved"
     )
 
 

@@ -340,7 +340,7 @@ def _loses_samples(source: Any) -> bool:
         if type(inner).__name__.startswith(_LOSE_SAMPLES):
             logger.info(
                 "the samples in the shuffle buffer of %s are not part of its state: a resumed run will read its data "
-                "from the beginning of the pass to its place, and go on with the same samples",
+                "from the beginning of the epoch to the saved position, and use the same samples from there on",
                 type(source).__name__,
             )
             return True

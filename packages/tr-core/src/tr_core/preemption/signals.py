@@ -89,7 +89,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             info_once(
                 logger,
-                "train() is not called in the main thread, so signals act as ever: no checkpoint is written for them",
+                "train() is not called in the main thread, so signals act as without it: they save no checkpoint",
             )
             return self
         for number in SIGNALS:

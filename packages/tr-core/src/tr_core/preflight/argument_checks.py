@@ -195,7 +195,7 @@ def _check_saves_and_logs(subject: CheckContext, steps: int) -> Iterator[Problem
     if args.save_strategy == "steps" and (every := resolve_steps(args.save_steps, steps)) > steps:
         yield Problem(
             "T106",
-            f"save_steps={every} is beyond the run's {steps} steps: a run that is killed begins anew",
+            f"save_steps={every} is beyond the run's {steps} steps: a run that is killed starts over",
             subject.origin("save_steps"),
         )
     if args.logging_strategy == "steps" and (every := resolve_steps(args.logging_steps, steps)) > steps:
@@ -283,7 +283,7 @@ def check_resume(subject: CheckContext) -> Iterator[Problem]:
         yield Problem(
             "T204",
             f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {subject.args.output_dir!r}; give "
-            "the folder of one, or 'auto' to begin anew where there is none",
+            "the folder of one, or 'auto' to start over where there is none",
             origin,
         )
     elif step is not None and subject.steps is not None and step >= subject.steps:

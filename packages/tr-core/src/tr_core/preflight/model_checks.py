@@ -155,7 +155,7 @@ def _of_loss(subject: CheckContext, loss: Any) -> Problem | None:
 def _culprit(subject: CheckContext) -> str:
     for name, parameter in subject.trainer.model.named_parameters():
         if not torch.isfinite(parameter).all().item():  # sync: once a preflight
-            return f"the weights {name!r} hold numbers that are not finite: load them anew"
+            return f"the weights {name!r} hold numbers that are not finite: load them again"
     inputs = subject.inputs if isinstance(subject.inputs, Mapping) else {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and not torch.isfinite(value).all().item():

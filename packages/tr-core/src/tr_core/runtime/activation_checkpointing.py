@@ -55,7 +55,7 @@ def checkpointed_activations(
                 extra = {"every_n_layers": every} if every != 1 else {}
                 # On a CPU they are in host memory already, and transformers would pin memory.
                 extra |= {"offload": True} if offload and device.type != "cpu" else {}
-                _enable(enable, keyword, _counting_once(model, settings), extra, told=bool(options))
+                _enable(enable, keyword, _counting_once(model, settings), extra, is_requested=bool(options))
                 yield []
                 return
         layers = repeated_layers(model)
@@ -157,12 +157,12 @@ def _check_reentrant(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _enable(
-    enable: Callable[..., Any], keyword: str, settings: dict[str, Any], extra: dict[str, Any], *, told: bool
+    enable: Callable[..., Any], keyword: str, settings: dict[str, Any], extra: dict[str, Any], *, is_requested: bool
 ) -> None:
     """Switch checkpointing on in a model, with the options that its method takes."""
     arguments = {keyword: settings, **extra}
     refused = [name for name in arguments if not takes_argument(enable, name)]
-    if refused and told:
+    if refused and is_requested:
         raise ValueError(
             f"activation_checkpointing_kwargs cannot be passed on: {getattr(enable, '__qualname__', enable)} takes no "
             f"{' and no '.join(refused)}; leave activation_checkpointing_kwargs out"

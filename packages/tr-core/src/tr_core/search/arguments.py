@@ -136,7 +136,7 @@ def check_search(
     if args.resume_from_checkpoint:
         raise ValueError(
             f"resume_from_checkpoint={args.resume_from_checkpoint!r} would have every trial go on from one checkpoint; "
-            "leave it out, and give hyperparameter_search resume=True to go on with a search"
+            "leave it out, and give hyperparameter_search resume=True to resume a search"
         )
     if has_own_checkpointer:
         raise ValueError(

@@ -119,7 +119,7 @@ class NumberedSampler:
             if trial is None or not same_values(made, saved):
                 raise ValueError(
                     f"trial {record.number} of the earlier search was made with {record.params}, and hp_space now "
-                    f"gives {made}; go on with the space of then, which must depend on the trial alone"
+                    f"gives {made}; resume with the same space, which must depend on the trial alone"
                 )
             if record.state != "running":
                 self._next = max(self._next, record.number + 1)

@@ -263,7 +263,7 @@ class Search:
         elif journal.has_trials():
             earlier, folder = folder, self._folder / f"search-{number + 1}"
             logger.info(
-                "%s holds an earlier search, which resume=True would go on with; this one is a new one, in %s",
+                "%s holds an earlier search, which resume=True would resume; this one is a new one, in %s",
                 earlier,
                 folder,
             )

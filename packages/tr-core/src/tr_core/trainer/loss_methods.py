@@ -139,10 +139,10 @@ class Stepping(Reporting):
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
         count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
-        told: dict[str, Any] = {}
+        count_argument: dict[str, Any] = {}
         if self._loss_takes_count:
-            told = {"num_items_in_batch": None if count is None else self.loss_rule.hand_over(count)}
-        loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **told)
+            count_argument = {"num_items_in_batch": None if count is None else self.loss_rule.hand_over(count)}
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count_argument)
         parts: dict[str, torch.Tensor] = {}
         if isinstance(loss, Mapping):
             loss, parts = split_loss(loss)

@@ -65,7 +65,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
             if is_run_complete(run):
                 self.logger.info(
                     "nothing to do: the checkpoint is at step %d of %d, and the run is complete; a larger "
-                    "num_train_epochs or max_steps goes on with it",
+                    "num_train_epochs or max_steps continues it",
                     run.window.first_step,
                     run.plan.max_steps,
                 )
