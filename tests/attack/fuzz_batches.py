@@ -6,6 +6,7 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import resource
 import signal
 import sys
@@ -188,7 +189,7 @@ def limit_memory() -> None:
 def is_of_memory(error: BaseException | None) -> bool:
     """Whether memory was asked for that there was not."""
     while error is not None:
-        if isinstance(error, MemoryError) or "memory" in str(error) or "alloc" in str(error):
+        if isinstance(error, MemoryError) or re.search(r"\bmemory\b|\balloc(ate|ation|ator)?", str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

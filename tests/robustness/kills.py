@@ -66,6 +66,7 @@ IN_THE_LOOP = (
 )
 
 
+UNLOCKING = "before the folder is unlocked"  # the run is over on the other rank
 # Rank, operation on files, name of what it is done to, which one of those, how, and what that is.
 IN_SAVES = (
     (0, "make_folder", r"\.tmp-writing-.*", 0, "kill", "before a save's folder is made"),
@@ -86,7 +87,7 @@ IN_SAVES = (
     (0, "remove_file", r"[^.].*", -2, "kill", "in removing an old checkpoint"),
     (0, "link", r"\.tmp-lock-.*", 0, "kill", "before the folder is locked"),
     (0, "link", r"\.tmp-lock-.*", 0, "after", "when the folder has been locked"),
-    (0, "remove_file", r"\.run-lock\.json", 0, "kill", "before the folder is unlocked"),
+    (0, "remove_file", r"\.run-lock\.json", 0, "kill", UNLOCKING),
 )
 
 
@@ -139,7 +140,8 @@ class Campaign:
             return codes, 0.0, ["it did not strike: " + ends[0].said[-500:]]
         after_s = max(end.time_s for end in ends) - float((out / "struck").read_text())
         wrong = [] if codes[moment.rank] == -9 else [f"rank {moment.rank} ended with {codes[moment.rank]}"]
-        if codes[1 - moment.rank] in ((None,) if moment.place == "end" else (0, None)):
+        is_over = moment.place == "end" or moment.name == UNLOCKING
+        if codes[1 - moment.rank] in ((None,) if is_over else (0, None)):
             wrong.append(f"the other ended with {codes[1 - moment.rank]}: {ends[1 - moment.rank].said[-3000:]}")
         wrong += [f"{len(left)} processes are left"] if (left := self._nursery.left_over()) else []
         if moment.place == "end":  # all is done: what is saved needs no second start, but bears one
