@@ -236,3 +236,12 @@ def test_report_to_all_leaves_out_trackers_whose_library_is_missing(make_trainer
 def test_an_unknown_part_is_an_error_of_the_trainer(make_args):
     with pytest.raises(TypeError, match=r"Trainer\.__init__\(\) got an unexpected keyword argument 'train_datset'"):
         Trainer(Classifier(), make_args(), train_datset=[])
+
+
+def test_a_strategy_of_one_process_is_refused_whatever_its_name(make_trainer, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("tr_core.choose_strategy.plugins.load", lambda group, name: lambda args: SingleDevice("cpu"))
+    with pytest.raises(ValueError, match="strategy='mine' in one of 2 processes .* would train 2 unrelated models"):
+        make_trainer(strategy="mine")

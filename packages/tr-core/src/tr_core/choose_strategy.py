@@ -38,13 +38,18 @@ def choose_strategy(args: TrainingArguments) -> Strategy:
         ValueError: `single` was requested, but a launcher started several processes; or a launcher should have started
             several and started one; or `parallelism_config` is for another number of processes.
     """
-    return plugins.load("tr.strategies", _name(args))(args)
+    name = _name(args)
+    strategy = plugins.load("tr.strategies", name)(args)
+    started = _started_processes()
+    if name != "xla" and strategy.world_size == 1 < started:  # XLA has processes of its own
+        raise ValueError(_unrelated(name, started))
+    return strategy
 
 
 def _name(args: TrainingArguments) -> str:
     name = str(args.strategy)
     sizes = args.parallelism_config or {}
-    world_size = read_topology().world_size if os.environ.get("WORLD_SIZE") != "" else 1
+    world_size = _started_processes()
     if name == "auto":
         sharded = "deepspeed" if args.deepspeed else "xla" if belongs_on_xla(args) else "fsdp" if args.fsdp else ""
         name = sharded or ("ddp" if world_size > 1 else _of_one_process(args))
@@ -57,11 +62,19 @@ def _name(args: TrainingArguments) -> str:
             "start as many as their product, or leave it out"
         )
     if name == "single" and world_size > 1:
-        raise ValueError(
-            f"strategy='single' in one of {world_size} processes (WORLD_SIZE) would train {world_size} unrelated "
-            "models; start one process, or set strategy='auto' or 'ddp'"
-        )
+        raise ValueError(_unrelated(name, world_size))
     return name
+
+
+def _started_processes() -> int:
+    return read_topology().world_size if os.environ.get("WORLD_SIZE") != "" else 1
+
+
+def _unrelated(name: str, started: int) -> str:
+    return (
+        f"strategy={name!r} in one of {started} processes (WORLD_SIZE) would train {started} unrelated models; start "
+        "one process, or set strategy='auto' or 'ddp'"
+    )
 
 
 def _of_one_process(args: TrainingArguments) -> str:

@@ -82,4 +82,6 @@ def _missing(group: str, name: str, built_in: list[str]) -> str:
     message += did_you_mean(name, [*built_in, *available(group)])
     distributions = {entry.dist.name for entry in _entries(group) if entry.dist is not None}
     missing = [package for package in _PACKAGES.get(group, ()) if package not in distributions]
-    return message + (f"; more come with pip install {' '.join(missing)}" if missing else "")
+    if missing:
+        message += f"; more come with pip install {' '.join(missing)}"
+    return message + "; a package of yours is installed again after its entry points have changed"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def check_strategy(strategy: Strategy) -> None:
         assert names == set(state), "names in the model's whole state differ from those of the module"
     for name, value in alone.state_dict().items() if strategy.rank == 0 else ():
         torch.testing.assert_close(
-            state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs from one process"
+            state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=partial("{} differs from one process: {}".format, name)
         )
     _check_gathered(strategy, wrapped, alone)
     if not strategy.binds_optimizer:
@@ -271,7 +272,8 @@ def _check_skipping(
 
 
 def _missing(thing: object, protocol: type) -> str:
-    names = [name for name in dir(protocol) if not name.startswith("_") and not hasattr(thing, name)]
+    declared = {name for base in protocol.__mro__ for name in getattr(base, "__annotations__", ())} | set(dir(protocol))
+    names = [name for name in sorted(declared) if not name.startswith("_") and not hasattr(thing, name)]
     return f"{type(thing).__name__} lacks {', '.join(names)}, which {protocol.__name__} has"
 
 

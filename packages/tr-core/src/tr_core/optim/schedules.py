@@ -212,11 +212,11 @@ SCHEDULES: dict[str, Multiplier] = {
     "cosine_warmup_with_min_lr": cosine_warmup_with_min_lr,
     "warmup_stable_decay": warmup_stable_decay,
 }
-FOLLOW_METRIC: dict[str, type[LRScheduler]] = {
+FOLLOW_METRIC: dict[str, type[ReduceLROnPlateau]] = {
     MetricSchedule.PLATEAU: ReduceLROnPlateau,
     MetricSchedule.GREEDY: GreedyLR,
 }
-"""Schedules that are stepped with the result of an evaluation, and their classes."""
+"""Schedules that are stepped with the result of an evaluation, by name; the loop knows them by their base class."""
 
 
 def get_scheduler(
