@@ -87,6 +87,28 @@ def _rebuild(original: Mapping[str, Any], moved: dict[str, Any]) -> Any:
         return moved
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds: of a DTensor its shard, else the tensor."""
+    to_local: Any = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def to_plain(tree: Any, other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Convert tensors and arrays inside mappings, lists and tuples to numbers and lists. Sync for tensors of a device.
+
+    Args:
+        tree: the values.
+        other: converts what is no number, string, bool or None.
+    """
+    if isinstance(tree, Mapping):
+        return {key: to_plain(value, other) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [to_plain(value, other) for value in tree]
+    if hasattr(tree, "tolist"):
+        return tree.tolist()
+    return tree if tree is None or isinstance(tree, bool | int | float | str) else other(tree)
+
+
 def batch_size_of(inputs: Any) -> int | None:
     """Return the size of the first dimension of the first tensor found; None if there is none."""
     if isinstance(inputs, torch.Tensor):

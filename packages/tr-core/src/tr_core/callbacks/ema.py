@@ -13,6 +13,7 @@ from torch._utils import _unflatten_dense_tensors
 from tr_args import TrainingArguments
 from tr_args.fields.training import RegularizationFields
 from tr_core.callback import TrainerCallback
+from tr_core.model_io import local_shard
 from tr_core.protocols import Stateful
 from tr_core.state import TrainerControl, TrainerState
 
@@ -49,7 +50,7 @@ class WeightAverage:
         # Kept by module and name: a module may replace a buffer's tensor.
         self._buffers = _buffer_places(model)
         for name, tensor in zip(self._names(), self._live(), strict=True):
-            if type(_local(tensor.data)) is not torch.Tensor:
+            if type(local_shard(tensor.data)) is not torch.Tensor:
                 raise ValueError(
                     f"ema_decay averages plain tensors, or shards, but {name} is a "
                     f"{type(tensor.data).__name__}; leave ema_decay out with a strategy that packs the weights"
@@ -60,7 +61,7 @@ class WeightAverage:
                     "divide the model by strategy='fsdp', which knows whose part is where"
                 )
         self._named = {name: _widened(live) for name, live in zip(self._names(), self._live(), strict=True)}
-        self._average = [_local(average) for average in self._named.values()]
+        self._average = [local_shard(average) for average in self._named.values()]
         pairs = zip(self._average, self._numbers(), strict=True)
         narrow = [place for place, (average, live) in enumerate(pairs) if average.dtype != live.dtype]
         self._narrow = [place for place in narrow if self._average[place].numel()]
@@ -133,7 +134,7 @@ class WeightAverage:
                     f"the average of {name} has the shape {tuple(state_dict[name].shape)}, the weight "
                     f"{tuple(average.shape)}"
                 )
-            _local(average).copy_(_part_like(average, state_dict[name]))
+            local_shard(average).copy_(_part_like(average, state_dict[name]))
         self.restored = True
 
     def _names(self) -> list[str]:
@@ -253,23 +254,17 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds: of a DTensor its shard, else the tensor."""
-    to_local: Any = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
 def _part_like(average: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
     """Return the part of a saved tensor, whole or in shards, that this rank holds of the average."""
-    if _local(average) is average:
+    if local_shard(average) is average:
         return saved
-    if _local(saved) is saved:  # whole, on every rank
+    if local_shard(saved) is saved:  # whole, on every rank
         from torch.distributed.tensor import DTensor, Replicate
 
         mesh = average.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         whole = DTensor.from_local(saved.to(average.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
         saved = whole.redistribute(placements=average.placements)  # pyright: ignore[reportAttributeAccessIssue]
-    return _local(saved)
+    return local_shard(saved)
 
 
 def _buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tr_core.model_io import to_plain
 from tr_core.signatures import parameters_of
 
 # Options that select how a step is computed, not what: they have no state.
@@ -31,7 +32,7 @@ class Group:
 
     def plain(self) -> dict[str, Any]:
         """Return the group as plain JSON values."""
-        options = {name: _plain(value) for name, value in self.options.items()}
+        options = to_plain(self.options, str)
         return {"parameters": self.parameters, "learning_rate": self.rate, "options": options}
 
 
@@ -77,7 +78,7 @@ def compare_groups(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> l
         if old["learning_rate"] != group.rate:
             changes.append(GroupChange(place, "learning_rate", old["learning_rate"], group.rate))
         for name, value in group.options.items():
-            if name in old["options"] and old["options"][name] != _plain(value):
+            if name in old["options"] and old["options"][name] != to_plain(value, str):
                 changes.append(GroupChange(place, name, old["options"][name], value))
     return changes
 
@@ -176,11 +177,3 @@ def _state_names(kind: Callable[..., torch.optim.Optimizer], group: Mapping[str,
     except Exception:  # its constructor takes other arguments
         return set()
     return set(trial.state[parameter])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

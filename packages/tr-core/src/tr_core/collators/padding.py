@@ -18,6 +18,24 @@ from torch.utils.data import default_collate
 IGNORED_LABEL = -100
 
 
+class TokenizerCollator:
+    """Pad with a tokenizer: the base of the dataclasses below, which have its options as fields."""
+
+    tokenizer: Any
+    padding: bool | str
+    max_length: int | None
+    pad_to_multiple_of: int | None
+    return_tensors: str
+
+    def __post_init__(self) -> None:
+        check_return_tensors(self)
+
+    def pad_features(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Return the samples as tensors, padded by the tokenizer."""
+        options = {"max_length": self.max_length, "pad_to_multiple_of": self.pad_to_multiple_of}
+        return pad_with(self.tokenizer, features, padding=self.padding, **options)
+
+
 def pad_with(tokenizer: Any, features: Sequence[Any], **options: Any) -> dict[str, Any]:
     """Pad samples with `tokenizer.pad` and return the batch as torch tensors.
 
@@ -153,7 +171,7 @@ def _stack(key: str, values: list[Any]) -> torch.Tensor:
 
 
 @dataclass
-class DataCollatorWithPadding:
+class DataCollatorWithPadding(TokenizerCollator):
     """Pad the samples of a batch to one length with a tokenizer, and name the labels `labels`.
 
     Args:
@@ -171,9 +189,6 @@ class DataCollatorWithPadding:
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
 
-    def __post_init__(self) -> None:
-        check_return_tensors(self)
-
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the padded batch as tensors.
 
@@ -181,13 +196,7 @@ class DataCollatorWithPadding:
             ValueError: labels are strings.
         """
         refuse_words(features[0])
-        batch = pad_with(
-            self.tokenizer,
-            features,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
+        batch = self.pad_features(features)
         for key in ("label", "label_ids"):
             if key in batch:
                 batch["labels"] = batch.pop(key)
@@ -195,7 +204,7 @@ class DataCollatorWithPadding:
 
 
 @dataclass
-class DataCollatorForTokenClassification:
+class DataCollatorForTokenClassification(TokenizerCollator):
     """Pad the samples of a batch with a tokenizer, and their labels to the same length.
 
     Args:
@@ -215,9 +224,6 @@ class DataCollatorForTokenClassification:
     label_pad_token_id: int = IGNORED_LABEL
     return_tensors: str = "pt"
 
-    def __post_init__(self) -> None:
-        check_return_tensors(self)
-
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the padded batch as tensors, with `labels` of the shape of `input_ids`.
 
@@ -225,13 +231,7 @@ class DataCollatorForTokenClassification:
             ValueError: a sample has more labels than the batch is wide.
         """
         features, labels = take_labels(features)
-        batch = pad_with(
-            self.tokenizer,
-            features,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
+        batch = self.pad_features(features)
         if labels is not None:
             width, side = batch["input_ids"].shape[1], self.tokenizer.padding_side
             try:

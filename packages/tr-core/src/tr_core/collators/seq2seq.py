@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with, take_labels
+from tr_core.collators.padding import IGNORED_LABEL, TokenizerCollator, pad_rows, take_labels
 
 
 @dataclass
-class DataCollatorForSeq2Seq:
+class DataCollatorForSeq2Seq(TokenizerCollator):
     """Pad the inputs of a batch with a tokenizer, and the labels to their own length.
 
     Use it also for causal language models with separate labels, such as those without the prompt in the loss.
@@ -37,9 +37,6 @@ class DataCollatorForSeq2Seq:
     label_pad_token_id: int = IGNORED_LABEL
     return_tensors: str = "pt"
 
-    def __post_init__(self) -> None:
-        check_return_tensors(self)
-
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the padded batch as tensors; it has labels if the samples have.
 
@@ -47,13 +44,7 @@ class DataCollatorForSeq2Seq:
             ValueError: labels are longer than `max_length`, or of different lengths without padding.
         """
         features, labels = take_labels(features)
-        batch = pad_with(
-            self.tokenizer,
-            features,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
+        batch = self.pad_features(features)
         if labels is not None:
             batch["labels"] = self._pad(labels)
             prepare = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)

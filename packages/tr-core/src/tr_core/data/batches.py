@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 from tr_core.data.fetch import StreamFetch
 from tr_core.data.loaders import SampledLoader, StreamLoader, has_length
 from tr_core.data.sampler import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
-from tr_core.data.user_loader import StatefulSource, UserLoader
-from tr_log import progress
+from tr_core.data.user_loader import StatefulSource, UserLoader, skip_batches
 
 
 @runtime_checkable
@@ -123,7 +122,7 @@ class _Stream:
         if not self._is_there:
             self._place.begin()
         skipped = stream.seek(epoch, position, rounds=rounds if position else None, is_there=self._is_there)
-        batches = iter(self._loader) if self._is_there else _skip(iter(self._loader), skipped)
+        batches = iter(self._loader) if self._is_there else skip_batches(iter(self._loader), skipped)
         self._rounds, self._is_there = skipped, False
         for inputs, total in batches:
             share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
@@ -161,10 +160,3 @@ class _Stream:
         if in_epoch and self._place.is_known and places[0] is not None and self._end is None:
             self._place.put_back(places[0])
             self._is_there = True
-
-
-def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:
-    """Draw and drop `number` batches with a progress bar: this can take as long as the training did."""
-    for _ in progress(range(number), total=number, description="passing over data already used") if number else ():
-        next(batches, None)
-    return batches

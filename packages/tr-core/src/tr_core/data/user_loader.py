@@ -147,12 +147,12 @@ class UserLoader:
             states, live = read_states(generators), self._has_live_workers()
             host = _host().state_dict()
             self._beginning = EpochStart(epoch=epoch, host=host, generators=states, workers_live=live)
-            return [], _skip(iter(self._loader), skipped)
+            return [], skip_batches(iter(self._loader), skipped)
         self._have_workers(live=beginning["workers_live"])
         now, held = _all().state_dict(), read_states(generators)
         _host().load_state_dict(beginning["host"])
         write_states(generators, beginning["generators"])
-        batches = _skip(iter(self._loader), skipped)
+        batches = skip_batches(iter(self._loader), skipped)
         # Samplers draw at their first index. A loader restored by its state has done so already.
         draws_at_first = not skipped and (not is_there or _skips_lazily(batches))
         first = [next(batches, _END)] if draws_at_first else []
@@ -255,9 +255,9 @@ def _all() -> RandomState:
     return RandomState(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
 
-def _skip(batches: Iterator[Any], number: int) -> Iterator[Any]:
+def skip_batches(batches: Iterator[Any], number: int) -> Iterator[Any]:
     """Draw and drop `number` batches with a progress bar: this can take as long as the training did."""
-    for _ in progress(range(number), total=number, description="passing over data already used") if number else ():
+    for _ in progress(range(number), total=number, description="skipping data already used") if number else ():
         next(batches, None)
     return batches
 

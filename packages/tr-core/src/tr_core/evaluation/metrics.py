@@ -17,6 +17,7 @@ from torch import nn
 from tr_args import TrainingArguments
 from tr_core.evaluation.gather import map_objects
 from tr_core.loss import LossRule
+from tr_core.model_io import to_plain
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument
 
@@ -260,9 +261,9 @@ class StreamingMetrics:
         for name, metric in self._metrics.items():
             value = metric.compute()  # sync: once an evaluation
             if isinstance(value, Mapping):
-                values |= {f"{name}_{key}" if name else str(key): _plain(item) for key, item in value.items()}
+                values |= {f"{name}_{key}" if name else str(key): to_plain(item) for key, item in value.items()}
             else:
-                values[name or type(metric).__name__] = _plain(value)
+                values[name or type(metric).__name__] = to_plain(value)
         return values
 
 
@@ -287,11 +288,3 @@ def combines_itself(metric: Any) -> bool:
 def _readable(tree: Any) -> Any:
     """Convert bfloat16 to float32, as for kept predictions."""
     return map_objects(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor, tree)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # tensors and arrays
-        return value.tolist()
-    return value

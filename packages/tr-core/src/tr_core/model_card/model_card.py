@@ -53,19 +53,7 @@ Words = str | Sequence[str] | None
 
 @dataclass
 class CardDetails:
-    """Hold the contents of a card that a run does not know.
-
-    Attributes:
-        language: codes of the model's languages, such as `en`.
-        license: identifier of its licence, such as `apache-2.0`.
-        tags: tags in addition to `generated_from_trainer`.
-        model_name: its name; by default that of the Hub repository, or of the output folder.
-        finetuned_from: identifier of the base model; by default that in the model's configuration.
-        tasks: task identifiers, such as `text-classification`; the default depends on the model's class.
-        dataset_tags: identifiers of the datasets; by default those that the evaluation data name.
-        dataset: names of the datasets; by default their identifiers.
-        dataset_args: which part of each dataset.
-    """
+    """Hold the contents of a card that a run does not know: the arguments of `Trainer.create_model_card`."""
 
     language: Words = None
     license: str | None = None

@@ -19,6 +19,7 @@ from torch import nn
 
 from tr_core.log_window import LogWindow, is_nonfinite
 from tr_core.metric_means import read_scalars
+from tr_core.model_io import local_shard
 from tr_core.optim.fused_backward import kind, skips_nonfinite
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument, takes_argument
@@ -138,7 +139,7 @@ class RaiseNonfinite:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
         """Check the gradients, then clip: clipping by a norm that is NaN makes all of them NaN."""
-        gradients = [self._none if p.grad is None else _local(p.grad) for _, p in self._named]
+        gradients = [self._none if p.grad is None else local_shard(p.grad) for _, p in self._named]
         self._bad_now = ~torch.stack(torch._foreach_norm(gradients)).isfinite()
         return self.strategy.clip_grad_norm(model, optimizer, max_norm)
 
@@ -207,12 +208,6 @@ def choose_updates(
 def on_any_rank(flag: torch.Tensor, strategy: Strategy) -> torch.Tensor:
     """Return on every rank whether a flag is set on any rank; the result stays on the device."""
     return flag if strategy.world_size == 1 else strategy.sum(flag.to(torch.int32)) > 0
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient that is sharded over ranks."""
-    to_local: Any = getattr(gradient, "to_local", None)
-    return gradient if to_local is None else to_local()
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
+from tr_core.model_io import to_plain
 from tr_core.validation import check_given_parts_fit
 
 # Arguments that an optimizer, and a schedule, are built from.
@@ -192,15 +193,8 @@ def _left_out(optimizer: torch.optim.Optimizer, model: nn.Module) -> frozenset[i
 
 def _read_groups(optimizer: torch.optim.Optimizer) -> Groups:
     """Return the options and parameters of each group, without what a schedule adds."""
-    return [
-        {name: _plain(value) for name, value in group.items() if name != "initial_lr"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, nn.Parameter):
-        return id(value)
-    if isinstance(value, torch.Tensor):
-        return value.tolist()  # sync: before and after a run only
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    groups = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
+        groups.append({**to_plain(options), "params": list(map(id, group["params"]))})  # sync: not during a run
+    return groups
