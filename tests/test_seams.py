@@ -1,10 +1,14 @@
 """Every implementation of a seam against the conformance suite of tr-core."""
 
 import functools
+import random
 
+import numpy as np
 import pytest
+import torch
 
-from tr_ckpt import Checkpointer
+from tr_ckpt import Checkpointer, RNGState
+from tr_core.random_state import RandomState
 from tr_core.testing import check_checkpointer, check_in_backward, check_strategy
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
@@ -36,3 +40,21 @@ def test_galore_keeps_the_promises_of_an_optimizer_in_the_backward(kind, mode):
         return kind([{"params": matrices, "rank": 2, "update_proj_gap": 2}, {"params": others}], 0.1, mode=mode)
 
     check_in_backward(make)
+
+
+def of_trainer():
+    return RandomState(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def draw():
+    numbers = [random.gauss(0, 1), np.random.randn(), torch.rand(()).item()]
+    return [*numbers, torch.rand((), device=of_trainer().device).item()]
+
+
+@pytest.mark.parametrize(("save", "restore"), [(RNGState, of_trainer), (of_trainer, RNGState)])
+def test_random_generators_saved_by_a_trainer_or_a_loop_by_hand_are_restored_by_the_other(save, restore, tmp_path):
+    draw()  # an odd count: each generator of normal numbers keeps the second of a pair
+    Checkpointer(tmp_path).save(1, {"rng": save()})
+    expected = [draw() for _ in range(2)]
+    Checkpointer(tmp_path).restore({"rng": restore()})
+    assert [draw() for _ in range(2)] == expected

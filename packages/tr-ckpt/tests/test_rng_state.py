@@ -67,7 +67,7 @@ class Device:
     def get_rng_state_all(self):
         return [state.clone() for state in self.states]
 
-    def set_rng_state(self, state, index):
+    def set_rng_state(self, state, index=0):
         self.states[index] = state
 
 

@@ -19,8 +19,8 @@ class RNGState:
     """The random generators of Python, NumPy, torch and the devices in use, as one part of a checkpoint.
 
     NumPy is included if it was imported, a device once torch has initialised it; this class does neither.
-    The state consists of tensors and plain values. Give it to a `Checkpointer` as the part named `rng`: each
-    rank then saves its own.
+    The state consists of tensors and plain values, under the keys that tr-core's Trainer uses: each restores what
+    the other saved. Give it to a `Checkpointer` as the part named `rng`: each rank then saves its own.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class RNGState:
         module = getattr(torch, kind)
         present = _count(kind)
         for index in range(min(len(saved), present)):
-            if kind == "mps":
+            if kind == "mps" or len(saved) == 1:  # of the device in use, as the Trainer saves it
                 module.set_rng_state(saved[index])
             else:
                 module.set_rng_state(saved[index], index)

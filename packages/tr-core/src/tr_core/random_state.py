@@ -131,7 +131,10 @@ def _inner_bit_generator() -> Any:
 
 
 class RandomState:
-    """Save and restore the process's random generators: Python, NumPy, torch on the host and on `device`."""
+    """Save and restore the process's random generators: Python, NumPy, torch on the host and on `device`.
+
+    The keys are those of `tr_ckpt.RNGState`, so that each class restores what the other saved.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -145,16 +148,16 @@ class RandomState:
             "torch": torch.get_rng_state(),
         }
         if "numpy" in sys.modules:
-            name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+            algorithm, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
             state["numpy"] = {
-                "name": name,
+                "algorithm": str(algorithm),
                 "keys": torch.from_numpy(keys.astype("int64")),
                 "position": int(position),
                 "has_gauss": int(has_gauss),
-                "cached": float(cached),
+                "gauss": float(gauss),
             }
         if self.device.type != "cpu":
-            state[self.device.type] = torch.get_device_module(self.device).get_rng_state()
+            state[self.device.type] = [torch.get_device_module(self.device).get_rng_state()]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -168,12 +171,11 @@ class RandomState:
 
             saved = state_dict["numpy"]
             keys = saved["keys"].numpy().astype(np.uint32)
-            np.random.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
+            np.random.set_state((saved["algorithm"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))
         if self.device.type in state_dict:
-            held = state_dict[self.device.type]
-            if isinstance(held, list):  # another program saves one device's state, or those of all visible ones
-                held = held[0 if len(held) == 1 else self.device.index or 0]
-            torch.get_device_module(self.device).set_rng_state(held)
+            held = state_dict[self.device.type]  # of the device in use, or of all visible ones
+            own = held[0 if len(held) == 1 else self.device.index or 0]
+            torch.get_device_module(self.device).set_rng_state(own)
 
     def reapply(self) -> None:
         """Restore the states that were loaded last, if any, again: right before the first resumed step."""

@@ -224,8 +224,6 @@ def find_random_states(folder: Path) -> dict[int, str]:
 def read_random_states(path: Path) -> dict[str, Any]:
     """Return the random states of one rank: of Python, NumPy, torch on the host and, as a list, on its devices.
 
-    The state of NumPy's generator is included under the key names of `RNGState` and of tr-core.
-
     Raises:
         CheckpointError: the file holds anything but plain state.
         DamagedCheckpointError: it is damaged.
@@ -241,9 +239,14 @@ def read_random_states(path: Path) -> dict[str, Any]:
             "torch": saved["cpu"],
         }
         if "numpy" in saved:
-            name, keys, position, has_gauss, cached = saved["numpy"]
-            words = {"keys": keys.to(torch.int64), "position": int(position), "has_gauss": int(has_gauss)}
-            state["numpy"] = {"algorithm": name, "name": name, **words, "gauss": float(cached), "cached": float(cached)}
+            algorithm, keys, position, has_gauss, gauss = saved["numpy"]
+            state["numpy"] = {
+                "algorithm": algorithm,
+                "keys": keys.to(torch.int64),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(gauss),
+            }
         for kind in _DEVICES:
             if kind in saved:
                 held = saved[kind]
