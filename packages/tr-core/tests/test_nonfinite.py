@@ -138,7 +138,7 @@ def test_of_a_long_window_every_step_is_counted_and_few_are_kept(make_trainer, t
     kept, count = [], LogWindow.count_nonfinite
 
     def noting(window):
-        kept.append(len(window.unjudged))
+        kept.append(len(window.unchecked))
         count(window)
 
     monkeypatch.setattr(LogWindow, "count_nonfinite", noting)

@@ -84,11 +84,11 @@ def test_data_that_knows_its_place_goes_on_there_and_reads_nothing_before_it(kin
     whole, _ = take(stream(kind()), 99)
     begun = stream(kind())
     _, position = take(begun, rounds)
-    order, place = begun.order_state(), begun.place_state()
+    order, place = begun.order_state(), begun.source_state()
     data = kind()
     resumed = stream(data)
     resumed.restore_order(order, position)
-    resumed.restore_place([place], 0, 1)
+    resumed.restore_source([place], 0, 1)
     assert take(resumed, 99, position=position)[0] == whole[rounds:]
     assert data.read == list(range(rounds * 4, 22))
     assert take(resumed, 99, epoch=1)[0] == take(stream(kind()), 99, epoch=1)[0]
@@ -105,7 +105,7 @@ def test_an_error_after_a_resume_names_the_samples_number_in_the_whole_pass(kind
     monkeypatch.setitem(globals(), "draw", draw)
     resumed = stream(kind())
     resumed.restore_order(begun.order_state(), position)
-    resumed.restore_place([begun.place_state()], 0, 1)
+    resumed.restore_source([begun.source_state()], 0, 1)
     with pytest.raises(ValueError, match="no such sample") as caught:
         take(resumed, 1, position=position)
     assert any("samples 12 to 15 of the stream" in note for note in caught.value.__notes__)
@@ -127,7 +127,7 @@ def test_a_place_at_the_end_of_a_pass_leaves_the_next_pass_whole(kind, knows_the
     resumed = stream(kind())
     if knows_the_end:
         resumed.restore_order(begun.order_state(), position)
-    resumed.restore_place([begun.place_state()], 0, 1)
+    resumed.restore_source([begun.source_state()], 0, 1)
     assert take(resumed, 99, epoch=1)[0] == take(stream(kind()), 99, epoch=1)[0]
 
 
@@ -137,7 +137,7 @@ def test_a_place_serves_another_batch_size_too():
     data = Counting()
     resumed = stream(data, batch_size=5)
     resumed.restore_order(begun.order_state(), position)
-    resumed.restore_place([begun.place_state()], 0, 1)
+    resumed.restore_source([begun.source_state()], 0, 1)
     batches, _ = take(resumed, 99, position=position)
     assert [samples for samples, _ in batches] == [[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]]
     assert data.read[0] == 12
@@ -149,7 +149,7 @@ def test_any_ranks_place_in_a_shared_stream_serves_another_number_of_ranks():
     begun = stream(Counting(), batch_size=2, rank=1, world_size=2)
     _, position = take(begun, 2)
     resumed = stream(Counting(), batch_size=4)
-    resumed.restore_place([begun.place_state(), None], 0, 1)
+    resumed.restore_source([begun.source_state(), None], 0, 1)
     assert take(resumed, 1, position=position)[0][0][0] == [8, 9, 10, 11]
 
 
@@ -195,11 +195,11 @@ def test_a_loader_that_knows_its_place_is_put_back_there():
     begun = batches_of(Loader(), 1, 2)
     _, position = take(begun, 5)
     resumed = batches_of(loader := Loader(), 1, 2)
-    resumed.restore_place([None, begun.place_state()], 1, 2)
+    resumed.restore_source([None, begun.source_state()], 1, 2)
     assert take(resumed, 3, position=position) == ([5, 6, 7], 16)
     assert loader.data.read[0] == 5
     other = batches_of(loader := Loader(), 1, 1)  # of another number of ranks no place is this rank's
-    other.restore_place([begun.place_state(), begun.place_state()], 0, 1)
+    other.restore_source([begun.source_state(), begun.source_state()], 0, 1)
     assert take(other, 1, position=10)[0] == [10]
     assert loader.data.read[0] == 0
 
@@ -214,9 +214,9 @@ def test_data_whose_state_leaves_samples_out_is_read_again(caplog):
     with caplog.at_level(logging.INFO, logger="tr_core"):
         place = StatefulSource(Shuffled())
     assert not place.is_known
-    assert place.take() is None
+    assert place.state_dict() is None
 
 
 def test_data_without_a_state_has_no_place():
-    assert StatefulSource([1, 2]).take() is None
-    assert stream(Divided(), workers=2).place_state() is None
+    assert StatefulSource([1, 2]).state_dict() is None
+    assert stream(Divided(), workers=2).source_state() is None

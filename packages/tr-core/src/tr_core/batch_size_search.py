@@ -60,11 +60,11 @@ def reduce_batch_size(run: Run, size: int) -> None:
     run.watch.note_arguments(args, run.optimizer)
     loader = methods.get_train_dataloader()
     data = training_batches(loader, args, strategy.world_size)
-    if data.per_micro_batch != size * strategy.world_size:
+    if data.samples_per_micro_batch != size * strategy.world_size:
         raise ValueError(
             f"auto_find_batch_size=True set per_device_train_batch_size={args.per_device_train_batch_size}, but the "
-            f"loader that get_train_dataloader returned still gives {data.per_micro_batch} samples a micro-batch; "
-            "build it with that size, or leave auto_find_batch_size out"
+            f"loader that get_train_dataloader returned still gives {data.samples_per_micro_batch} samples a "
+            "micro-batch; build it with that size, or leave auto_find_batch_size out"
         )
     data.restore_order(order, run.position.samples)
     run.data, methods.loaders["train_dataloader"] = data, loader
@@ -107,7 +107,7 @@ class _Attempts:
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Record what a step changes before its optimizer acts. Nothing is read from the device."""
-        self._forward.note()
+        self._forward.record()
         window = self._run.window
         parts = [part for part in (self._run.position, window, window.means, window.tokens) if part is not None]
         self._noted = [(part, {name: _copy(value) for name, value in vars(part).items()}) for part in parts]
@@ -142,7 +142,7 @@ class _Attempts:
         self._run.optimizer.zero_grad()  # some optimizers keep gradients outside of .grad
         for part, values in self._noted:
             vars(part).update(values)
-        self._forward.put_back()
+        self._forward.restore()
         self._run.position.is_retry = True
 
     def _why_not(self) -> str | None:

@@ -80,7 +80,7 @@ class LogWindow:
         tokens: the same.
         means: the metrics logged with `log_metric`.
         counters: called with every micro-batch; they count tokens and floating-point operations.
-        hides_nan: whether the log omits losses that are not finite.
+        filters_nonfinite: whether the log omits losses that are not finite.
         step: completed steps of the run when the current step began.
         step_loss: loss of the current step, a scalar tensor.
         loss_sum: sum of the losses of the steps.
@@ -88,7 +88,7 @@ class LogWindow:
         learning_rate: learning rate of the first parameter group in the last step.
         num_nonfinite: steps whose loss or norm was not finite, a scalar tensor.
         num_skipped: updates that were skipped for this reason, a scalar tensor.
-        unjudged: loss and norm of the last applied steps, which `num_nonfinite` does not count yet.
+        unchecked: loss and norm of the last applied steps, which `num_nonfinite` does not count yet.
         flops: floating-point operations since they were last added to the state.
         last_logged_step: step of the last log.
         of_all_ranks: the windows of all ranks at the last save.
@@ -100,11 +100,11 @@ class LogWindow:
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
         self.tokens, self.means = tokens, MetricWindow(strategy)
         self.counters: list[Callable[[MicroBatch], None]] = []
-        self.hides_nan = False
+        self.filters_nonfinite = False
         self._zero = torch.zeros((), device=strategy.device)
         self.step_loss = self.loss_sum = self._loss_before_step = self._zero
         self.num_nonfinite = self.num_skipped = torch.zeros_like(self._zero, dtype=torch.int64)
-        self.unjudged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.unchecked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate, self.flops = 0.0, 0.0
         self.step = self.last_logged_step = self.first_step = self.first_tokens = 0
@@ -119,7 +119,7 @@ class LogWindow:
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch: its share of the step's loss, a scalar, its tokens and its operations."""
         self.step_loss = self.step_loss + loss
-        if self.hides_nan:  # the mean of the window so far replaces a loss that is not finite
+        if self.filters_nonfinite:  # the mean of the window so far replaces a loss that is not finite
             loss = torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + self.step - self.last_logged_step))
         # Not in place: a step may be repeated or skipped.
         self.loss_sum = (self.loss_sum + loss).to(self.loss_sum.dtype)
@@ -130,22 +130,22 @@ class LogWindow:
         """Record the end of the current step: its gradient norm and rate, and whether an overflow skipped it."""
         self.learning_rate = learning_rate
         if applied:
-            self.unjudged.append((self.step_loss, norm))
-            if len(self.unjudged) >= CHECK_EVERY:
+            self.unchecked.append((self.step_loss, norm))
+            if len(self.unchecked) >= CHECK_EVERY:
                 self.count_nonfinite()
 
-    def leave_out_step(self, skip: torch.Tensor) -> None:
+    def discard_step(self, skip: torch.Tensor) -> None:
         """Remove the current step from the window if a flag on the device is set."""
         self.loss_sum = torch.where(skip, self._loss_before_step, self.loss_sum)
         self.num_skipped = self.num_skipped + skip
-        self.means.settle(skip)
+        self.means.flush(skip)
 
     def count_nonfinite(self) -> None:
-        """Count the steps in `unjudged` whose loss or norm is not finite, and empty it; nothing is read."""
-        if self.unjudged:
-            losses, norms = zip(*self.unjudged, strict=True)
+        """Count the steps in `unchecked` whose loss or norm is not finite, and empty it; nothing is read."""
+        if self.unchecked:
+            losses, norms = zip(*self.unchecked, strict=True)
             self.num_nonfinite = self.num_nonfinite + is_nonfinite(torch.stack(losses), torch.stack(norms)).sum()
-            self.unjudged = []
+            self.unchecked = []
 
     def count_flops(self, operations: float) -> None:
         """Add floating-point operations of a micro-batch."""

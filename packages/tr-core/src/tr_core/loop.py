@@ -84,7 +84,7 @@ def train_step(run: Run, step: StepData) -> None:
     if run.watch.outside:
         run.watch.clear_outside()
     state.global_step += 1
-    micro_batches_done = -(-run.position.samples // run.data.per_micro_batch)
+    micro_batches_done = -(-run.position.samples // run.data.samples_per_micro_batch)
     state.epoch = run.position.epoch + micro_batches_done / run.plan.batches_per_epoch
     fire("on_step_end")
 

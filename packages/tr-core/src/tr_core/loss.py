@@ -89,7 +89,7 @@ class LossRule:
         return self._model_takes_count if declared is None else bool(declared)
 
     @property
-    def tells_model(self) -> bool:
+    def passes_count(self) -> bool:
         """Whether the model gets the count to compute its own loss."""
         return self._function is None and self.accepts_count
 
@@ -127,13 +127,13 @@ class LossRule:
         return num_items.as_subclass(ItemCount)
 
     def judge(
-        self, loss: torch.Tensor, was_told: bool | None, size: int, weight: float, is_scaled: bool | None = None
+        self, loss: torch.Tensor, given_count: bool | None, size: int, weight: float, is_scaled: bool | None = None
     ) -> Division:
         """Find out what a micro-batch's loss was divided by.
 
         Args:
             loss: scalar, as `compute_loss` returned it.
-            was_told: whether the loss got the count; None if nothing was counted.
+            given_count: whether the loss got the count; None if nothing was counted.
             size: micro-batches of the step.
             weight: weight of this rank's share of the micro-batch.
             is_scaled: the Trainer's `loss_is_scaled_for_ga`; None means to observe it.
@@ -141,8 +141,8 @@ class LossRule:
         Raises:
             ValueError: the divisor matters but cannot be observed, or it contradicts the user's declaration.
         """
-        used = self._look(loss) if was_told else False
-        if was_told and used is not None:
+        used = self._look(loss) if given_count else False
+        if given_count and used is not None:
             self.observed = used
         if is_scaled is not None:
             is_ours = bool(used) and self.is_own_loss
@@ -150,13 +150,13 @@ class LossRule:
         if not used and (size > 1 or weight != 1.0 or self._over_ranks):
             if used is None:
                 raise ValueError(_cannot_be_seen())
-            if was_told is not None and self._declared():
+            if given_count is not None and self._declared():
                 raise ValueError(_contradicts())
         return Division.COUNTED if used else Division.MEAN
 
-    def judge_evaluation(self, loss: torch.Tensor, was_told: bool) -> torch.Tensor:
+    def judge_evaluation(self, loss: torch.Tensor, given_count: bool) -> torch.Tensor:
         """Record whether the loss of an evaluation batch depends on the count, and return it as a plain tensor."""
-        self._evaluated = (self._look(loss),) if was_told else ()
+        self._evaluated = (self._look(loss),) if given_count else ()
         return plain(loss)
 
     def weighs_targets(self, without_count: bool) -> bool | None:

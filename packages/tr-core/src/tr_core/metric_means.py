@@ -91,7 +91,7 @@ class MetricWindow:
         else:
             self.add_sum(name, share, 1 / size)
 
-    def settle(self, skip: torch.Tensor) -> None:
+    def flush(self, skip: torch.Tensor) -> None:
         """Add the held parts of a step, unless a flag on the device marks the step as skipped."""
         counts = skip.logical_not()
         for name, share, weight in self._held:

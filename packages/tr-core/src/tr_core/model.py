@@ -138,7 +138,7 @@ class TrainingMode:
         self._frozen = _frozen_norms(self._model)
         self.restore()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record which modules are in evaluation mode, unless the full model is."""
         if self._model.training:
             self._frozen = [module for module in self._model.modules() if not module.training]

@@ -234,8 +234,8 @@ class FlopCounter:
         self._input_name: str | None = getattr(model, "main_input_name", None)
         count = getattr(model, "num_parameters", None)
         # Counted once: a walk over the parameters in every micro-batch costs milliseconds.
-        tells = self._input_name is not None and callable(count)
-        self._per_element: int = 6 * cast("Callable[..., int]", count)(exclude_embeddings=True) if tells else 0
+        is_known = self._input_name is not None and callable(count)
+        self._per_element: int = 6 * cast("Callable[..., int]", count)(exclude_embeddings=True) if is_known else 0
 
     @property
     def knows(self) -> bool:

@@ -25,7 +25,7 @@ class TrainingPlan:
         num_epochs: greatest number of epochs begun.
         batches_per_epoch: micro-batches that increase `state.epoch` by one.
         num_samples: samples that the whole run uses, of all ranks, as the speed metrics count them.
-        per_step: samples of a full step, of all ranks.
+        samples_per_step: samples of a full step, of all ranks.
         accumulation: micro-batches of a full step.
         max_grad_norm: norm that gradients are clipped to; None for no clipping.
         syncs_each_batch: whether gradients are exchanged after every micro-batch, not after a step's last one only.
@@ -35,7 +35,7 @@ class TrainingPlan:
     num_epochs: int
     batches_per_epoch: int
     num_samples: float
-    per_step: int
+    samples_per_step: int
     accumulation: int = 1
     max_grad_norm: float | None = None
     syncs_each_batch: bool = False
@@ -64,10 +64,10 @@ def make_plan(args: TrainingArguments, data: Batches) -> TrainingPlan:
         ValueError: there is nothing to train on, or no length is known and `max_steps` is not set.
     """
     accumulation = args.gradient_accumulation_steps
-    per_step = data.per_micro_batch * accumulation
+    samples_per_step = data.samples_per_micro_batch * accumulation
     plan = partial(
         TrainingPlan,
-        per_step=per_step,
+        samples_per_step=samples_per_step,
         accumulation=accumulation,
         max_grad_norm=args.max_grad_norm or None,
         syncs_each_batch=syncs_each_batch(args),
@@ -79,16 +79,16 @@ def make_plan(args: TrainingArguments, data: Batches) -> TrainingPlan:
                 "optimizer steps to train"
             )
         steps = args.max_steps
-        return plan(steps, sys.maxsize, steps * accumulation, float(steps * per_step))
+        return plan(steps, sys.maxsize, steps * accumulation, float(steps * samples_per_step))
     if data.num_batches == 0:
         raise ValueError(
-            f"the training data gives no batch: {data.num_samples} samples used at {data.per_micro_batch} a "
+            f"the training data gives no batch: {data.num_samples} samples used at {data.samples_per_micro_batch} a "
             "micro-batch; add data, lower per_device_train_batch_size, or set dataloader_drop_last=False"
         )
     steps_per_epoch = math.ceil(data.num_batches / accumulation)
     if args.max_steps > 0:
         epochs = math.ceil(args.max_steps / steps_per_epoch)
-        return plan(args.max_steps, epochs, data.num_batches, float(args.max_steps * per_step))
+        return plan(args.max_steps, epochs, data.num_batches, float(args.max_steps * samples_per_step))
     samples = (data.num_samples or 0) * args.num_train_epochs
     steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     return plan(steps, math.ceil(args.num_train_epochs), data.num_batches, samples)

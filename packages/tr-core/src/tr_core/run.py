@@ -124,7 +124,7 @@ class RunMethods(Protocol):
 class RunSettings(Stateful, Protocol):
     """Save and restore the part `settings` of a run's checkpoints."""
 
-    def note_changes(self) -> None:
+    def record_changes(self) -> None:
         """Record what a callback changed in the optimizer and the schedule."""
         ...
 
@@ -200,7 +200,7 @@ class Run:
         self.training_step = methods.step_function
         self.count_targets = rule.count if rule.counts else None
         self.plan = replace(self.plan, max_grad_norm=args.max_grad_norm or None)
-        window.hides_nan = args.logging_nan_inf_filter
+        window.filters_nonfinite = args.logging_nan_inf_filter
         window.counters = [] if window.tokens is None else [window.tokens.count]
         if methods.counts_floating_point_ops():
             window.counters.append(lambda batch: window.count_flops(methods.floating_point_ops(batch.inputs)))
@@ -229,7 +229,7 @@ class Run:
             )
         self.take_settings()
         if self.settings is not None:
-            self.settings.note_changes()
+            self.settings.record_changes()
         methods.has_assignments = False
         if "max_grad_norm" in changed and kind(self.optimizer) == "backward-update":
             cast("Any", self.optimizer).clip_to(self.plan.max_grad_norm)
@@ -276,7 +276,7 @@ class Run:
         if not self.position.is_retry:
             self.fire("on_epoch_begin")
         self.position.is_retry = self.position.is_at_epoch_end = False
-        self.mode.note()
+        self.mode.record()
         self.apply_changes()
 
     def is_epoch_complete(self) -> bool:
@@ -357,7 +357,7 @@ class Run:
         position, strategy, skips_data = self.position, self.strategy, not self.methods.args.ignore_data_skip
         if "foreign" in state_dict:
             saved = state_dict["foreign"]
-            position.epoch, samples = derive_position(saved, self.data, self.plan.per_step)
+            position.epoch, samples = derive_position(saved, self.data, self.plan.samples_per_step)
             position.samples = samples if skips_data else 0
             position.is_at_epoch_end = True  # its files say that its run ended there
             self.window.last_logged_step = saved["global_step"]
@@ -372,7 +372,7 @@ class Run:
         position.ends_epoch_early = state_dict["ends_epoch_early"]
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
-        self.data.restore_place(places, strategy.rank, strategy.world_size, in_epoch=position.samples > 0)
+        self.data.restore_source(places, strategy.rank, strategy.world_size, in_epoch=position.samples > 0)
         self.window.load(windows, strategy.rank, strategy.world_size)
 
     def collect_window(self, state: TrainerState) -> None:
@@ -381,7 +381,7 @@ class Run:
         It adds operations and tokens to the state, where a checkpoint saves them.
         """
         own = self.window.read()  # sync: once a save
-        own["place"] = self.data.place_state()
+        own["place"] = self.data.source_state()
         windows = self.strategy.gather_objects(own)
         store_counts(state, windows)
         for window in windows:

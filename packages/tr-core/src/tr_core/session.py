@@ -105,7 +105,7 @@ def log_run_start(run: Run, num_parameters: int) -> None:
         "unknown" if run.data.num_samples is None else f"{run.data.num_samples:,}",
         args.train_batch_size,
         run.plan.accumulation,
-        run.plan.per_step,
+        run.plan.samples_per_step,
         run.plan.max_steps,
     )
 

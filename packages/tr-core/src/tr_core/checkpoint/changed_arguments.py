@@ -114,7 +114,7 @@ class _ArgumentChanges:
         sample. If the length is a number of steps, it is the step that the run has reached.
         """
         saved, run, args = self.saved, self.run, self.run.methods.args
-        is_same_length = (saved["steps"], saved["samples_per_step"]) == (self.settings.steps, run.plan.per_step)
+        is_same_length = (saved["steps"], saved["samples_per_step"]) == (self.settings.steps, run.plan.samples_per_step)
         if is_same_length and state is not None:
             is_same = not rates and not self.names & set(facts(type(args), Numbers.SCHEDULE))
             return None if is_same else int(state["last_epoch"])

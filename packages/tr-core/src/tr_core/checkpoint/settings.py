@@ -110,7 +110,7 @@ class Settings:
         self._described, self._schedule = run.schedule, describe_schedule(run.schedule)
         self._frozen: dict[str, Any] | None = None
 
-    def note_changes(self) -> None:
+    def record_changes(self) -> None:
         """Record groups that were added to the optimizer, and a new schedule, since the run began."""
         self.groups += read_groups(self._run.optimizer, self._run.methods.model)[len(self.groups) :]
         if self._run.schedule is not self._described:  # a schedule changes with its steps
@@ -129,7 +129,7 @@ class Settings:
             "optimizer": type(run.optimizer).__name__,
             "schedule": self._schedule,
             "steps": self.steps,
-            "samples_per_step": run.plan.per_step,
+            "samples_per_step": run.plan.samples_per_step,
             "is_between_passes": run.position.samples == 0 or run.is_epoch_complete(),
             "frozen": self._frozen,
         }

@@ -20,12 +20,12 @@ class Batches(Protocol):
     Attributes:
         num_batches: micro-batches of a whole epoch; None if unknown.
         num_samples: samples of a whole epoch of all ranks; None if unknown.
-        per_micro_batch: samples of one micro-batch of all ranks.
+        samples_per_micro_batch: samples of one micro-batch of all ranks.
     """
 
     num_batches: int | None
     num_samples: int | None
-    per_micro_batch: int
+    samples_per_micro_batch: int
 
     def remaining(self, position: int) -> int | None:
         """Count the micro-batches of an epoch after `position` samples; None if unknown."""
@@ -47,17 +47,17 @@ class Batches(Protocol):
         """
         ...
 
-    def place_state(self) -> Any:
+    def source_state(self) -> Any:
         """Return the data's own state of its position in the epoch on this rank; None without one."""
         ...
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+    def restore_source(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         """Set the next epoch to begin at a saved state of the data, so that nothing is read twice.
 
         Without this call the epoch begins at the same position, after reading all samples before it.
 
         Args:
-            places: results of `place_state` on each rank of the saved run.
+            places: results of `source_state` on each rank of the saved run.
             rank: this process's number.
             world_size: number of processes now.
             in_epoch: whether the run resumes inside an epoch; else only the generators of later epochs are restored.
@@ -99,11 +99,11 @@ class _Stream:
         self._loader, self._stream = loader, stream
         self._parts = max(loader.num_workers, 1)
         # Workers read ahead, each with a copy of the data set; the data set of this process has not moved.
-        self._place = StatefulSource(stream.dataset if loader.num_workers == 0 else None)
+        self._source = StatefulSource(stream.dataset if loader.num_workers == 0 else None)
         self._rounds, self._is_there = 0, False
         self._restored: int | None = None
         self._end: int | None = None  # position at which the epoch ended, once known
-        self.per_micro_batch = stream.per_round
+        self.samples_per_micro_batch = stream.per_round
         self.num_samples: int | None = len(stream.dataset) if has_length(stream.dataset) else None
         self.num_batches = self.remaining(0)
 
@@ -111,7 +111,7 @@ class _Stream:
         if self.num_samples is None:
             return None
         left = max(self.num_samples - position, 0)
-        return num_micro_batches(left, self.per_micro_batch, self._stream.drop_last)
+        return num_micro_batches(left, self.samples_per_micro_batch, self._stream.drop_last)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         if position > 0 and position == self._end:
@@ -120,7 +120,7 @@ class _Stream:
         self._restored = self._end = None
         self._is_there &= position > 0  # a state from the end of an epoch is of no use to the next one
         if not self._is_there:
-            self._place.begin()
+            self._source.begin()
         skipped = stream.seek(epoch, position, rounds=rounds if position else None, is_there=self._is_there)
         batches = iter(self._loader) if self._is_there else skip_batches(iter(self._loader), skipped)
         self._rounds, self._is_there = skipped, False
@@ -128,7 +128,7 @@ class _Stream:
             share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
             position += total
             self._rounds += 1
-            if self._parts == 1 and total < self.per_micro_batch:  # the data itself has ended by then
+            if self._parts == 1 and total < self.samples_per_micro_batch:  # the data itself has ended by then
                 self._end = position
             yield MicroBatch(inputs, share.weight, position, total)
         self._end = position
@@ -152,11 +152,11 @@ class _Stream:
             )
         self._restored = state.get("rounds")
 
-    def place_state(self) -> Any:
-        return self._place.take()
+    def source_state(self) -> Any:
+        return self._source.state_dict()
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+    def restore_source(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         # All ranks read the whole stream, so they share one state. At the end of an epoch there is nothing to read.
-        if in_epoch and self._place.is_known and places[0] is not None and self._end is None:
-            self._place.put_back(places[0])
+        if in_epoch and self._source.is_known and places[0] is not None and self._end is None:
+            self._source.load_state_dict(places[0])
             self._is_there = True

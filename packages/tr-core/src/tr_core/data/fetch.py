@@ -98,7 +98,7 @@ class KeepColumns:
         """Collate the samples without the columns that the model does not take."""
         if not isinstance(samples[0], Mapping) or all(map(self._shown.issuperset, samples)):
             return self._collate(samples)
-        self._tell(samples[0])
+        self._log_hidden(samples[0])
         asked: set[str] = set()
         narrowed = [NarrowedSample(sample, self._shown, asked) for sample in samples]
         if any(narrowed):
@@ -118,9 +118,9 @@ class KeepColumns:
         with separate_randomness(0):
             sample = dataset[0]
         if isinstance(sample, Mapping):
-            self._tell(sample)
+            self._log_hidden(sample)
 
-    def _tell(self, columns: Collection[str]) -> None:
+    def _log_hidden(self, columns: Collection[str]) -> None:
         worker = get_worker_info()
         hidden = frozenset(columns) - self._shown
         if hidden in self._logged or not hidden or (worker is not None and worker.id > 0):

@@ -35,10 +35,10 @@ class FirstBatches:
 
     def __init__(self, batches: Batches, number: int) -> None:
         self._batches, self._number = batches, number
-        self.per_micro_batch = batches.per_micro_batch
+        self.samples_per_micro_batch = batches.samples_per_micro_batch
         whole, samples = batches.num_batches, batches.num_samples
         self.num_batches = None if whole is None else min(whole, number)
-        self.num_samples = None if samples is None else min(samples, number * self.per_micro_batch)
+        self.num_samples = None if samples is None else min(samples, number * self.samples_per_micro_batch)
 
     def __len__(self) -> int:
         if self.num_batches is None:
@@ -62,17 +62,17 @@ class FirstBatches:
         """Restore the order of a saved `order_state`."""
         self._batches.restore_order(state, position)
 
-    def place_state(self) -> Any:
+    def source_state(self) -> Any:
         """Return the data's own state of its position in the epoch on this rank."""
-        return self._batches.place_state()
+        return self._batches.source_state()
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+    def restore_source(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         """Set the next epoch to begin at a saved state of the data."""
-        self._batches.restore_place(places, rank, world_size, in_epoch=in_epoch)
+        self._batches.restore_source(places, rank, world_size, in_epoch=in_epoch)
 
     def _left(self, position: int) -> int:
         # Rounded up: the short micro-batch at the end of an epoch counts as one.
-        return self._number - -(-position // self.per_micro_batch)
+        return self._number - -(-position // self.samples_per_micro_batch)
 
 
 def training_batches(loader: Any, args: TrainingArguments, world_size: int) -> Batches:

@@ -41,7 +41,7 @@ class DataPosition:
         self.epoch, self.samples = self.epoch + 1, 0
 
 
-def derive_position(saved: Mapping[str, Any], data: Batches, per_step: int) -> tuple[int, int]:
+def derive_position(saved: Mapping[str, Any], data: Batches, samples_per_step: int) -> tuple[int, int]:
     """Return the epoch and the consumed samples of it, for a run of transformers' Trainer.
 
     That program resumes at the micro-batch of its completed steps, counted with the current batch size and
@@ -52,19 +52,19 @@ def derive_position(saved: Mapping[str, Any], data: Batches, per_step: int) -> t
         saved: `global_step`, `epoch` (epochs, with the share of the last one), `max_steps`, `train_batch_size` of a
             device, `world_size`; all but the first may be None.
         data: the training data.
-        per_step: samples of a full step, of all ranks.
+        samples_per_step: samples of a full step, of all ranks.
 
     Raises:
         ValueError: neither position agrees with the data.
     """
-    accumulation = per_step // data.per_micro_batch
+    accumulation = samples_per_step // data.samples_per_micro_batch
     if data.num_batches is None:
-        return _in_stream(saved, data.per_micro_batch, accumulation)
+        return _in_stream(saved, data.samples_per_micro_batch, accumulation)
     step, epoch = saved["global_step"], saved["epoch"]
     passes, steps = divmod(step, max(math.ceil(data.num_batches / accumulation), 1))
     done = steps * accumulation
     if epoch is None or abs(epoch - passes - done / data.num_batches) * data.num_batches < _ROUNDING:
-        return passes, done * data.per_micro_batch
+        return passes, done * data.samples_per_micro_batch
     whole, share = divmod(epoch, 1)
     size, samples = (saved["train_batch_size"] or 0) * saved["world_size"], data.num_samples or 0
     for batches in (math.ceil(samples / size), samples // size) if size else ():
@@ -78,10 +78,10 @@ def derive_position(saved: Mapping[str, Any], data: Batches, per_step: int) -> t
     )
 
 
-def _in_stream(saved: Mapping[str, Any], per_micro_batch: int, accumulation: int) -> tuple[int, int]:
+def _in_stream(saved: Mapping[str, Any], samples_per_micro_batch: int, accumulation: int) -> tuple[int, int]:
     """Return the position in data of unknown length, where an epoch counts as the whole run's micro-batches."""
     step, epoch, max_steps = saved["global_step"], saved["epoch"], saved["max_steps"]
     if not epoch or not max_steps:
-        return 0, step * accumulation * per_micro_batch
+        return 0, step * accumulation * samples_per_micro_batch
     whole, share = divmod(epoch, 1)
-    return int(whole), round(share * max_steps * accumulation) * per_micro_batch
+    return int(whole), round(share * max_steps * accumulation) * samples_per_micro_batch

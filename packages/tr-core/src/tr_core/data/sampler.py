@@ -203,13 +203,15 @@ class SampledBatches:
         self._length = len(loader.dataset) if type(sampler) is EpochSampler else None  # type: ignore[arg-type]
         sampler.seek(0)
         self.num_batches: int | None = len(sampler)
-        self.per_micro_batch = sampler.batch_size * sampler.world_size
-        self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.per_micro_batch)
+        self.samples_per_micro_batch = sampler.batch_size * sampler.world_size
+        self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.samples_per_micro_batch)
 
     def remaining(self, position: int) -> int:
         """Count the micro-batches of an epoch after `position` samples."""
         sampler = self._sampler
-        return num_micro_batches(max(sampler.num_samples - position, 0), self.per_micro_batch, sampler.drop_last)
+        return num_micro_batches(
+            max(sampler.num_samples - position, 0), self.samples_per_micro_batch, sampler.drop_last
+        )
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch after `position` samples.
@@ -221,7 +223,7 @@ class SampledBatches:
             self._set_epoch(epoch)
         self._check_length(epoch)
         self._sampler.seek(epoch, position, names_epoch=self._set_epoch is not None)
-        sampler, full = self._sampler, self.per_micro_batch
+        sampler, full = self._sampler, self.samples_per_micro_batch
         for index, inputs in enumerate(self._loader):
             begin = position + index * full
             if begin + full <= sampler.num_samples:
@@ -267,12 +269,12 @@ class SampledBatches:
         if state.get("drawn_from") is not None and saved == sampler.strategy:
             sampler.restore_drawn_from(state["drawn_from"])
 
-    def place_state(self) -> dict[str, Any] | None:
+    def source_state(self) -> dict[str, Any] | None:
         """Return the states of the own generators of data set and collator; None without any."""
         states = read_states(self._generators())
         return {"generators": states} if states else None
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+    def restore_source(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         """Restore the own generators of data set and collator; any position is reached at no cost."""
         place = places[rank] if len(places) == world_size else None
         if place is None:

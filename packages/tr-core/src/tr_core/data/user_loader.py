@@ -53,57 +53,57 @@ class UserLoader:
 
     Args:
         loader: anything that can be iterated over.
-        per_micro_batch: samples of all ranks in one of its batches.
+        samples_per_micro_batch: samples of all ranks in one of its batches.
         follows_epoch: pass the number of each epoch to a map-style data set with `set_epoch`.
     """
 
-    def __init__(self, loader: Any, per_micro_batch: int, *, follows_epoch: bool = False) -> None:
-        self._loader, self.per_micro_batch, self._follows_epoch = loader, per_micro_batch, follows_epoch
-        self._place, self._is_there, self._is_resumed = StatefulSource(loader), False, False
+    def __init__(self, loader: Any, samples_per_micro_batch: int, *, follows_epoch: bool = False) -> None:
+        self._loader, self.samples_per_micro_batch, self._follows_epoch = loader, samples_per_micro_batch, follows_epoch
+        self._source, self._is_there, self._is_resumed = StatefulSource(loader), False, False
         self._beginning: EpochStart | None = None
         self._workers_lived = False  # at the save that the run resumes from
         try:
             self.num_batches: int | None = len(loader)
         except TypeError:  # no length, or the length of an iterable data set
             self.num_batches = None
-        self.num_samples = None if self.num_batches is None else self.num_batches * per_micro_batch
+        self.num_samples = None if self.num_batches is None else self.num_batches * samples_per_micro_batch
 
     def remaining(self, position: int) -> int | None:
         """Count the micro-batches of an epoch after `position` samples; None if unknown."""
         if self.num_batches is None:
             return None
-        return max(self.num_batches - position // self.per_micro_batch, 0)
+        return max(self.num_batches - position // self.samples_per_micro_batch, 0)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch after `position` samples."""
         self._set_epoch(epoch)
         if self._is_there and position == 0:
             self._come_to_the_end()
-        first, batches = self._begin(epoch, 0 if self._is_there else position // self.per_micro_batch)
+        first, batches = self._begin(epoch, 0 if self._is_there else position // self.samples_per_micro_batch)
         while True:
             inputs = first.pop() if first else self._next(batches, epoch, position)
             if inputs is _END:
                 return
-            position += self.per_micro_batch
+            position += self.samples_per_micro_batch
             yield MicroBatch(inputs, 1.0, position, None)
 
     def order_state(self) -> dict[str, Any]:
-        """Return nothing: the order's generators are part of this rank's `place_state`."""
+        """Return nothing: the order's generators are part of this rank's `source_state`."""
         return {}
 
     def restore_order(self, state: Mapping[str, Any], position: int) -> None:
         """Do nothing: there is nothing to restore."""
 
-    def place_state(self) -> dict[str, Any]:
+    def source_state(self) -> dict[str, Any]:
         """Return the loader's own state, if any, and the states of its generators."""
         return {
-            "state": self._place.take(),
+            "state": self._source.state_dict(),
             "beginning": self._beginning,
             "generators": read_states(find_generators(self._loader)),
             "workers_live": self._has_live_workers(),
         }
 
-    def restore_place(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
+    def restore_source(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         """Set the next epoch to begin at this rank's saved state, or restore the generators after a whole epoch."""
         if len(places) != world_size:
             if in_epoch:
@@ -126,8 +126,8 @@ class UserLoader:
         self._workers_lived = place["workers_live"]
         if in_epoch:
             self._beginning, self._is_resumed = place["beginning"], True
-            if self._place.is_known and place["state"] is not None and _state_has_order(self._loader):
-                self._place.put_back(place["state"])  # may draw random numbers
+            if self._source.is_known and place["state"] is not None and _state_has_order(self._loader):
+                self._source.load_state_dict(place["state"])  # may draw random numbers
                 self._is_there = True
         generators = find_generators(self._loader)
         self._check_same(generators, place["generators"])
@@ -177,7 +177,7 @@ class UserLoader:
 
     def _where(self, epoch: int, position: int) -> str:
         name = type(self._loader).__name__
-        return f"batch {position // self.per_micro_batch} of epoch {epoch} of a {name} of your own"
+        return f"batch {position // self.samples_per_micro_batch} of epoch {epoch} of a {name} of your own"
 
     def _was_raised_by_data(self, stop: StopIteration) -> bool:
         if not isinstance(self._loader, DataLoader) or isinstance(self._loader.dataset, IterableDataset):
@@ -305,7 +305,7 @@ class StatefulSource:
         has_methods = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
         self.is_known = has_methods and not _loses_samples(source)
 
-    def take(self) -> Any:
+    def state_dict(self) -> Any:
         """Return the state after the last sample that was read; None if unknown."""
         if not self.is_known:
             return None
@@ -322,10 +322,10 @@ class StatefulSource:
             )
             return None
 
-    def put_back(self, place: Any) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Load a state; the next iteration begins there."""
-        self._beginning = self.take()
-        self._source.load_state_dict(place)
+        self._beginning = self.state_dict()
+        self._source.load_state_dict(state)
 
     def begin(self) -> None:
         """Set the next iteration to begin at the start: some data would begin at a loaded state every time."""

@@ -39,11 +39,11 @@ class FusedBackwardStrategy:
         strategy: places the model and communicates with the other ranks.
         optimizer: a `tr_core.protocols.InBackward`.
         model: the result of the strategy's `prepare`.
-        tell: called once with a sentence, if the gradient norm is an estimate.
+        log: called once with a sentence, if the gradient norm is an estimate.
     """
 
-    def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, tell: Any) -> None:
-        self._strategy, self._tell = strategy, tell
+    def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, log: Any) -> None:
+        self._strategy, self._log = strategy, log
         self._optimizer = cast("InBackward", optimizer)
         self._scaler = cast("Any", strategy.state_parts(model, None).get("scaler"))
         self._flag = _OverflowFlag(self._optimizer, strategy.device)
@@ -68,13 +68,13 @@ class FusedBackwardStrategy:
     ) -> torch.Tensor:
         """Return the optimizer's gradient norm, and scale its kept gradients down to `max_norm`."""
         norm = self._optimizer.clip_grad_norm(max_norm)
-        self._flag.note(norm)
-        if self._tell is not None and self._optimizer.norm_is_estimated:
-            self._tell(
+        self._flag.record(norm)
+        if self._log is not None and self._optimizer.norm_is_estimated:
+            self._log(
                 "grad_norm is an estimate, and so is what max_grad_norm clips by: the whole gradient is never there at "
                 "once where micro-batches are accumulated, or ranks exchange projections only"
             )
-            self._tell = None
+            self._log = None
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
@@ -88,7 +88,7 @@ class FusedBackwardStrategy:
 
 @contextmanager
 def fused_backward(
-    strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float | None, tell: Any
+    strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float | None, log: Any
 ) -> Iterator[Strategy]:
     """Return the strategy to train with: a wrapper, if the optimizer consumes gradients.
 
@@ -97,7 +97,7 @@ def fused_backward(
         optimizer: the run's, checked by `check_fused_backward`.
         model: the result of the strategy's `prepare`.
         max_norm: norm that gradients are clipped to; None for no clipping.
-        tell: called once with a sentence, if the gradient norm is an estimate.
+        log: called once with a sentence, if the gradient norm is an estimate.
     """
     if kind(optimizer) == "step":
         yield strategy
@@ -107,7 +107,7 @@ def fused_backward(
     if kind(optimizer) == "backward-update":
         cast("Any", consuming).clip_to(max_norm)
     try:
-        yield cast("Strategy", FusedBackwardStrategy(strategy, optimizer, model, tell))
+        yield cast("Strategy", FusedBackwardStrategy(strategy, optimizer, model, log))
     finally:
         consuming.detach()
         consuming.zero_grad()
@@ -164,7 +164,7 @@ class _OverflowFlag:
         self._optimizer = optimizer
         self.param_groups = [{"params": [self._parameter]}]
 
-    def note(self, norm: torch.Tensor) -> None:
+    def record(self, norm: torch.Tensor) -> None:
         self._parameter.grad = torch.where(norm.isfinite(), 0.0, torch.inf)
 
     def step(self) -> Any:

@@ -101,7 +101,7 @@ class SkipNonfinite:
         norm = cast("torch.Tensor", window.grad_norm)
         skip = on_any_rank(is_nonfinite(window.step_loss, norm), self.strategy)
         applied = self.strategy.step(optimizer, skip=skip)
-        window.leave_out_step(skip)
+        window.discard_step(skip)
         return applied
 
     def check(self) -> None:

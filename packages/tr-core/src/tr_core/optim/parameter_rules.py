@@ -144,10 +144,10 @@ def resolve_options(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> 
     check_applied(optimizer, rules)
     for rule in rules:
         groups = [group for group in optimizer.param_groups if group.get(RULE) == rule.name]
-        settled = {key: _resolve_option(optimizer, rule, key, value) for key, value in rule.options.items()}
-        _try_out(optimizer, rule, settled)
+        resolved = {key: _resolve_option(optimizer, rule, key, value) for key, value in rule.options.items()}
+        _try_out(optimizer, rule, resolved)
         for group in groups:
-            group.update(settled)
+            group.update(resolved)
 
 
 def check_groups_on_load(optimizer: torch.optim.Optimizer) -> None:

@@ -161,7 +161,7 @@ class Preemption:
             yield
             self.agree_on_flags()
         except _EvaluationInterrupted:
-            before.put_back()
+            before.restore()
             self._skip_evaluation(saves=self._owner.control.should_save)
             self._is_leaving = True
             self._save()
@@ -315,7 +315,7 @@ class _StateBeforeEvaluation:
         self._callbacks = copy.deepcopy(owner.callback_handler.state_dict())
         self._num_entries = len(owner.state.log_history)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         RandomState(self._device).load_state_dict(self._generators)
         self._owner.callback_handler.load_state_dict(self._callbacks)
         del self._owner.state.log_history[self._num_entries :]
@@ -365,7 +365,7 @@ class FlagSync:
         wanted = [getattr(control, flag) or flag in self._put_off for flag in FLAGS]
         self._put_off = set()
         waits = waits or any(wanted)
-        self._tell(number, wanted, goes_on=not waits)
+        self._send(number, wanted, goes_on=not waits)
         if waits:
             _, some_went_on, *flags = self._read()
             for name, is_wanted in zip(FLAGS, flags, strict=True):
@@ -375,7 +375,7 @@ class FlagSync:
     def on_number(self, number: int) -> int:
         """Send a number without flags, and return the largest of the last exchange."""
         before = self.last_number()
-        self._tell(number, [False for _ in FLAGS], goes_on=True)
+        self._send(number, [False for _ in FLAGS], goes_on=True)
         return before
 
     def last_number(self) -> int:
@@ -385,5 +385,5 @@ class FlagSync:
             self._put_off |= {name for name, is_wanted in zip(FLAGS, flags, strict=True) if is_wanted}
         return number
 
-    def _tell(self, number: int, wanted: list[bool], *, goes_on: bool) -> None:
+    def _send(self, number: int, wanted: list[bool], *, goes_on: bool) -> None:
         self._read = self._collectives.all_reduce_max([number, int(goes_on), *map(int, wanted)])

@@ -51,7 +51,7 @@ def check_length(subject: CheckContext) -> Iterator[Problem]:
     subject.steps = figures["steps"] = plan.max_steps
     if plan.num_epochs < sys.maxsize:
         subject.epochs = figures["epochs"] = plan.num_epochs
-    figures |= {"samples": batches.num_samples, "samples_per_step": plan.per_step}
+    figures |= {"samples": batches.num_samples, "samples_per_step": plan.samples_per_step}
     yield from _left_out(subject, batches)
 
 
@@ -70,7 +70,8 @@ def _left_out(subject: CheckContext, batches: Batches) -> Iterator[Problem]:
         yield Problem(
             "T108",
             f"dataloader_drop_last=True leaves {unused} of {len(dataset)} samples out of every epoch, at "
-            f"{batches.per_micro_batch} samples a micro-batch; set it to False, or lower per_device_train_batch_size",
+            f"{batches.samples_per_micro_batch} samples a micro-batch; set it to False, or lower "
+            "per_device_train_batch_size",
             subject.origin("dataloader_drop_last"),
         )
 

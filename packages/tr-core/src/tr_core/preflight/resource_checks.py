@@ -170,11 +170,11 @@ def check_optimizer(subject: CheckContext) -> Iterator[Problem]:
         yield Problem("T304", f"optim={subject.args.optim!r}: {last_line(error)}", raised_at(error))
     if subject.optimizer is None:
         return
-    tells: Any = getattr(subject.optimizer, "expected_bytes", None)
-    if tells is None:
+    estimate: Any = getattr(subject.optimizer, "expected_bytes", None)
+    if estimate is None:
         size = state_bytes(subject.optimizer)
     else:  # an optimizer that frees gradients during the backward pass, or whose step needs one
-        figures["gradient_bytes"], size = tells(micro_batches=subject.args.gradient_accumulation_steps)
+        figures["gradient_bytes"], size = estimate(micro_batches=subject.args.gradient_accumulation_steps)
     figures["optimizer_is_assumed"] = size is None
     figures["optimizer_bytes"] = 8 * sum(p.numel() for p in trainable) if size is None else size
 

@@ -27,9 +27,9 @@ class ForwardState:
         self._model, self._device = model, device
         self._generators: dict[str, Any] = {}
         self._noted: dict[int, _SavedBuffer] = {}
-        self.note()
+        self.record()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Save the current state."""
         self._generators = RandomState(self._device).state_dict()
         noted: dict[int, _SavedBuffer] = {}
@@ -44,7 +44,7 @@ class ForwardState:
                 noted[id(buffer)] = known
         self._noted = noted
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore generators and buffers to the saved state."""
         RandomState(self._device).load_state_dict(self._generators)
         with torch.no_grad():
@@ -70,4 +70,4 @@ def restored_after(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        state.put_back()
+        state.restore()

@@ -57,8 +57,8 @@ class Stepping(Reporting):
             loss, parts = split_loss(loss)
         size, weight, is_scaled = self.scope.size, self.scope.weight, self.loss_is_scaled_for_ga
         if num_items_in_batch is not None or size > 1 or weight != 1.0 or parts:
-            was_told = None if num_items_in_batch is None else bool(count)
-            division = self.loss_rule.judge(loss, was_told, size, weight, is_scaled)
+            given_count = None if num_items_in_batch is None else bool(count)
+            division = self.loss_rule.judge(loss, given_count, size, weight, is_scaled)
             loss = self.loss_rule.share(loss, division, size, weight)
             self._log_parts(parts, division)
         self.strategy.backward(loss)
@@ -94,7 +94,7 @@ class Stepping(Reporting):
             inputs, labels = self._split_labels(inputs)
         if num_items_in_batch is not None:
             self.loss_rule.is_own_loss = True
-            if self.loss_rule.tells_model:
+            if self.loss_rule.passes_count:
                 inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = self.call_model(model, inputs)
         if function is None:
@@ -146,7 +146,7 @@ class Stepping(Reporting):
         parts: dict[str, torch.Tensor] = {}
         if isinstance(loss, Mapping):
             loss, parts = split_loss(loss)
-        loss = self.loss_rule.judge_evaluation(loss, was_told=self._loss_takes_count and count is not None)
+        loss = self.loss_rule.judge_evaluation(loss, given_count=self._loss_takes_count and count is not None)
         if self.metric_window is not None:
             weight = (batch_size_of(inputs) or 0) if count is None else count
             for name, value in parts.items():
