@@ -210,7 +210,8 @@ def test_a_search_that_is_interrupted_goes_on(tmp_path):
         objective, again = counting(0)
         how = {"resume": True} if side is OURS else {}
         _, best, _ = search(side, tmp_path / "cut", small_space, compute_objective=objective, n_trials=6, **how)
-        assert best[:3] == expected[:3] or side is OURS  # the trials to come are other draws
+        if side is REFERENCE:  # ours goes on with other draws in place of those it has made
+            assert best[:3] == expected[:3]
         assert (len(again) < len(whole)) == (side is OURS)
 
 

@@ -84,7 +84,7 @@ def rows(number=32):
     return [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(float(i % 3))} for i in range(number)]
 
 
-def build(folder, kind, *, callbacks=(), trainer_class=Trainer, **options):
+def build(folder, kind, *, callbacks=(), trainer_class=Trainer, strategy=None, **options):
     options = {
         "per_device_train_batch_size": 4,
         "max_steps": 6,
@@ -98,9 +98,8 @@ def build(folder, kind, *, callbacks=(), trainer_class=Trainer, **options):
     }
     args = TrainingArguments(output_dir=str(folder), **options)
     chosen = (kind, {"lr": args.learning_rate})
-    return trainer_class(
-        Regression(), args, train_dataset=rows(), optimizer_cls_and_kwargs=chosen, callbacks=list(callbacks)
-    )
+    parts = {"optimizer_cls_and_kwargs": chosen, "callbacks": list(callbacks), "strategy": strategy}
+    return trainer_class(Regression(), args, train_dataset=rows(), **parts)
 
 
 def test_such_an_optimizer_keeps_its_promises():
@@ -228,8 +227,7 @@ def test_several_ranks_need_an_optimizer_that_averages(tmp_path):
     class Two(SingleDevice):
         world_size = 2
 
-    trainer = build(tmp_path, HookedSGD)
-    trainer.strategy = Two("cpu")
+    trainer = build(tmp_path, HookedSGD, strategy=Two("cpu"))
     with pytest.raises(
         ValueError, match="does not average gradients over ranks, and they are consumed before Two could"
     ):

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 import tr_core
 from tr_args.facts import Only
 from tr_args.schema import facts_of_kind
-from tr_core import SingleDevice, Trainer, TrainingArguments, get_scheduler, plugins
+from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments, get_scheduler, plugins
 
 
 class Endless(IterableDataset):
@@ -160,7 +160,7 @@ def test_saving_without_a_checkpointer_says_what_to_install_or_set(make_trainer,
     monkeypatch.setattr(plugins, "_entries", lambda group: ())
     with pytest.raises(plugins.PluginError, match="no strategy named 'single'; installed: none"):
         make_trainer(save_strategy="steps")
-    monkeypatch.setattr("tr_core.trainer.parts.choose_strategy", lambda args: SingleDevice("cpu"))
+    monkeypatch.setattr("tr_core.choose_strategy.choose_strategy", lambda args: SingleDevice("cpu"))
     with pytest.raises(ValueError, match="more come with pip install tr-ckpt. .* set save_strategy='no'"):
         make_trainer(save_strategy="steps")
 
@@ -245,3 +245,69 @@ def test_a_strategy_of_one_process_is_refused_whatever_its_name(make_trainer, mo
     monkeypatch.setattr("tr_core.choose_strategy.plugins.load", lambda group, name: lambda args: SingleDevice("cpu"))
     with pytest.raises(ValueError, match="strategy='mine' in one of 2 processes .* would train 2 unrelated models"):
         make_trainer(strategy="mine")
+
+
+def test_a_strategy_object_of_one_process_is_refused_under_several(make_args, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="strategy='SingleDevice' in one of 2 processes"):
+        Trainer(Classifier(), make_args(), strategy=SingleDevice("cpu"))
+
+
+def test_sharding_that_a_strategy_of_ones_own_does_not_apply_is_refused(make_args):
+    class Mine(SingleDevice):
+        acts_on = frozenset({"deepspeed"})
+
+    with pytest.raises(ValueError, match=r"fsdp is set, and strategy='SingleDevice' does not act on it .*\[\]"):
+        Trainer(Classifier(), make_args(fsdp="full_shard"), strategy=SingleDevice("cpu"))
+    with pytest.raises(ValueError, match=r"fsdp is set, and strategy='Mine' .*\['deepspeed'\]"):
+        Trainer(Classifier(), make_args(fsdp="full_shard"), strategy=Mine("cpu"))
+
+
+def test_a_strategy_assigned_between_runs_trains_the_next_one(make_trainer):
+    class Counting(SingleDevice):
+        prepared = backwards = autocasts = 0
+
+        def prepare(self, model):
+            self.prepared += 1
+            return super().prepare(model)
+
+        def autocast(self):
+            self.autocasts += 1
+            return super().autocast()
+
+        def backward(self, loss):
+            self.backwards += 1
+            super().backward(loss)
+
+    trainer = make_trainer(max_steps=2)
+    trainer.train()
+    trainer.strategy = strategy = Counting("cpu")
+    trainer.train()
+    assert (strategy.prepared, strategy.autocasts, strategy.backwards) == (1, 2, 2)
+
+
+def test_a_strategy_assigned_during_a_run_is_refused(make_trainer):
+    class Assign(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.strategy = SingleDevice("cpu")
+
+    trainer = make_trainer(max_steps=2, callbacks=[Assign()])
+    with pytest.raises(RuntimeError, match="trainer.strategy was assigned while training"):
+        trainer.train()
+
+
+def test_a_strategy_for_other_processes_needs_a_new_trainer(make_trainer):
+    class Two(SingleDevice):
+        world_size = 2
+
+    with pytest.raises(ValueError, match="of rank 0 of 2 on cpu, and this Trainer was built for rank 0 of 1 on cpu"):
+        make_trainer().strategy = Two("cpu")
+
+
+def test_an_object_that_takes_no_more_methods_is_told_which_it_lacks(make_args):
+    class Fixed:
+        __slots__ = ()
+        device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
+
+    with pytest.raises(TypeError, match="Fixed lacks acts_on, binds_optimizer, bind_optimizer, accumulate_fused, ga"):
+        Trainer(Classifier(), make_args(), strategy=Fixed())

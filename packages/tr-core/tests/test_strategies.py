@@ -4,7 +4,7 @@ import pytest
 
 from tr_args import TrainingArguments
 from tr_core import plugins
-from tr_core.choose_strategy import choose_strategy
+from tr_core.choose_strategy import choose_strategy, usable_strategy
 
 ZERO = {"zero_optimization": {"stage": 2}}
 
@@ -32,4 +32,4 @@ def test_one_of_several_processes_does_not_train_alone(tmp_path, monkeypatch):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, strategy="single")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="would train 2 unrelated models"):
-        choose_strategy(args)
+        usable_strategy(args)

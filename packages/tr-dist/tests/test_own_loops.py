@@ -275,3 +275,11 @@ def test_a_stream_that_is_divided_by_rank_already_is_refused():
     data._distributed = "by node"
     with Loop(DDP(use_cpu=True)) as loop, pytest.raises(ValueError, match="divided over ranks already .split_dataset"):
         loop.prepare(DataLoader(data, batch_size=2))
+
+
+def test_a_strategy_that_lacks_methods_is_named_with_them():
+    class Bare:
+        device, rank, world_size = torch.device("cpu"), 0, 1
+
+    with pytest.raises(TypeError, match="the strategy Bare lacks accumulate, .*check_accumulation.*, which Loop calls"):
+        Loop(Bare())

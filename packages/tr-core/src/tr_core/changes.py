@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 
 from tr_args import TrainingArguments
 from tr_args.masking import mask_secrets
+from tr_core.protocols import Strategy
 
 # Attributes that act from the next step of a run: they determine the loss, the step and the rate.
 ACTS_NEXT_STEP = frozenset(
@@ -48,6 +49,7 @@ TAKEN_AT_BEGIN: dict[str, str] = {
     "train_dataset": "change what the data set gives by its set_epoch(epoch), which every epoch calls",
     "data_collator": "have the collator itself look at what changes",
     "optimizer": "change the options in its param_groups, or call its add_param_group",
+    "strategy": _BEFORE,
     "model_init": _BEFORE,
     "optimizer_cls_and_kwargs": _BEFORE,
     "create_optimizer": _BEFORE,
@@ -124,6 +126,20 @@ def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> No
         raise ValueError(
             f"arguments were changed that a Trainer reads when it is built: {shown}; set them before, or build a new "
             "Trainer with these arguments"
+        )
+
+
+def check_same_process(assigned: Strategy, built_with: Strategy) -> None:
+    """Raise if a strategy that is assigned to a Trainer is for another device or number of processes.
+
+    Raises:
+        ValueError: the message names both.
+    """
+    now, then = (f"rank {s.rank} of {s.world_size} on {s.device}" for s in (assigned, built_with))
+    if now != then:
+        raise ValueError(
+            f"trainer.strategy was assigned a strategy of {now}, and this Trainer was built for {then}; build a new "
+            "Trainer with it: Trainer(..., strategy=...)"
         )
 
 
@@ -344,7 +360,7 @@ def _check_change(name: str, before: Any, now: Any) -> None:
     change = f"args.{name} was changed from {shown[0]} to {shown[1]} during training"
     if name not in ACTING:
         instead = _INSTEAD.get(name, "set it before train()")
-        raise ValueError(f"{change}, but a run takes it when it begins, so this would change nothing; {instead}")
+        raise ValueError(f"{change}; only the arguments listed in docs/changing-a-run.md may be; {instead}")
     if name in STRATEGIES and any(hasattr(value, "seconds") for value in (before, now)):
         raise ValueError(f"{change}: acting by the clock is set up when the Trainer is built; set it there")
 

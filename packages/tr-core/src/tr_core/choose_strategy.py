@@ -11,13 +11,14 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tr_args import TrainingArguments
 from tr_args.launcher_settings import filled_by_launcher
 from tr_args.process import read_topology
 from tr_core import plugins
 from tr_core.protocols import Strategy
-from tr_core.single_device import choose_device
+from tr_core.single_device import choose_device, complete_strategy
 from tr_log import get_logger, info_once
 
 
@@ -35,14 +36,35 @@ def choose_strategy(args: TrainingArguments) -> Strategy:
 
     Raises:
         tr_core.plugins.PluginError: the strategy is not installed.
-        ValueError: `single` was requested, but a launcher started several processes; or a launcher should have started
-            several and started one; or `parallelism_config` is for another number of processes.
+        ValueError: a launcher should have started several processes and started one; or `parallelism_config` is for
+            another number of processes.
     """
     name = _name(args)
-    strategy = plugins.load("tr.strategies", name)(args)
+    return plugins.load("tr.strategies", name)(args)
+
+
+def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
+    """Return a given strategy, or the one that the arguments request, completed by `complete_strategy`.
+
+    Raises:
+        TypeError: methods are missing and cannot be added to the given object.
+        ValueError: see `choose_strategy`; a launcher started several processes, and each would train a model of its
+            own; or `fsdp` or `deepspeed` is set, and the strategy does not act on it.
+    """
+    strategy = complete_strategy(choose_strategy(args) if given is None else given)
+    name = args.strategy if given is None else type(given).__name__
+    for option in ("fsdp", "deepspeed"):
+        if getattr(args, option) and option not in strategy.acts_on:
+            raise ValueError(
+                f"{option} is set, and strategy={name!r} does not act on it (its acts_on is "
+                f"{sorted(strategy.acts_on)}); leave {option} out, or set strategy='auto'"
+            )
     started = _started_processes()
-    if name != "xla" and strategy.world_size == 1 < started:  # XLA has processes of its own
-        raise ValueError(_unrelated(name, started))
+    if strategy.world_size == 1 < started:
+        raise ValueError(
+            f"strategy={name!r} in one of {started} processes (WORLD_SIZE) would train {started} unrelated models; "
+            "start one process, or set strategy='auto' or 'ddp'"
+        )
     return strategy
 
 
@@ -61,20 +83,11 @@ def _name(args: TrainingArguments) -> str:
             f"parallelism_config spreads samples over {shown} processes, and {world_size} were started (WORLD_SIZE); "
             "start as many as their product, or leave it out"
         )
-    if name == "single" and world_size > 1:
-        raise ValueError(_unrelated(name, world_size))
     return name
 
 
 def _started_processes() -> int:
     return read_topology().world_size if os.environ.get("WORLD_SIZE") != "" else 1
-
-
-def _unrelated(name: str, started: int) -> str:
-    return (
-        f"strategy={name!r} in one of {started} processes (WORLD_SIZE) would train {started} unrelated models; start "
-        "one process, or set strategy='auto' or 'ddp'"
-    )
 
 
 def _of_one_process(args: TrainingArguments) -> str:

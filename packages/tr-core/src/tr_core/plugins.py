@@ -55,7 +55,8 @@ def load(group: str, name: str, *, built_in: Iterable[str] = ()) -> Any:
         built_in: names that need no plugin, for the message: `name` may be one of them misspelt.
 
     Raises:
-        PluginError: no installed distribution registers the name, or more than one does.
+        PluginError: no installed distribution registers the name, or more than one does, or the module that it names
+            lacks the object.
     """
     matches = [entry for entry in _entries(group) if entry.name == name]
     if not matches:
@@ -63,7 +64,11 @@ def load(group: str, name: str, *, built_in: Iterable[str] = ()) -> Any:
     if len({entry.value for entry in matches}) > 1:
         claims = " and ".join(f"{_origin(entry)} ({entry.value})" for entry in matches)
         raise PluginError(f"{_kind(group)} {name!r} is offered by {claims}; uninstall one of them")
-    return matches[0].load()
+    entry = matches[0]
+    try:
+        return entry.load()
+    except AttributeError as error:
+        raise PluginError(f"{_kind(group)} {name!r} is {entry.value} of {_origin(entry)}, and {error}") from error
 
 
 def _origin(entry: EntryPoint) -> str:
@@ -79,9 +84,9 @@ def _missing(group: str, name: str, built_in: list[str]) -> str:
     message = f"no {_kind(group)} named {name!r}; installed: {installed}"
     if built_in:
         message += f"; built in: {', '.join(built_in)}"
-    message += did_you_mean(name, [*built_in, *available(group)])
+    suggestion = did_you_mean(name, [*built_in, *available(group)])
     distributions = {entry.dist.name for entry in _entries(group) if entry.dist is not None}
     missing = [package for package in _PACKAGES.get(group, ()) if package not in distributions]
     if missing:
-        message += f"; more come with pip install {' '.join(missing)}"
-    return message + "; a package of yours is installed again after its entry points have changed"
+        suggestion += f"; more come with pip install {' '.join(missing)}"
+    return message + (suggestion or "; a package's new entry points are found after it is installed again")

@@ -1,7 +1,7 @@
 """Define the interfaces between the loop and its replaceable parts.
 
-An interface is a structural protocol. Its signatures use only torch and standard types, so an implementation needs no
-import of this package. `tr_core.testing` holds a conformance suite for each.
+An interface is a structural protocol of torch's and standard types: an implementation imports nothing from here.
+`tr_core.testing` holds a conformance suite for each.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ class Strategy(Collectives, Protocol):
     After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of each rank's
     gradients.
 
-    A strategy need not define `binds_optimizer`, `bind_optimizer`, `accumulate_fused` and `gathered`: the Trainer adds
-    those of `tr_core.single_device.StrategyDefaults`.
+    The Trainer adds what a strategy lacks of `tr_core.single_device.StrategyDefaults`.
 
     Attributes:
-        forward_is_collective: whether a forward is an exchange between the ranks. Then every rank must call it equally
-            often, also a rank with nothing left to generate.
+        acts_on: which of the arguments `fsdp` and `deepspeed` it applies. A Trainer refuses the others.
+        forward_is_collective: whether every rank must call the forward equally often.
         binds_optimizer: whether `bind_optimizer` checks or replaces the contents of an optimizer. Then the loop does
             not look for the model's parameters in it.
     """
 
+    acts_on: frozenset[str]
     forward_is_collective: bool
     binds_optimizer: bool
 

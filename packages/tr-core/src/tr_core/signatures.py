@@ -46,3 +46,14 @@ def with_count(step: Callable[..., Any]) -> Callable[..., Any]:
     if takes_argument(step, "num_items_in_batch"):
         return lambda model, inputs, num_items: step(model, inputs, num_items_in_batch=num_items)
     return lambda model, inputs, num_items: step(model, inputs)
+
+
+def one_of_two_names(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """Return the value that was passed under either of two names of one argument.
+
+    Raises:
+        ValueError: both were passed, and differ.
+    """
+    if value is not None and other is not None and value is not other:
+        raise ValueError(f"{name} and {other_name} are two names for one thing and were given different values")
+    return value if value is not None else other

@@ -50,6 +50,7 @@ class StrategyDefaults:
     """
 
     accumulate: Callable[..., AbstractContextManager[object]]
+    acts_on: frozenset[str] = frozenset()
     binds_optimizer = False
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -65,12 +66,25 @@ class StrategyDefaults:
 
 
 def complete_strategy(strategy: Any) -> Strategy:
-    """Add the methods of `StrategyDefaults` that a strategy lacks, and return the same object."""
-    if not hasattr(strategy, "binds_optimizer"):
-        strategy.binds_optimizer = hasattr(strategy, "bind_optimizer")
-    for name in ("bind_optimizer", "accumulate_fused", "gathered"):
-        if not hasattr(strategy, name):
+    """Add the methods of `StrategyDefaults` that a strategy lacks, and return the same object.
+
+    Raises:
+        TypeError: attributes cannot be added to the object.
+    """
+    methods = [name for name in ("bind_optimizer", "accumulate_fused", "gathered") if not hasattr(strategy, name)]
+    try:
+        if not hasattr(strategy, "acts_on"):
+            strategy.acts_on = StrategyDefaults.acts_on
+        if not hasattr(strategy, "binds_optimizer"):
+            strategy.binds_optimizer = "bind_optimizer" not in methods
+        for name in methods:
             setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
+    except AttributeError:
+        lacking = ", ".join(["acts_on", "binds_optimizer", *methods])
+        raise TypeError(
+            f"the strategy {type(strategy).__name__} lacks {lacking}, and no attribute can be added to it; define "
+            "them, as tr_core.SingleDevice does"
+        ) from None
     return strategy
 
 

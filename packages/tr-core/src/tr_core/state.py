@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -154,8 +154,7 @@ def exports_state(callback: Any) -> bool:
     return callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None))
 
 
-@dataclass(frozen=True, slots=True)
-class EventContext:
+class EventContext(NamedTuple):  # a tuple: the loop makes one for each event
     """Hold the arguments of events.
 
     Attributes:

@@ -25,7 +25,7 @@ def check_strategy(strategy: Strategy) -> None:
 
     The final model must equal that of one process with the union of all ranks' batches, within 1e-5.
     """
-    with contextlib.suppress(AttributeError):  # the check below names what it lacks
+    with contextlib.suppress(TypeError):  # the check below names what it lacks
         complete_strategy(strategy)
     assert isinstance(strategy, Strategy), _missing(strategy, Strategy)
     assert 0 <= strategy.rank < strategy.world_size, "rank lies outside 0 .. world_size - 1"

@@ -139,6 +139,7 @@ class OnDevice:
         precision: `no`, `bf16`, or `fp16` with loss scaling.
 
     Attributes:
+        acts_on: which of the arguments `fsdp` and `deepspeed` the strategy applies.
         device: the device of this process.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters.
 
@@ -146,6 +147,7 @@ class OnDevice:
         ValueError: the precision is unknown, or the device does not support it.
     """
 
+    acts_on: frozenset[str] = frozenset()
     binds_optimizer = False
 
     def __init__(self, device: torch.device, *, precision: str) -> None:

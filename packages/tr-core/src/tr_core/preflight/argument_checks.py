@@ -22,7 +22,7 @@ from torch import nn
 
 from tr_args import ArgumentsError
 from tr_core import plugins
-from tr_core.choose_strategy import choose_strategy
+from tr_core.choose_strategy import usable_strategy
 from tr_core.optim.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.optim.schedules import get_scheduler
 from tr_core.plugins import PluginError
@@ -115,7 +115,7 @@ def check_device(subject: CheckContext) -> Iterator[Problem]:
     args = subject.args
     try:
         if args.strategy in ("single", "mps") or (args.strategy == "auto" and args.world_size == 1):
-            choose_strategy(args)
+            usable_strategy(args)
         else:
             SingleDevice.from_arguments(args)
     except PluginError:

@@ -15,9 +15,9 @@ from tr_args.serialization import make_folders_absolute
 from tr_core.callback import CallbackList
 from tr_core.callbacks.defaults import default_callbacks
 from tr_core.callbacks.evaluation_weights import OptimizerMode
-from tr_core.changes import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, values_when_built
+from tr_core.changes import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, check_same_process, values_when_built
 from tr_core.checkpoint import saving
-from tr_core.choose_strategy import choose_strategy, log_launcher_settings
+from tr_core.choose_strategy import log_launcher_settings, usable_strategy
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.data.limits import dev_run_arguments
 from tr_core.data.loaders import LoaderCache
@@ -33,8 +33,7 @@ from tr_core.runtime.liger import apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
 from tr_core.runtime.run_context import UseCache
 from tr_core.search.trial import takes_trial
-from tr_core.signatures import is_overridden, takes_argument, with_count
-from tr_core.single_device import complete_strategy
+from tr_core.signatures import is_overridden, one_of_two_names, takes_argument, with_count
 from tr_core.state import EventContext, TrainerControl, TrainerState
 from tr_core.trainer.chosen_optimizer import ChosenOptimizer
 from tr_core.validation import (
@@ -113,10 +112,10 @@ class TrainerParts:
         self.args.check()  # again: they may have changed since their construction
         self.args = dev_run_arguments(self.args)
         refuse_unsupported(self.args)
-        self.strategy = complete_strategy(strategy if strategy is not None else choose_strategy(self.args))
+        self.strategy = usable_strategy(self.args, strategy)
         self._bind_process()
         log_launcher_settings(self.args)
-        self.processing_class = _same("processing_class", processing_class, "tokenizer", tokenizer)
+        self.processing_class = one_of_two_names("processing_class", processing_class, "tokenizer", tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -134,7 +133,7 @@ class TrainerParts:
         is_first, is_first_here = self.strategy.rank == 0, self.strategy.local_rank == 0
         self.state = TrainerState(is_local_process_zero=is_first_here, is_world_process_zero=is_first)
         self.is_in_train, self.scope = False, StepScope()
-        given = _same("callbacks", callbacks, "callback", callback) or ()
+        given = one_of_two_names("callbacks", callbacks, "callback", callback) or ()
         given = [*default_callbacks(self.args, self.strategy), *given]
         self.callback_handler = CallbackList(self.event_context, given)
         self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
@@ -243,13 +242,15 @@ class TrainerParts:
             return
         if self.is_in_train and name in TAKEN_AT_BEGIN:
             raise RuntimeError(
-                f"trainer.{name} was assigned while training: the run that is under way took it when it began, so this "
-                f"would change nothing; {TAKEN_AT_BEGIN[name]}"
+                f"trainer.{name} was assigned while training: the run that is under way took it when it began; "
+                f"{TAKEN_AT_BEGIN[name]}"
             )
         if name == "model":
             self._assign_model(value)
         elif name == "args":
             self._assign_args(value)
+        elif name == "strategy":
+            self._assign_strategy(value)
         else:
             object.__setattr__(self, name, value)
         if name in ("optimizer", "lr_scheduler"):
@@ -274,6 +275,15 @@ class TrainerParts:
         self._take_model(model)
         self._model_is_fresh = True
 
+    def _assign_strategy(self, strategy: Strategy) -> None:
+        check_same_process(strategy, self.strategy)
+        self._set("strategy", usable_strategy(self.args, strategy))
+        self.model_wrapped, self._prepared = self.model, None
+        if self._checkpointer is not None and not self.has_own_checkpointer:
+            self._checkpointer.close()
+            self._checkpointer = None
+        self._derive()
+
     def _assign_args(self, args: TrainingArguments) -> None:
         check_args(args)
         if not isinstance(args, type(self.args)):
@@ -297,7 +307,8 @@ class TrainerParts:
             # Only then: a user may assign this attribute too.
             self.label_names: list[str] = find_label_names(inner) if args.label_names is None else args.label_names
             self._label_names_of = (args.label_names,)
-        made_of = (self.compute_loss_func, args.label_smoothing_factor, args.average_tokens_across_devices, inner)
+        averages = args.average_tokens_across_devices
+        made_of = (self.compute_loss_func, args.label_smoothing_factor, averages, inner, self.strategy)
         if not _same_parts(made_of, self._loss_made_of):
             self.loss_function = self.compute_loss_func
             if args.label_smoothing_factor and self.compute_loss_func is None:
@@ -306,7 +317,7 @@ class TrainerParts:
                 inner,
                 self.loss_function,
                 self.strategy,
-                average_tokens_across_devices=args.average_tokens_across_devices,
+                average_tokens_across_devices=averages,
                 declared=self.declared_loss_kwargs,
             )
             self._loss_made_of = made_of
@@ -381,14 +392,3 @@ TrainerParts.__init__.__qualname__ = "Trainer.__init__"
 
 def _same_parts(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     return len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
-
-
-def _same(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """Return the value that was passed under either of two names.
-
-    Raises:
-        ValueError: both were passed, and differ.
-    """
-    if value is not None and other is not None and value is not other:
-        raise ValueError(f"{name} and {other_name} are two names for one thing and were given different values")
-    return value if value is not None else other

@@ -126,12 +126,12 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         name = None if self.has_given_optimizer else str(self.args.optim)
         check_fused_backward(optimizer, usual, name, syncs_each_batch=plan.syncs_each_batch)
         with fused_backward(usual, optimizer, self.model_wrapped, plan.max_grad_norm, self.logger.info) as strategy:
-            self.strategy = strategy  # overrides of `training_step` call its `backward`
+            self._set("strategy", strategy)  # overrides of `training_step` call its `backward`
             use(strategy)
             try:
                 yield
             finally:
-                self.strategy = usual
+                self._set("strategy", usual)
                 use(usual)
 
     @contextmanager

@@ -82,6 +82,7 @@ class DeepSpeed(Ranks):
         RuntimeError: a process group exists and differs from the environment.
     """
 
+    acts_on = frozenset({"deepspeed"})
     binds_optimizer = True
 
     def __init__(

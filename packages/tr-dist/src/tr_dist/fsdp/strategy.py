@@ -80,6 +80,7 @@ class FSDP(Ranks):
         RuntimeError: a process group exists and differs from the environment.
     """
 
+    acts_on = frozenset({"fsdp"})
     forward_is_collective = True
 
     def __init__(

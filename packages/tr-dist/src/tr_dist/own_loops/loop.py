@@ -15,6 +15,10 @@ from tr_dist.ddp import DDP
 from tr_dist.own_loops.loader import PreparedLoader, Share, rows_of
 from tr_dist.own_loops.prepared import PreparedOptimizer, PreparedSchedule, follow_parameters
 
+# The strategies of this package have them; a strategy of one's own that the Trainer completes may not.
+_METHODS = ("accumulate", "autocast", "backward", "bind_optimizer", "check_accumulation", "clip_grad_norm", "close",
+            "gather", "prepare", "state_parts", "step", "unwrap")  # fmt: skip
+
 
 class Loop:
     """A loop over one model and one optimizer on the ranks of a strategy, with the numbers of one process.
@@ -37,6 +41,7 @@ class Loop:
         world_size: number of processes.
 
     Raises:
+        TypeError: the strategy lacks a method.
         ValueError: the strategy has another number of micro-batches.
     """
 
@@ -44,6 +49,8 @@ class Loop:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} must be at least 1")
         self.strategy = DDP() if strategy is None else strategy
+        if lacking := [name for name in _METHODS if not hasattr(self.strategy, name)]:
+            raise TypeError(f"the strategy {type(self.strategy).__name__} lacks {', '.join(lacking)}, which Loop calls")
         self.device, self.rank = self.strategy.device, self.strategy.rank
         self.world_size = self.strategy.world_size
         self._steps = gradient_accumulation_steps

@@ -131,6 +131,7 @@ class XLA(OnDevice):
         ValueError: torch_xla is not installed or was switched off, or does not support an argument.
     """
 
+    acts_on = frozenset({"fsdp"})
     binds_optimizer = True
 
     def __init__(self, sharding: XlaSharding | None = None, *, precision: str = "no", use_cpu: bool = False) -> None:
