@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any, Self
 
 from tr_args.conversion import convert_field
 from tr_args.errors import ArgumentsError, Problem, RefusedError
 from tr_args.schema import schema
-from tr_args.types.choices import HubStrategy, IntervalStrategy, SaveStrategy
+
+
+class _Default:
+    """The default of a parameter, as `help` shows it: that of the argument it sets."""
+
+    def __repr__(self) -> str:
+        return "the argument's default"
+
+
+_DEFAULT, _EMPTY = _Default(), inspect.Parameter.empty
+
+
+def _setter(name: str, doc: str, parameters: str, *, prefix: str = "", switch: str = "") -> Callable[..., Any]:
+    """Return a method that sets each of its parameters as an argument, and the others to the arguments' defaults.
+
+    Args:
+        name: its name.
+        doc: its docstring.
+        parameters: their names, in order. `name=argument` sets that argument, others that of their name behind
+            `prefix`. A name that begins with `!` must be given.
+        prefix: what the arguments' names begin with.
+        switch: an argument that is set to True.
+    """
+    pairs = [text.partition("=")[::2] for text in parameters.split()]
+    arguments = {key.lstrip("!"): field or prefix + key.lstrip("!") for key, field in pairs}
+    required = {key[1:] for key, _ in pairs if key.startswith("!")}
+
+    def setter(self: GroupedSetters, *values: Any, **named: Any) -> Any:
+        try:
+            given = signature.bind(self, *values, **named).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}() {error}") from None
+        values_of = {field: given.get(key, _DEFAULT) for key, field in arguments.items()}
+        return self._set(values_of, switch)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    shown = [inspect.Parameter(key, kind, default=_EMPTY if key in required else _DEFAULT) for key in arguments]
+    signature = inspect.Signature([inspect.Parameter("self", kind), *shown])
+    setter.__name__, setter.__qualname__, setter.__doc__ = name, f"GroupedSetters.{name}", doc
+    setter.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return setter
 
 
 class GroupedSetters:
@@ -18,185 +59,75 @@ class GroupedSetters:
     not fit. `check` checks them together.
     """
 
-    def set_training(
-        self,
-        learning_rate: float = 5e-5,
-        batch_size: int = 8,
-        weight_decay: float = 0.0,
-        num_epochs: float = 3.0,
-        max_steps: int = -1,
-        *,
-        gradient_accumulation_steps: int = 1,
-        seed: int = 42,
-        activation_checkpointing: bool = False,
-    ) -> Self:
-        """Set learning rate, batch size, length and the like of a training run, and `do_train`."""
-        return self._set(
-            do_train=True,
-            learning_rate=learning_rate,
-            per_device_train_batch_size=batch_size,
-            weight_decay=weight_decay,
-            num_train_epochs=num_epochs,
-            max_steps=max_steps,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            seed=seed,
-            activation_checkpointing=activation_checkpointing,
-        )
+    set_training = _setter(
+        "set_training",
+        "Set learning rate, batch size, length and the like of a training run, and `do_train`.",
+        "learning_rate batch_size=per_device_train_batch_size weight_decay num_epochs=num_train_epochs max_steps "
+        "gradient_accumulation_steps seed activation_checkpointing",
+        switch="do_train",
+    )
+    set_evaluate = _setter(
+        "set_evaluate",
+        "Set when and how evaluation happens; `do_eval` follows the strategy. `steps` is 500 by default.",
+        "strategy steps batch_size=per_device_eval_batch_size accumulation_steps delay loss_only=prediction_loss_only",
+        prefix="eval_",
+    )
+    set_testing = _setter(
+        "set_testing",
+        "Set how predictions are made, and `do_predict`.",
+        "batch_size=per_device_eval_batch_size loss_only=prediction_loss_only",
+        switch="do_predict",
+    )
+    set_save = _setter(
+        "set_save",
+        "Set when checkpoints are written and how many are kept.",
+        "strategy steps total_limit on_each_node",
+        prefix="save_",
+    )
+    set_logging = _setter(
+        "set_logging",
+        "Set when, where and how much is logged.",
+        "strategy steps report_to=report_to level=log_level first_step nan_inf_filter on_each_node=log_on_each_node "
+        "replica_level=log_level_replica",
+        prefix="logging_",
+    )
+    set_push_to_hub = _setter(
+        "set_push_to_hub",
+        "Set where and when to upload, and `push_to_hub`.",
+        "!model_id strategy token private_repo always_push revision",
+        prefix="hub_",
+        switch="push_to_hub",
+    )
+    set_optimizer = _setter(
+        "set_optimizer",
+        "Set the optimizer and its options.",
+        "name=optim learning_rate weight_decay beta1=adam_beta1 beta2=adam_beta2 epsilon=adam_epsilon args=optim_args",
+    )
+    set_lr_scheduler = _setter(
+        "set_lr_scheduler",
+        "Set the schedule and its length.",
+        "name=lr_scheduler_type num_epochs=num_train_epochs max_steps warmup_steps",
+    )
+    set_dataloader = _setter(
+        "set_dataloader",
+        "Set how batches are made.",
+        "train_batch_size=per_device_train_batch_size eval_batch_size=per_device_eval_batch_size drop_last num_workers "
+        "pin_memory persistent_workers prefetch_factor multiprocessing_context in_order "
+        "auto_find_batch_size=auto_find_batch_size ignore_data_skip=ignore_data_skip sampler_seed=data_seed",
+        prefix="dataloader_",
+    )
 
-    def set_evaluate(
-        self,
-        strategy: str | IntervalStrategy = IntervalStrategy.NO,
-        steps: float = 500,
-        batch_size: int = 8,
-        accumulation_steps: int | None = None,
-        delay: float = 0.0,
-        *,
-        loss_only: bool = False,
-    ) -> Self:
-        """Set when and how evaluation happens; `do_eval` follows the strategy."""
-        return self._set(
-            eval_strategy=strategy,
-            do_eval=str(strategy) != "no",
-            eval_steps=steps,
-            per_device_eval_batch_size=batch_size,
-            eval_accumulation_steps=accumulation_steps,
-            eval_delay=delay,
-            prediction_loss_only=loss_only,
-        )
-
-    def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """Set how predictions are made, and `do_predict`."""
-        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
-
-    def set_save(
-        self,
-        strategy: str | SaveStrategy = SaveStrategy.STEPS,
-        steps: float = 500,
-        total_limit: int | None = None,
-        on_each_node: bool = False,
-    ) -> Self:
-        """Set when checkpoints are written and how many are kept."""
-        return self._set(
-            save_strategy=strategy,
-            save_steps=steps,
-            save_total_limit=total_limit,
-            save_on_each_node=on_each_node,
-        )
-
-    def set_logging(
-        self,
-        strategy: str | IntervalStrategy = IntervalStrategy.STEPS,
-        steps: float = 500,
-        report_to: str | Sequence[str] = "none",
-        level: str = "passive",
-        first_step: bool = False,
-        *,
-        nan_inf_filter: bool = False,
-        on_each_node: bool = True,
-        replica_level: str = "warning",
-    ) -> Self:
-        """Set when, where and how much is logged."""
-        return self._set(
-            logging_strategy=strategy,
-            logging_steps=steps,
-            report_to=report_to,
-            log_level=level,
-            logging_first_step=first_step,
-            logging_nan_inf_filter=nan_inf_filter,
-            log_on_each_node=on_each_node,
-            log_level_replica=replica_level,
-        )
-
-    def set_push_to_hub(
-        self,
-        model_id: str,
-        strategy: str | HubStrategy = HubStrategy.EVERY_SAVE,
-        token: str | None = None,
-        private_repo: bool | None = None,
-        always_push: bool = False,
-        *,
-        revision: str | None = None,
-    ) -> Self:
-        """Set where and when to upload, and `push_to_hub`."""
-        return self._set(
-            push_to_hub=True,
-            hub_model_id=model_id,
-            hub_strategy=strategy,
-            hub_token=token,
-            hub_private_repo=private_repo,
-            hub_always_push=always_push,
-            hub_revision=revision,
-        )
-
-    def set_optimizer(
-        self,
-        name: str = "adamw_torch_fused",
-        learning_rate: float = 5e-5,
-        weight_decay: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        *,
-        epsilon: float = 1e-8,
-        args: str | dict[str, Any] | None = None,
-    ) -> Self:
-        """Set the optimizer and its options."""
-        return self._set(
-            optim=name,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            adam_beta1=beta1,
-            adam_beta2=beta2,
-            adam_epsilon=epsilon,
-            optim_args=args,
-        )
-
-    def set_lr_scheduler(
-        self, name: str = "linear", num_epochs: float = 3.0, max_steps: int = -1, warmup_steps: float = 0
-    ) -> Self:
-        """Set the schedule and its length."""
-        return self._set(
-            lr_scheduler_type=name,
-            num_train_epochs=num_epochs,
-            max_steps=max_steps,
-            warmup_steps=warmup_steps,
-        )
-
-    def set_dataloader(
-        self,
-        train_batch_size: int = 8,
-        eval_batch_size: int = 8,
-        drop_last: bool = False,
-        num_workers: int = 0,
-        pin_memory: bool = True,
-        *,
-        persistent_workers: bool = False,
-        prefetch_factor: int | None = None,
-        multiprocessing_context: str | None = None,
-        in_order: bool = True,
-        auto_find_batch_size: bool = False,
-        ignore_data_skip: bool = False,
-        sampler_seed: int | None = None,
-    ) -> Self:
-        """Set how batches are made."""
-        return self._set(
-            per_device_train_batch_size=train_batch_size,
-            per_device_eval_batch_size=eval_batch_size,
-            dataloader_drop_last=drop_last,
-            dataloader_num_workers=num_workers,
-            dataloader_pin_memory=pin_memory,
-            dataloader_persistent_workers=persistent_workers,
-            dataloader_prefetch_factor=prefetch_factor,
-            dataloader_multiprocessing_context=multiprocessing_context,
-            dataloader_in_order=in_order,
-            auto_find_batch_size=auto_find_batch_size,
-            ignore_data_skip=ignore_data_skip,
-            data_seed=sampler_seed,
-        )
-
-    def _set(self, **values: Any) -> Self:
+    def _set(self, values: dict[str, Any], switch: str) -> Self:
         """Set all values, or none if one is refused."""
-        problems: list[Problem] = []
         fields = schema(type(self))
+        # The default of eval_steps follows logging_steps, but only when the arguments are made.
+        defaults = {name: 500 if name == "eval_steps" else fields[name].make_default() for name in values}
+        values = {name: defaults[name] if value is _DEFAULT else value for name, value in values.items()}
+        if switch:
+            values[switch] = True
+        if "eval_strategy" in values:
+            values["do_eval"] = str(values["eval_strategy"]) != "no"
+        problems: list[Problem] = []
         for name, value in values.items():
             try:
                 convert_field(fields[name], value)

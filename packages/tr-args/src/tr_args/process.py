@@ -102,16 +102,6 @@ def _read_variable(variable: str, default: int, *, low: int = 0, high: int | Non
     return number
 
 
-_LEVELS = {
-    "detail": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
-
-
 class ProcessView:
     """Properties of training arguments that depend on the process.
 
@@ -215,7 +205,8 @@ class ProcessView:
     def get_process_log_level(self) -> int:
         """Return this process's level of `logging`: by default INFO on main processes, WARNING on others."""
         name = self._args.log_level if self.should_log else self._args.log_level_replica
-        return _LEVELS.get(name, logging.INFO if self.should_log else logging.WARNING)
+        usual = logging.INFO if self.should_log else logging.WARNING
+        return logging.DEBUG if name == "detail" else logging.getLevelNamesMapping().get(name.upper(), usual)
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
         """Return a context whose body the main process finishes before the others begin it.

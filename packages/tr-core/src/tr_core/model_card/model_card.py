@@ -23,6 +23,7 @@ from tr_core.model_io import base_model
 from tr_core.optim.optimizers import describe
 from tr_core.state import TrainerState
 from tr_log import get_logger
+from tr_log.formatting import TIMINGS
 
 logger = get_logger("tr_core.trainer")
 
@@ -301,8 +302,6 @@ def _line(text: Any) -> str:
     return " ".join(str(text).split())
 
 
-# Metrics of an evaluation's run, not of the model.
-_OF_THE_RUN = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 _PREFIX = "eval_"
 
 
@@ -332,7 +331,7 @@ def evaluations(history: Iterable[dict[str, Any]]) -> list[EvaluationFigures]:
         metrics = {
             name.removeprefix(_PREFIX): value
             for name, value in entry.items()
-            if name.startswith(_PREFIX) and not name.endswith(_OF_THE_RUN) and "_mem_" not in name
+            if name.startswith(_PREFIX) and not name.endswith(TIMINGS) and "_mem_" not in name
         }
         if not metrics:
             continue
