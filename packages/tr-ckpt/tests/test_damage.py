@@ -10,7 +10,7 @@ import pytest
 import torch
 from ckpt_parts import number_of, parts
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, files, tensor_damage
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, discovery, files
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_of_several_changes_the_first_is_named(layered):
 
 def test_a_tensor_larger_than_a_block_is_named_too(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(tensor_damage, "_BLOCK_BYTES", 24)
+    monkeypatch.setattr(discovery, "_BLOCK_BYTES", 24)
     checkpointer = Checkpointer(tmp_path)
     folder = checkpointer.save(1, {"m": Layers()})
     name, start, end = sections_of(folder / "m.safetensors")[3]

@@ -21,7 +21,7 @@ import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import listed, number_of, parts
 
-from tr_ckpt import Checkpointer, FolderInUseError, command, files, folder_lock, lock_file, names, processes
+from tr_ckpt import Checkpointer, FolderInUseError, command, files, folder_lock, lock_file, names
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.lock_file import NAME, Owner
 
@@ -85,7 +85,7 @@ def test_a_folder_is_locked_from_the_first_save_to_the_end(tmp_path):
     assert not (tmp_path / "run").exists()
     checkpointer.save(1, parts(1))
     owner = lock_file.read(tmp_path / "run" / NAME)
-    assert owner.process == processes.this_process()
+    assert owner.process == names.this_process()
     checkpointer.close()
     assert os.listdir(tmp_path / "run") == ["checkpoint-1"]
     checkpointer.save(2, parts(2))
@@ -144,7 +144,7 @@ def test_a_process_whose_launcher_is_gone_is_waited_for_longer(tmp_path, monkeyp
     monkeypatch.setattr(folder_lock, "ORPHAN_S", 60.0)
     with held_elsewhere(tmp_path) as other:
         owner = lock_file.read(tmp_path / NAME)
-        assert not processes.is_orphan(owner.process)
+        assert not names.is_orphan(owner.process)
         owner = replace(owner, process=replace(owner.process, parent=owner.process.parent + 1))
         (tmp_path / NAME).write_bytes(owner.content())
         threading.Timer(1.0, other.kill).start()
@@ -160,13 +160,13 @@ def test_what_a_dead_process_locked_is_taken_over_at_once(tmp_path, caplog, monk
     assert f"was left locked by process {owner.process.pid}" in caplog.text
     assert "waiting" not in caplog.text
     assert listed(tmp_path) == ["checkpoint-1"]
-    assert lock_file.read(tmp_path / NAME).process == processes.this_process()
+    assert lock_file.read(tmp_path / NAME).process == names.this_process()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_zombie_is_gone(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""])
-    while processes._state(child.pid)[0] != "Z":
+    while names._state(child.pid)[0] != "Z":
         time.sleep(0.01)
     left_by(tmp_path, pid=child.pid, started=0)
     FolderLock(tmp_path).claim()
@@ -176,10 +176,10 @@ def test_a_zombie_is_gone(tmp_path):
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_who_has_the_number_of_a_dead_process_is_not_it(tmp_path):
     parent = os.getppid()
-    left_by(tmp_path, pid=parent, started=processes._state(parent)[1])
+    left_by(tmp_path, pid=parent, started=names._state(parent)[1])
     with pytest.raises(FolderInUseError):
         FolderLock(tmp_path).claim()
-    left_by(tmp_path, pid=parent, started=processes._state(parent)[1] + 1)
+    left_by(tmp_path, pid=parent, started=names._state(parent)[1] + 1)
     FolderLock(tmp_path).claim()
 
 
@@ -189,7 +189,7 @@ def test_what_this_process_locked_as_another_program_is_taken_over(tmp_path):
 
 
 def test_a_machine_that_was_started_again_has_no_process_of_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_machine", lambda: "a machine")
+    monkeypatch.setattr(names, "_machine", lambda: "a machine")
     monkeypatch.setattr(folder_lock, "STALE_S", 600.0)
     left_by(tmp_path, boot="0a1b2c3d", numbering="0a1b2c3d")
     FolderLock(tmp_path).claim()
@@ -245,7 +245,7 @@ def test_a_damaged_lock_is_one_of_an_unknown_owner(tmp_path, content, caplog):
     (tmp_path / NAME).write_bytes(content)
     FolderLock(tmp_path).claim()
     assert "a run that its .run-lock.json does not name" in caplog.text
-    assert lock_file.read(tmp_path / NAME).process == processes.this_process()
+    assert lock_file.read(tmp_path / NAME).process == names.this_process()
 
 
 def test_what_a_lock_says_is_printed_only_if_it_is_plain(tmp_path):
@@ -261,7 +261,7 @@ def test_a_lock_that_is_no_plain_file_is_not_followed(tmp_path, kind):
     else:
         os.mkfifo(tmp_path / NAME)
     FolderLock(tmp_path).claim()
-    assert lock_file.read(tmp_path / NAME).process == processes.this_process()
+    assert lock_file.read(tmp_path / NAME).process == names.this_process()
     assert kind == "fifo" or (tmp_path / "target").read_text() == "kept"
 
 
@@ -374,7 +374,7 @@ def test_a_file_system_without_hard_links_is_locked_too(tmp_path, monkeypatch, n
     monkeypatch.setattr(files, "link", fail)
     left_by(tmp_path, pid=2**22 + 1)
     FolderLock(tmp_path).claim()
-    assert lock_file.read(tmp_path / NAME).process == processes.this_process()
+    assert lock_file.read(tmp_path / NAME).process == names.this_process()
     assert os.listdir(tmp_path) == [NAME]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tr_ckpt import processes, rank_records
+from tr_ckpt import names, rank_records
 from tr_ckpt.errors import SaveError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.rank_records import RankRecords
@@ -12,7 +12,7 @@ from tr_ckpt.rank_records import RankRecords
 
 def records(folder, elsewhere=2):
     made = RankRecords("checkpoint-3", folder, 0)
-    made.processes = [processes.Process("elsewhere", 1)] * (1 + elsewhere)
+    made.processes = [names.Process("elsewhere", 1)] * (1 + elsewhere)
     return made
 
 

@@ -10,7 +10,7 @@ import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import listed, number_of, parts
 
-from tr_ckpt import Checkpointer, files, names, processes
+from tr_ckpt import Checkpointer, files, names
 
 
 def leave(directory, kind, *, host=None, pid=None, target="checkpoint-1"):
@@ -51,7 +51,7 @@ def test_what_a_living_process_works_on_stays(tmp_path):
 def test_a_folder_of_a_machine_before_its_restart_is_cleared_whoever_has_the_number_now(tmp_path):
     ours = names.temporary(tmp_path, "writing", "checkpoint-1")
     names.release(ours)
-    process = processes.this_process()
+    process = names.this_process()
     assert f"@{process.host}@{process.pid}.{process.numbering}@" in ours.name
     own, parent = f"@{process.pid}.", f"@{os.getppid()}."
     living = tmp_path / ours.name.replace(own, parent)

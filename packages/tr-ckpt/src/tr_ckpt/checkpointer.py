@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from tr_ckpt import discovery, files, names, parts, post_commit, reads
 from tr_ckpt.background import Background
 from tr_ckpt.discovery import Found
-from tr_ckpt.errors import CheckpointError, UnreadableError, explain_save_errors
+from tr_ckpt.errors import CheckpointError, UnreadableError
+from tr_ckpt.files import explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository

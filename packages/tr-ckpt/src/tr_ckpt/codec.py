@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import distributed_tensor, untrusted
+from tr_ckpt import tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.tensor_file import DTYPES as SAFETENSORS_DTYPES
 
@@ -270,8 +270,8 @@ class Encoder:
 
 def unsupported(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be saved, and what to do; empty if it can."""
-    if distributed_tensor.is_distributed(tensor):
-        return distributed_tensor.unsupported(tensor) or unsupported(_local(tensor))
+    if tensor_file.is_distributed(tensor):
+        return tensor_file.unsupported_layout(tensor) or unsupported(_local(tensor))
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return (
             f"a {type(tensor).__qualname__}, a kind of tensor that is more than its numbers; "
@@ -296,8 +296,8 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    if distributed_tensor.is_distributed(tensor):
-        return distributed_tensor.layout_identity(tensor), _identity(_local(tensor))
+    if tensor_file.is_distributed(tensor):
+        return tensor_file.layout_identity(tensor), _identity(_local(tensor))
     if tensor.numel() == 0 or tensor.device.type == "xla":  # no address to compare
         return id(tensor)
     return (

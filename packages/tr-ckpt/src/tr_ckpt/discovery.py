@@ -1,17 +1,22 @@
-"""Find the checkpoints in a folder, and check one. This file changes nothing on the disk."""
+"""Find the checkpoints in a folder, check one, and name the damage. This file changes nothing on the disk."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tr_ckpt import files, manifest, names, reads, tensor_damage, untrusted
+from tr_ckpt import files, manifest, names, reads, untrusted
 from tr_ckpt.errors import DamagedCheckpointError, UnreadableError
+from tr_ckpt.files import HEADER, Section
 from tr_ckpt.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 2**20
 
 # Sequence and step: of two checkpoints of this format the one with the higher age is the newer.
 Age = tuple[int, int]
@@ -181,7 +186,7 @@ def _wrong_size(folder: Path, described: Manifest, name: str) -> str:
         return ""
     if actual > record.bytes:
         return f"{name} is {actual - record.bytes:,} bytes too long"
-    return f"{name} is {record.bytes - actual:,} bytes short{tensor_damage.where_cut(record.sections, actual)}"
+    return f"{name} is {record.bytes - actual:,} bytes short{_where_cut(record.sections, actual)}"
 
 
 def _wrong_content(folder: Path, described: Manifest, name: str) -> str:
@@ -193,6 +198,41 @@ def _wrong_content(folder: Path, described: Manifest, name: str) -> str:
             logger.warning("two reads of %s differ: check the disk, the mount and the memory", folder / name)
             return ""
         changed = f"{name} was changed after it was written: its SHA-256 differs"
-        return changed + tensor_damage.where_changed(folder / name, expected.sections)
+        return changed + _where_changed(folder / name, expected.sections)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
+
+
+def _where_cut(sections: Iterable[Section], size: int) -> str:
+    """Return where a file of `size` bytes, which should be longer, was cut; empty if unknown."""
+    start = 0
+    for section in sections:
+        if section.end > size:
+            return f": cut in {_name(section, start)}"
+        start = section.end
+    return ""
+
+
+def _where_changed(path: Path, sections: Iterable[Section]) -> str:
+    """Return where a file of the right length was changed first; empty if unknown. Reads the file.
+
+    Raises:
+        OSError: the file does not exist.
+        UnreadableError: it cannot be read.
+    """
+    digest, start = hashlib.sha256(), 0
+    with reads.CheckpointFile(path) as file:
+        for section in sections:
+            left = section.end - start
+            while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+                digest.update(block)
+                left -= len(block)
+            if not digest.hexdigest().startswith(section.digest):
+                return f", first in {_name(section, start)}"
+            start = section.end
+    return ""
+
+
+def _name(section: Section, start: int) -> str:
+    what = "its header" if section.name == HEADER else f"tensor {section.name}"
+    return f"{what} (bytes {start:,} to {section.end:,})"

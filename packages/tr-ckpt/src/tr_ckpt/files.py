@@ -1,6 +1,7 @@
 """Change the file system: every operation that changes it is a function of this file.
 
 `OPERATIONS` lists them. Each is looked up when it is called, so a test that replaces one sees every use of it.
+`explain_save_errors` says of a failed save what was not saved, why, and what to do about it.
 
 Some file systems that are mounted through FUSE, 9p or SMB support no fsync of folders, or no fsync at all. A save
 continues there, with a warning. Only a power cut can then do harm: it may find writes on the disk in another order. A
@@ -13,13 +14,14 @@ import errno
 import hashlib
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tr_ckpt import reads
-from tr_ckpt.tensor_damage import DIGITS, Section
+from tr_ckpt.errors import SaveError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +61,17 @@ def warn_if_unsynced(directory: Path) -> None:
     if existing is None or os.name == "nt":
         return
     try:
-        descriptor = os.open(existing, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _fsync_folder(existing)
     except OSError as error:
         is_sync_unsupported(error, existing, of_folder=True)
+
+
+def _fsync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _can_be_listed(path: Path) -> bool:
@@ -108,6 +114,29 @@ OPERATIONS = (
 )
 
 BLOCK_BYTES = 16 * 2**20
+
+# Enough to locate damage: the full digest decides whether a file is intact.
+DIGITS = 16
+
+HEADER = ""  # no tensor has this name
+
+
+@dataclass(frozen=True)
+class Section:
+    """A range of a file: its header, or one tensor.
+
+    The digest of the whole file passes through the digests at the ends of its sections, so they cost nothing. The
+    first that differs shows where a file was changed; changes after that position cannot be located.
+
+    Attributes:
+        name: of the tensor; `HEADER` for the bytes before the first.
+        end: its end, in bytes from the beginning of the file.
+        digest: first digits of the SHA-256 of the file up to that position.
+    """
+
+    name: str
+    end: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -156,11 +185,7 @@ def sync_folder(path: Path) -> None:
     if os.name == "nt":  # a folder has no descriptor there
         return
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _fsync_folder(path)
     except OSError as error:
         if not is_sync_unsupported(error, path, of_folder=True):
             raise
@@ -293,3 +318,63 @@ def remove_tree(path: Path) -> None:
         else:
             remove_file(Path(entry.path))
     remove_folder(path)
+
+
+@contextmanager
+def explain_save_errors(name: str, directory: Path) -> Iterator[None]:
+    """Turn an OS error inside the block into one of the same kind that says what was not saved.
+
+    Args:
+        name: the checkpoint.
+        directory: its folder.
+    """
+    try:
+        yield
+    except UnreadableError as error:
+        raise SaveError(f"{name} was not saved in {directory}: {error}") from error
+    except OSError as error:
+        if error.errno is None:  # raised by this package, and explained already
+            raise
+        raise OSError(error.errno, _explain(error, name, directory)) from error
+
+
+def _explain(error: OSError, name: str, directory: Path) -> str:
+    file = f" ({error.filename})" if error.filename else ""
+    text = f"{name} was not saved in {directory}: {os.strerror(error.errno or 0)}{file}"
+    remedy = _REMEDIES.get(error.errno or 0, "fix that, or save to another folder")
+    if error.errno in _DISK_FULL:
+        remedy += f" ({_free_space(directory)} are free)"
+    return f"{text} — {remedy}"
+
+
+def _free_space(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free:,} bytes"
+    except OSError:
+        return "unknown bytes"
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there, keep fewer checkpoints, or save to another disk",
+    errno.EDQUOT: "the quota is used up: free space there, keep fewer checkpoints, or save to another disk",
+    errno.EROFS: "give a folder on a writable file system",
+    errno.EACCES: "give this user the right to write there, or save to another folder",
+    errno.EPERM: "give this user the right to write there, or save to another folder",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save to another file system",
+    errno.EIO: "the disk or the connection to it is failing: look at the system's log, and save to another disk",
+    errno.ESTALE: "the shared file system was changed or mounted again: check it, then start the run again",
+    errno.ETIMEDOUT: "the shared file system does not answer: check it, then start the run again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or close files that this program keeps open",
+    errno.ENFILE: "raise the machine's limit on open files (fs.file-max), or close files in other programs",
+    errno.ENOMEM: "the machine is out of memory: use less, or save to another file system",
+    errno.ENAMETOOLONG: "give an output folder with a shorter path",
+    errno.EXDEV: "the existing folder belongs to a lower layer of a container's file system and cannot be moved; save "
+    "to another folder, or to a volume",
+    errno.EEXIST: "another program made it at the same time: give this run a folder of its own",
+    errno.ENOTEMPTY: "another program put files there at the same time: give this run a folder of its own",
+    errno.ENOTDIR: "a file is in the place of a folder: move it, or save to another folder",
+    errno.ELOOP: "links there lead in a circle: fix them, or save to another folder",
+    errno.ENOENT: "it was removed while it was being written; keep other programs and clean-up jobs away from there",
+}

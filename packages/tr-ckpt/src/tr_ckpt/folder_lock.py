@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import files, lock_file, processes
+from tr_ckpt import files, lock_file, names
 from tr_ckpt.errors import FolderInUseError
 from tr_ckpt.lock_file import NAME, Owner
 
@@ -248,11 +248,11 @@ def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
         FolderInUseError: the owner is alive.
     """
     process = owner.process
-    is_visible = process is not None and processes.is_visible(process)
-    if process is not None and (processes.is_gone(process) or (is_visible and process.pid == os.getpid())):
+    is_visible = process is not None and names.is_visible(process)
+    if process is not None and (names.is_gone(process) or (is_visible and process.pid == os.getpid())):
         return True  # our own process number: we wrote that lock before an `exec`
     within_s = patience_s if is_visible else STALE_S
-    if process is not None and is_visible and patience_s and processes.is_orphan(process):
+    if process is not None and is_visible and patience_s and names.is_orphan(process):
         within_s = ORPHAN_S
     if within_s:
         text = "%s is in use by %s: waiting up to %.0f s to see whether it %s"
@@ -262,7 +262,7 @@ def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
         found = _read(path)
         if found is None or found.key != owner.key:
             return False
-        if is_visible and process is not None and processes.is_gone(process):
+        if is_visible and process is not None and names.is_gone(process):
             return True
         if not is_visible and found.beat != owner.beat:
             raise FolderInUseError(_refusal(path, owner))
@@ -304,7 +304,7 @@ def _clear(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{NAME}.*.next"):
             owner = lock_file.read(path)
-            if owner is not None and owner.process is not None and processes.is_gone(owner.process):
+            if owner is not None and owner.process is not None and names.is_gone(owner.process):
                 files.remove_file(path)
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tr_ckpt import files, names
-from tr_ckpt.processes import Process, this_process
+from tr_ckpt.names import Process, this_process
 
 NAME = ".run-lock.json"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tr_ckpt import files, reads, tensor_damage, untrusted
+from tr_ckpt import files, reads, untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
-from tr_ckpt.files import FileRecord
+from tr_ckpt.files import FileRecord, Section
 from tr_ckpt.names import MANIFEST
 
 FORMAT = 1
@@ -95,7 +95,7 @@ def write(folder: Path, manifest: Manifest) -> FileRecord:
         "parts": manifest.parts,
         "saved_at": manifest.saved_at,
         "sections": {
-            name: tensor_damage.describe(record.sections) for name, record in manifest.files.items() if record.sections
+            name: describe_sections(record.sections) for name, record in manifest.files.items() if record.sections
         },
         "sequence": manifest.sequence,
         "step": manifest.step,
@@ -156,9 +156,27 @@ def read_age(folder: Path) -> tuple[int, int] | None:
 def _records(content: dict[str, Any]) -> dict[str, FileRecord]:
     sections = content["sections"]
     return {
-        name: FileRecord(int(held["bytes"]), str(held["sha256"]), tensor_damage.parse(sections.get(name, {})))
+        name: FileRecord(int(held["bytes"]), str(held["sha256"]), parse_sections(sections.get(name, {})))
         for name, held in content["files"].items()
     }
+
+
+def describe_sections(sections: Iterable[Section]) -> dict[str, str]:
+    """Return sections in the form of a manifest: for each name, its end and the digest up to there."""
+    return {section.name: f"{section.end} {section.digest}" for section in sections}
+
+
+def parse_sections(described: Mapping[str, str]) -> tuple[Section, ...]:
+    """Parse the result of `describe_sections`; return the sections in the order of the file.
+
+    Raises:
+        ValueError, AttributeError: it is malformed.
+    """
+    found = []
+    for name, text in described.items():
+        end, digest = text.split(" ")
+        found.append(Section(name, int(end), digest))
+    return tuple(sorted(found, key=lambda section: section.end))
 
 
 def _own_entry(digest: str) -> str:

@@ -1,17 +1,148 @@
-"""Name the folders of checkpoints, and the temporary folders of operations under way."""
+"""Name the folders of checkpoints, the temporary folders of operations under way, and the processes that made those.
+
+The name of a temporary folder says which process made it, so that others can check whether that one has ended.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from tr_ckpt import reads
-from tr_ckpt.processes import host_name, is_alive, numbering
 
 MANIFEST = "manifest.json"
+
+
+def checkpoint_name(prefix: str, step: int) -> str:
+    """Return the name of the folder of `step`."""
+    return f"{prefix}-{step}"
+
+
+def step_of(name: str, prefix: str) -> int | None:
+    """Return the step in a checkpoint folder's name, None for any other name."""
+    match = re.fullmatch(re.escape(prefix) + r"-(0|[1-9][0-9]{0,17})", name)
+    return int(match[1]) if match else None
+
+
+_PROC = Path("/proc")  # Linux only; other systems give less information
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process among those of all machines. Unknown values are empty, or 0.
+
+    Attributes:
+        host: the machine's name.
+        pid: its number there.
+        numbering: the scope of the number: each boot of a machine, and each container on it, counts from 1.
+        started: when it was started, in clock ticks since the boot: another process may get its number later.
+        boot: identifies the boot of the machine.
+        machine: identifies the machine independently of its name; machines made from one image may share it.
+        parent: the process that started it.
+    """
+
+    host: str
+    pid: int
+    numbering: str = ""
+    started: int = 0
+    boot: str = ""
+    machine: str = ""
+    parent: int = 0
+
+
+def this_process() -> Process:
+    """Return this process, so that others can check `is_gone`."""
+    pid = os.getpid()
+    started = _state(pid)[1]
+    return Process(host_name(), pid, numbering(), started, _digest(_boot()), _digest(_machine()), os.getppid())
+
+
+def is_visible(process: Process) -> bool:
+    """Whether this process can check that one: it is, or was, a process of this machine or container."""
+    return process.host == host_name() and process.numbering == numbering() and os.name != "nt"
+
+
+def is_gone(process: Process) -> bool:
+    """Whether a process has ended, as far as the system shows; about other machines it shows little."""
+    if is_visible(process):
+        return not is_alive(process.pid, process.started)
+    boot, machine = _digest(_boot()), _digest(_machine())
+    return bool(machine and boot and process.boot) and (
+        (process.host, process.machine) == (host_name(), machine) and process.boot != boot
+    )
+
+
+def is_orphan(process: Process) -> bool:
+    """Whether the parent of a process of this machine or container is gone, as far as the system shows."""
+    parent = _state(process.pid)[2]
+    return is_visible(process) and 0 not in (parent, process.parent) and parent != process.parent
+
+
+def is_alive(pid: int, started: int = 0) -> bool:
+    """Whether a process of this machine or container runs: it exists, is no zombie, and has the given start time.
+
+    Args:
+        pid: its number.
+        started: as in `Process`; 0 if unknown.
+    """
+    if os.name == "nt":  # signal 0 is Ctrl-C there; a leftover folder does less harm
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    state, began, _ = _state(pid)
+    return state not in ("Z", "X") and (not started or not began or started == began)
+
+
+def numbering() -> str:
+    """Return the scope of process numbers here, as in `Process`."""
+    try:
+        # Both are needed: machines of one name share the first, containers of one machine the second.
+        return _digest(os.readlink(_PROC / "self/ns/pid") + _boot())
+    except OSError:  # not Linux
+        return ""
+
+
+def host_name() -> str:
+    """Return the name of this machine, in a form that fits into a file name."""
+    return socket.gethostname().replace("@", "_").replace("/", "_")
+
+
+def _state(pid: int) -> tuple[str, int, int]:
+    """Return a process's state letter, start time and parent, as far as the system shows them."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()  # the name may hold any character
+        return fields[0].decode("ascii"), int(fields[19]), int(fields[1])
+    except (OSError, ValueError, IndexError):
+        return "", 0, 0
+
+
+def _boot() -> str:
+    return _line(_PROC / "sys/kernel/random/boot_id")
+
+
+def _machine() -> str:
+    return _line(Path("/etc/machine-id"))
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8] if text else ""
+
 
 # Temporary folders in use by this process: another instance in this process must not remove them.
 _IN_USE: set[str] = set()
@@ -52,17 +183,6 @@ class Temporary:
         if self.host != host_name() or self.numbering not in ("", numbering()) or self.pid == os.getpid():
             return True
         return not is_alive(self.pid)
-
-
-def checkpoint_name(prefix: str, step: int) -> str:
-    """Return the name of the folder of `step`."""
-    return f"{prefix}-{step}"
-
-
-def step_of(name: str, prefix: str) -> int | None:
-    """Return the step in a checkpoint folder's name, None for any other name."""
-    match = re.fullmatch(re.escape(prefix) + r"-(0|[1-9][0-9]{0,17})", name)
-    return int(match[1]) if match else None
 
 
 def temporary(directory: Path, kind: str, target: str) -> Path:

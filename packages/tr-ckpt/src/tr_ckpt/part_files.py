@@ -14,12 +14,12 @@ import torch
 from safetensors import SafetensorError
 
 from tr_ckpt import codec, discovery, parts, tensor_file
-from tr_ckpt.distributed_tensor import may_exist
 from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.sharded import reading, shard_index
 from tr_ckpt.sharded.reading import SlicedFiles, layout_of
 from tr_ckpt.sharded.shard_index import Index
+from tr_ckpt.tensor_file import may_exist
 
 
 def read_part(folder: Path, part: str, rank: int, described: Manifest, target: Any) -> Any:

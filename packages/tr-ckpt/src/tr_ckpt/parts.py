@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from tr_ckpt import codec, files, reads, tensor_file, untrusted
-from tr_ckpt.distributed_tensor import is_distributed
 from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.names import MANIFEST
+from tr_ckpt.tensor_file import is_distributed
 
 _Kind = tuple[torch.dtype, int, bool]
 

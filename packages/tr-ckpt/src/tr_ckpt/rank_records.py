@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import files, names, processes, reads, staging, tensor_damage
-from tr_ckpt.errors import SaveError, UnreadableError, explain_save_errors
-from tr_ckpt.files import FileRecord
+from tr_ckpt import files, manifest, names, reads, staging
+from tr_ckpt.errors import SaveError, UnreadableError
+from tr_ckpt.files import FileRecord, explain_save_errors
 
 # What one rank wrote: its files by part.
 Written = dict[str, dict[str, FileRecord]]
@@ -53,7 +53,7 @@ class RankRecords:
         self.name = name
         self.folder = folder
         self.rank = rank
-        self.processes: list[processes.Process] = []
+        self.processes: list[names.Process] = []
 
     @classmethod
     def make(cls, directory: Path, name: str) -> RankRecords:
@@ -117,7 +117,7 @@ class RankRecords:
             with contextlib.suppress(UnreadableError), reads.at_once():
                 if not reads.is_there(self.folder):
                     return
-            if processes.is_gone(self.processes[0]):
+            if names.is_gone(self.processes[0]):
                 raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
             if seconds > LIMIT_S:
                 raise SaveError(f"{self.name} was not saved: rank 0 did not finish within {seconds:.0f} s")
@@ -150,7 +150,7 @@ class RankRecords:
         failed: dict[int, str] = {}
         missing = set(range(1, len(self.processes)))
         for seconds in _delays():
-            gone = {rank for rank in missing if processes.is_gone(self.processes[rank])}
+            gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
             present = reads.names_in(self.folder)  # listed after asking who is gone, so it holds all their files
             if not present:  # the folder is gone: each rank began by leaving a file there
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
@@ -183,11 +183,13 @@ def _delays() -> Iterator[float]:
 
 def _as_json(held: dict[str, FileRecord]) -> dict[str, Any]:
     return {
-        name: [record.bytes, record.sha256, tensor_damage.describe(record.sections)] for name, record in held.items()
+        name: [record.bytes, record.sha256, manifest.describe_sections(record.sections)]
+        for name, record in held.items()
     }
 
 
 def _from_json(held: dict[str, Any]) -> dict[str, FileRecord]:
     return {
-        name: FileRecord(size, sha256, tensor_damage.parse(sections)) for name, (size, sha256, sections) in held.items()
+        name: FileRecord(size, sha256, manifest.parse_sections(sections))
+        for name, (size, sha256, sections) in held.items()
     }

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, manifest, names, parts, processes, reads
-from tr_ckpt.distributed_tensor import may_exist
-from tr_ckpt.errors import explain_save_errors
+from tr_ckpt import discovery, manifest, names, parts, reads
+from tr_ckpt.files import explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.parts import CapturedPart, HostBuffers
 from tr_ckpt.rank_records import RankRecords, Written
@@ -17,6 +16,7 @@ from tr_ckpt.ranks import Ranks
 from tr_ckpt.retention import Known
 from tr_ckpt.sharded.capturing import TakenStates
 from tr_ckpt.staging import Staging
+from tr_ckpt.tensor_file import may_exist
 
 # The captured parts by name.
 Captured = Iterable[tuple[str, CapturedPart]]
@@ -83,13 +83,13 @@ class Saving:
         """
         captured: list[tuple[str, CapturedPart]] = []
 
-        def copy() -> processes.Process:
+        def copy() -> names.Process:
             buffers.begin()
             captured.extend(self._captured(given, buffers))
             buffers.finish()
             if self._records is not None:
                 self._records.begin()
-            return processes.this_process()
+            return names.this_process()
 
         try:
             self._begin(given, write_extra, in_background=True)

@@ -1,4 +1,4 @@
-"""Write tensors to a safetensors file, one at a time, and read them back.
+"""Write tensors to a safetensors file, one at a time, and read them back; recognise DTensors, which go into shards.
 
 The writer is our own: it copies at most one tensor to the host at a time, computes the digest while writing, and lets
 tests make each write fail. The library reads files, because their origin may be unknown.
@@ -11,16 +11,16 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from tr_ckpt import files, reads, untrusted
 from tr_ckpt.errors import CheckpointError
-from tr_ckpt.files import FileRecord
-from tr_ckpt.tensor_damage import HEADER
+from tr_ckpt.files import HEADER, FileRecord
 
 _NAMES = {
     "float64": "F64",
@@ -151,3 +151,55 @@ def _blocks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | 
         size = host.numel() * host.element_size()
         if size:
             yield memoryview((ctypes.c_char * size).from_address(host.data_ptr()))
+
+
+def may_exist() -> bool:
+    """Whether this process can hold a DTensor: none exists unless their module was imported."""
+    return "torch.distributed.tensor" in sys.modules
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether `value` is a DTensor."""
+    return may_exist() and isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
+
+
+def find_distributed(state: Any, steps: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the DTensors in a nested state, each with its dotted path."""
+    if is_distributed(state):
+        yield ".".join(steps), state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from find_distributed(value, (*steps, str(key)))
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            yield from find_distributed(value, (*steps, str(number)))
+
+
+def unsupported_layout(tensor: Any) -> str:
+    """Return why the layout of a DTensor cannot be saved, and what to do; empty if it can."""
+    partial = [placement for placement in tensor.placements if placement.is_partial()]
+    if partial:
+        return (
+            f"a DTensor with the placement {partial[0]!r}: no rank has its numbers yet; "
+            "give tensor.redistribute(placements=[Replicate(), ...]) in state_dict()"
+        )
+    return ""
+
+
+def layout_identity(tensor: Any) -> Hashable:
+    """Return a key that is equal for two DTensors over the same local memory only if they are the same tensor."""
+    return id(tensor.device_mesh), tensor.placements, tuple(tensor.shape)
+
+
+def require_distributed() -> None:
+    """Refuse a build of torch that cannot read and write shards.
+
+    Raises:
+        CheckpointError: torch has no distributed package.
+    """
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        raise CheckpointError(
+            "state in shards needs torch.distributed, which this build of torch lacks; install one that has it"
+        )

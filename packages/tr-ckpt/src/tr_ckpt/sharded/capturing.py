@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import distributed_tensor, files, parts, tensor_file
-from tr_ckpt.distributed_tensor import is_distributed
+from tr_ckpt import files, parts, tensor_file
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.parts import CapturedPart, HostBuffers
 from tr_ckpt.ranks import Ranks
 from tr_ckpt.sharded import shard_index
 from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
+from tr_ckpt.tensor_file import is_distributed
 
 # Dtype and global shape of a tensor, and whether it is a DTensor.
 TensorEntry = tuple[torch.dtype, tuple[int, ...], bool]
@@ -122,7 +122,7 @@ def assign(part: str, tensors: Mapping[str, torch.Tensor], rank: int, shares: Se
 
 
 def _planner(tensors: Mapping[str, torch.Tensor], rank: int) -> Any:
-    distributed_tensor.require()
+    tensor_file.require_distributed()
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     mine = {name: tensor for name, tensor in tensors.items() if rank == 0 or is_distributed(tensor)}
@@ -243,7 +243,7 @@ def take(part: str, rank: int, state: Any) -> TakenState | None:
     Raises:
         CheckpointError: the state holds a value that cannot be saved.
     """
-    if not distributed_tensor.may_exist() or next(distributed_tensor.find(state), None) is None:
+    if not tensor_file.may_exist() or next(tensor_file.find_distributed(state), None) is None:
         return None
     return TakenState(part, rank, state)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import discovery, distributed_tensor, files, names, reads, staging, tensor_file
+from tr_ckpt import discovery, files, names, reads, staging, tensor_file
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
@@ -112,7 +112,7 @@ def export(
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes} holds no tensor; give 1 or more, or None")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is no empty folder; give another")
-    distributed_tensor.require()
+    tensor_file.require_distributed()
     described, index = _checked(source, part)
     for left in staging.cut_short(target.parent, "writing", target.name):
         staging.discard(left)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from tr_ckpt import codec, distributed_tensor, reads, untrusted
-from tr_ckpt.distributed_tensor import find, is_distributed
+from tr_ckpt import codec, reads, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.sharded import shard_index
 from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
+from tr_ckpt.tensor_file import find_distributed, is_distributed
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def layout_of(target: Any, in_shards: bool) -> Layout:
         return own()
     if isinstance(target, torch.nn.Module):
         held = any(is_distributed(tensor) for tensor in (*target.parameters(), *target.buffers()))
-        return Layout(dict(find(target.state_dict()))) if held else Layout()
+        return Layout(dict(find_distributed(target.state_dict()))) if held else Layout()
     if isinstance(target, torch.optim.Optimizer):
         parameters = [parameter for group in target.param_groups for parameter in group["params"]]
         keyed = {str(number): parameter for number, parameter in enumerate(parameters)}
         return optimizer_layout(target, keyed)
-    return Layout(dict(find(target.state_dict()))) if in_shards else Layout()
+    return Layout(dict(find_distributed(target.state_dict()))) if in_shards else Layout()
 
 
 def optimizer_layout(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> Layout:
@@ -102,7 +102,7 @@ def optimizer_layout(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
     if not any(map(is_distributed, parameters.values())):
         return Layout()
     state = {key: optimizer.state[parameter] for key, parameter in parameters.items() if parameter in optimizer.state}
-    return Layout(dict(find(state, ("state",))), parameters)
+    return Layout(dict(find_distributed(state, ("state",))), parameters)
 
 
 def _belongs_on_mesh(saved: SavedTensor, parameter: Any) -> bool:
@@ -135,7 +135,7 @@ def read(folder: Path, part: str, files: Collection[str], encoded: Any, layout: 
     Raises:
         CheckpointError: the files do not fit together.
     """
-    distributed_tensor.require()
+    tensor_file.require_distributed()
     index = read_index(folder, part, files)
     tensors = {name: layout.empty(name, saved) for name, saved in index.items()}
     with SlicedFiles(folder) as opened:
@@ -246,7 +246,7 @@ def whole(name: str, saved: SavedTensor, opened: SlicedFiles) -> torch.Tensor:
 
 
 def _local_numbers(tensor: Any) -> int:
-    if not distributed_tensor.is_distributed(tensor):
+    if not tensor_file.is_distributed(tensor):
         return tensor.numel()
     return tensor.to_local().numel() if tensor.device_mesh.get_coordinate() is not None else 0
 
