@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tr_ckpt import discovery, files, names, parts, post_commit, reads
+from tr_ckpt import discovery, files, names, parts, reads, retention
 from tr_ckpt.background import Background
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, UnreadableError
@@ -19,7 +19,7 @@ from tr_ckpt.parts import HostBuffers
 from tr_ckpt.ranks import NodeRanks, Ranks
 from tr_ckpt.restoring import Restored, Restoring
 from tr_ckpt.retention import Known
-from tr_ckpt.saving import Saving
+from tr_ckpt.saving import Saving, run_on_commit, warn_of_other_runs
 
 
 class Stateful(Protocol):
@@ -101,7 +101,7 @@ class Checkpointer:
         self._hub = hub
         self.restored: Restored | None = None
         self._buffers = HostBuffers()
-        self._background = Background()
+        self._background: Background | None = None  # made by the first save in the background
         self._lock = FolderLock(self.directory)
         weakref.finalize(self, self._lock.drop)
         self._sequence: int | None = None  # of this object's last checkpoint
@@ -166,7 +166,7 @@ class Checkpointer:
         name = names.checkpoint_name(self.prefix, step)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
             raise CheckpointError(f"step={step!r} is no count of optimizer steps; give an integer of 0 or more")
-        self._background.hold_up()
+        self._hold_up()
         self.wait()
         folder = self.directory / name
         saving = Saving(self.directory, self.prefix, step, self._ranks, self._known, self._lock)
@@ -186,17 +186,20 @@ class Checkpointer:
             saving.finish(captured)
             follow()
 
+        if self._background is None:
+            self._background = Background()
         self._background.start(f"writing {name}", write)
         return folder
 
     def _follow(
         self, saved: Found, sequence: int, on_commit: Callable[[Path], None] | None, protected: Sequence[int]
     ) -> None:
-        post_commit.warn_of_other_runs(saved.path, self._sequence, sequence)
+        warn_of_other_runs(saved.path, self._sequence, sequence)
         self._sequence = sequence
-        post_commit.run_on_commit(on_commit if self._ranks.number == 0 else None, saved.path)
-        limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-        post_commit.prune(saved, self.prefix, self._known, protected=protected, **limits)
+        run_on_commit(on_commit if self._ranks.number == 0 else None, saved.path)
+        if self.keep_last is not None:
+            limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
+            retention.prune(saved, self.prefix, self._known, protected=protected, **limits)
 
     def check(self) -> None:
         """Raise the failure of a background write, if one failed since the last call; does not wait.
@@ -206,7 +209,8 @@ class Checkpointer:
         Raises:
             OSError: a checkpoint could not be written.
         """
-        self._background.raise_failure()
+        if self._background is not None:
+            self._background.raise_failure()
 
     def wait(self) -> None:
         """Wait until no write is under way. Collective, when asynchronous.
@@ -215,7 +219,7 @@ class Checkpointer:
             OSError: a checkpoint could not be written, here or (`SaveError`) on another rank; each failure is
                 raised once.
         """
-        self._background.join()
+        self._join()
         if self.asynchronous:
             self._ranks.together("a write in the background failed", self.check)
 
@@ -249,7 +253,7 @@ class Checkpointer:
 
     def release(self) -> None:
         """Unlock the folder for other runs, once no write is under way; the next save claims it again."""
-        self._background.join()
+        self._join()
         self._lock.release()
 
     def restore(
@@ -286,7 +290,7 @@ class Checkpointer:
             UnreadableError: a checkpoint that may be the newest could not be read, also when tried again. Other ranks
                 raise a `CheckpointError` that names this rank. No other checkpoint is taken instead.
         """
-        self._background.join()
+        self._join()
         self.restored = None
         restoring = Restoring(parts, self._ranks, self.prefix, optional=optional, only_read=only_read)
         step = self._restore(restoring, source)
@@ -313,7 +317,7 @@ class Checkpointer:
         Raises:
             UnreadableError: a checkpoint cannot be read.
         """
-        self._background.hold_up()
+        self._hold_up()
         complete = []
         for found in discovery.find(self.directory, self.prefix):
             try:
@@ -333,10 +337,18 @@ class Checkpointer:
         Raises:
             UnreadableError: the folder cannot be read.
         """
-        self._background.hold_up()
+        self._hold_up()
         path = self.directory / names.checkpoint_name(self.prefix, step)
         if not reads.is_there(path):
             for found in discovery.find(self.directory, self.prefix):
                 if found.step == step:
                     return found.path
         return path
+
+    def _hold_up(self) -> None:
+        if self._background is not None:
+            self._background.hold_up()
+
+    def _join(self) -> None:
+        if self._background is not None:
+            self._background.join()

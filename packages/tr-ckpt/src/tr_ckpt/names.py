@@ -16,6 +16,7 @@ from pathlib import Path
 from tr_ckpt import reads
 
 MANIFEST = "manifest.json"
+INDEX_SUFFIX = ".shards.json"
 
 
 def checkpoint_name(prefix: str, step: int) -> str:
@@ -27,6 +28,16 @@ def step_of(name: str, prefix: str) -> int | None:
     """Return the step in a checkpoint folder's name, None for any other name."""
     match = re.fullmatch(re.escape(prefix) + r"-(0|[1-9][0-9]{0,17})", name)
     return int(match[1]) if match else None
+
+
+def index_name(part: str) -> str:
+    """Return the name of the index of a part in shards."""
+    return f"{part}{INDEX_SUFFIX}"
+
+
+def shard_name(part: str, rank: int) -> str:
+    """Return the name of the file with the chunks of a part that a rank wrote."""
+    return f"{part}-shard-{rank}.safetensors"
 
 
 _PROC = Path("/proc")  # Linux only; other systems give less information

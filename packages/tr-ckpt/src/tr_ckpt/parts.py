@@ -1,5 +1,7 @@
 """Capture, write and read one part of a checkpoint: `NAME.json`, and `NAME.safetensors` if it holds tensors.
 
+A part whose state holds DTensors is in shards: see `sharded/`.
+
 `capture` copies tensors into host memory that `HostBuffers` reuses from save to save. Training can then continue
 while they are written.
 """
@@ -15,11 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
-from tr_ckpt import codec, files, reads, tensor_file, untrusted
+from tr_ckpt import codec, files, names, reads, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.files import FileRecord
+from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
-from tr_ckpt.tensor_file import is_distributed
+from tr_ckpt.sharded import reading
+from tr_ckpt.tensor_file import is_distributed, may_exist
 
 _Kind = tuple[torch.dtype, int, bool]
 
@@ -264,3 +268,51 @@ def read_json(path: Path) -> Any:
         raise
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+
+
+def read_part(folder: Path, part: str, rank: int, described: Manifest, target: Any) -> Any:
+    """Return the state of a part for `target`, its tensors in host memory; of a DTensor this rank's shards only.
+
+    Raises:
+        CheckpointError: its files are not in the format of a save, or do not fit `target`.
+    """
+    owned = described.parts[part]
+    in_shards = names.index_name(part) in owned
+    if part not in PER_RANK and (in_shards or _may_have_layout(target)):
+        layout = reading.layout_of(target, in_shards)
+        if in_shards or layout:
+            return reading.read(folder, part, owned, read_json(folder / f"{part}.json"), layout)
+    return read(folder, part, rank)
+
+
+def _may_have_layout(target: Any) -> bool:
+    """Whether `target` holds DTensors, or says itself how its tensors are distributed."""
+    if not may_exist():
+        return False
+    if isinstance(target, torch.nn.Module):
+        return any(map(is_distributed, (*target.parameters(), *target.buffers())))
+    if isinstance(target, torch.optim.Optimizer):
+        return any(is_distributed(parameter) for group in target.param_groups for parameter in group["params"])
+    return hasattr(target, "tensor_layout")
+
+
+def files_to_verify(described: Manifest, targets: Iterable[str], rank: int, world_size: int) -> list[str]:
+    """Return the files that a rank verifies before `targets` are loaded.
+
+    One rank verifies each file of shards, because reading all of them takes long. Rank 0 verifies all other files, and
+    each rank those of them that it will load.
+    """
+    shards = [
+        name
+        for part, owned in sorted(described.parts.items())
+        if names.index_name(part) in owned
+        for name in owned
+        if name.startswith(f"{part}-shard-")
+    ]
+    mine = set(shards[rank::world_size])
+    stems = tuple(f"{stem(part, rank)}." for part in targets)
+    return [
+        name
+        for name in described.files
+        if name in mine or (name not in shards and (rank == 0 or name.startswith(stems)))
+    ]

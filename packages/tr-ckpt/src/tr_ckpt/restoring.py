@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, part_files, parts, reads
+from tr_ckpt import discovery, parts, reads
 from tr_ckpt import ranks as nodes
 from tr_ckpt.discovery import Age, Found
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
@@ -163,7 +163,7 @@ class Restoring:
         if not is_folder:
             raise CheckpointError(f"no checkpoint at {source}: there is no such folder")
         if not inside:
-            part_files.refuse_pickled(source)
+            _refuse_pickled(source)
             raise CheckpointError(
                 f"no checkpoint at {source}: it holds neither a {MANIFEST} nor folders named "
                 f"{self._prefix}-<step>; give a checkpoint or the folder that the checkpoints are in"
@@ -233,7 +233,7 @@ class Restoring:
         described = self._check(found)
         for part, target in self._targets.items():
             if self._is_saved(part, described):
-                state = part_files.read_part(found.path, part, self._ranks.number, described, target)
+                state = parts.read_part(found.path, part, self._ranks.number, described, target)
                 states[part] = fit(part, state, target) if conversion.NOTE in described.files else state
         self._read_last = found, (described.sequence, described.step)
         return described.step
@@ -258,7 +258,7 @@ class Restoring:
         described = discovery.check_quickly(found)
         self._require_parts(described)
         ranks = self._ranks
-        wanted = part_files.files_to_verify(described, self._targets, ranks.rank, ranks.world_size)
+        wanted = parts.files_to_verify(described, self._targets, ranks.rank, ranks.world_size)
         size_bytes = sum(described.files[name].bytes for name in wanted if name in described.files)
         if ranks.rank == 0 and size_bytes >= LONG_READ_BYTES:
             logger.info("reading and verifying %s, %.1f GB", found.path, size_bytes / 1e9)
@@ -301,6 +301,19 @@ class Restoring:
             part, self._ranks.number, described.world_size, self._ranks.total,
         )  # fmt: skip
         return False
+
+
+def _refuse_pickled(source: Path) -> None:
+    """Refuse a checkpoint of torch.distributed.checkpoint itself.
+
+    Raises:
+        CheckpointError: `source` is one.
+    """
+    if (source / ".metadata").exists() and any(source.glob("*.distcp")):
+        raise CheckpointError(
+            f"{source} was written by torch.distributed.checkpoint; its .metadata is a pickle, which can run anything "
+            "and is not read — if you trust it, load it with torch.distributed.checkpoint.load, then save with this"
+        )
 
 
 def _is_checkpoint(source: Path, prefix: str) -> bool:

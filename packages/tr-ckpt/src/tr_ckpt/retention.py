@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import discovery, files, names, staging
+from tr_ckpt import discovery, files, names, part_files, reads, staging
 from tr_ckpt.discovery import Age, Found
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +118,60 @@ def remove(found: Found) -> None:
         staging.remove_in_place(found.path)
         return
     staging.discard(dropped)
+
+
+def prune(
+    saved: Found,
+    prefix: str,
+    known: Known,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    protected: Collection[int],
+) -> None:
+    """Remove the checkpoints beyond a limit, once the new one has been read back and is intact.
+
+    A failed read is not repeated here: nothing is removed, and the next save tries again.
+
+    Args:
+        saved: the checkpoint that was just saved; those beside it may be removed.
+        prefix: the first part of their names.
+        known: what the run knows about them.
+        keep_last: how many are kept.
+        keep_every: checkpoints whose step is a multiple of this are kept and do not count.
+        protected: steps that are kept.
+    """
+    if saved.step is None:
+        return
+    try:
+        with reads.at_once():
+            surplus = _surplus(saved.path.parent, prefix, known, keep_last, saved.step, protected, keep_every)
+            if surplus:
+                part_files.verify(saved.path, discovery.check_quickly(saved))
+    except UnreadableError as error:
+        logger.warning("nothing is removed now, the next save tries again: %s", error)
+        return
+    except DamagedCheckpointError as error:
+        logger.error("nothing is removed: %s, just saved, reads back damaged: %s", saved.name, error)
+        return
+    for found in surplus:
+        try:
+            remove(found)
+        except OSError as error:
+            logger.error("%s could not be removed (%s); the next save tries again", found.name, error)
+
+
+def _surplus(  # noqa: PLR0917  what `prune` was given
+    directory: Path,
+    prefix: str,
+    known: Known,
+    keep_last: int,
+    newest: int,
+    protected: Collection[int],
+    keep_every: int | None,
+) -> list[Found]:
+    listed = complete(directory, prefix)
+    own = [found for age, found in listed if known.may_go(age)]
+    if len(listed) > keep_last:
+        known.say_what_stays(directory, [found for age, found in listed if not known.may_go(age)])
+    return superfluous(own, keep_last, newest, protected, keep_every)

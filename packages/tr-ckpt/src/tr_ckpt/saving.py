@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tr_ckpt import discovery, manifest, names, parts, reads
+from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.parts import CapturedPart, HostBuffers
 from tr_ckpt.rank_records import RankRecords, Written
 from tr_ckpt.ranks import Ranks
 from tr_ckpt.retention import Known
-from tr_ckpt.sharded.capturing import TakenStates
+from tr_ckpt.sharded import capturing
+from tr_ckpt.sharded.capturing import TakenState
 from tr_ckpt.staging import Staging
-from tr_ckpt.tensor_file import may_exist
+from tr_ckpt.tensor_file import find_distributed, may_exist
+
+logger = logging.getLogger(__name__)
 
 # The captured parts by name.
 Captured = Iterable[tuple[str, CapturedPart]]
@@ -199,3 +204,93 @@ class Saving:
             self._staging.discard()
             if self._records is not None:
                 self._records.close()
+
+
+def warn_of_other_runs(saved: Path, before: int | None, now: int) -> None:
+    """Warn if another run has saved to the folder since this run's last save: the two replace each other's checkpoints.
+
+    Args:
+        saved: the checkpoint just saved.
+        before: sequence of this run's previous checkpoint; None if there is none.
+        now: sequence of `saved`.
+    """
+    if before is not None and now > before + 1:
+        logger.warning(
+            "%s holds checkpoints that were saved since this run's last one, and not by it: two runs that save to one "
+            "folder replace each other's checkpoints; give each a folder of its own",
+            saved.parent,
+        )
+
+
+def run_on_commit(on_commit: Callable[[Path], None] | None, folder: Path) -> None:
+    """Call `on_commit`, if there is one, with the folder of a complete checkpoint; log its exceptions."""
+    try:
+        if on_commit is not None:
+            on_commit(folder)
+    except Exception:
+        # A failure of the callback must not suggest that the checkpoint is lost.
+        logger.exception("%s is saved, but on_commit failed", folder.name)
+
+
+class TakenStates:
+    """The states of one save, of which those with DTensors go into shards.
+
+    Args:
+        ranks: this process among the others.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._states: dict[str, Any] = {}
+        self._taken: dict[str, TakenState] = {}
+        self._shares: list[dict[str, Any]] = []
+
+    def take(self, given: Mapping[str, Any], what: str) -> None:
+        """Call `state_dict` of every part, and exchange once which shards each rank holds. Collective.
+
+        Copies no tensor.
+
+        Raises:
+            Exception: what a `state_dict` raised on this rank.
+            SaveError: it failed on another rank; the message begins with `what`.
+        """
+
+        def shares() -> dict[str, Any]:
+            failure: Exception | None = None
+            for name, part in given.items():
+                try:
+                    self._take(name, part)
+                except Exception as error:  # other ranks call the remaining `state_dict`s, and may wait for this one
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+            return {name: taken.share for name, taken in self._taken.items()}
+
+        self._shares = self._ranks.together(what, shares)
+
+    def _take(self, name: str, part: Any) -> None:
+        state = part.state_dict()
+        if name in parts.PER_RANK or next(find_distributed(state), None) is None:
+            self._states[name] = state
+        elif self._ranks.is_one_of_several:
+            raise CheckpointError(
+                f"{name} is held in shards, of which no machine has all; save to a file system that every machine "
+                "sees, without save_on_each_node"
+            )
+        else:
+            self._taken[name] = TakenState(name, self._ranks.rank, state)
+
+    def capture(self, name: str, part: Any, buffers: HostBuffers | None) -> CapturedPart | None:
+        """Capture what this rank writes of a part, as `parts.capture` does. Not collective.
+
+        Raises:
+            CheckpointError: the state holds a value that cannot be saved, or the ranks do not hold the same.
+        """
+        if any(name in held for held in self._shares):
+            held = [shares.get(name) for shares in self._shares]
+            capturing.agreed(name, held)  # also where this rank holds none
+            return self._taken.pop(name).capture(held, buffers)
+        # On every rank: `state_dict` may be collective.
+        state = self._states.pop(name) if name in self._states else part.state_dict()
+        ranks = self._ranks
+        return parts.capture(name, ranks.number if name in parts.PER_RANK else ranks.rank, state, buffers)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import files, parts
+from tr_ckpt import files, names, parts
 from tr_ckpt.command import selection
 from tr_ckpt.command.differences import (
     TensorDifference,
@@ -23,8 +23,6 @@ from tr_ckpt.command.selection import Entry
 from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, shorten, terminal_width
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
-
-_SHARDS = ".shards.json"
 
 
 @dataclass
@@ -162,7 +160,11 @@ class _Reader:
 
 
 def _stems(of_part: list[str]) -> list[str]:
-    return [file.removesuffix(".json") for file in of_part if file.endswith(".json") and not file.endswith(_SHARDS)]
+    return [
+        file.removesuffix(".json")
+        for file in of_part
+        if file.endswith(".json") and not file.endswith(names.INDEX_SUFFIX)
+    ]
 
 
 def _alone(name: str, in_first: bool) -> Comparison:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tr_ckpt.command.terminal import shorten
-from tr_ckpt.sharded import shard_index
+from tr_ckpt.sharded import reading
 from tr_ckpt.sharded.reading import SlicedFiles
 from tr_ckpt.sharded.shard_index import Index, SavedTensor
 
@@ -76,10 +76,7 @@ def opened_tensors(folder: Path, stem: str, files: Sequence[str]) -> Iterator[Sa
     Raises:
         CheckpointError: a file is not in the format of a save.
     """
-    if (name := shard_index.file_name(stem)) in files:
-        index = shard_index.read(folder / name, files)
-    else:
-        index = shard_index.of_plain_file(folder / f"{stem}.safetensors")
+    index = reading.read_index(folder, stem, files)
     with SlicedFiles(folder) as opened:
         yield SavedTensors(index, opened)
 

@@ -1,9 +1,9 @@
 """Save parts whose state holds DTensors: every rank writes its own shards, and nothing is gathered.
 
-`TakenStates` collects the states of all parts and assigns what each rank writes. Each rank lists what it
-holds (`Share`). The ranks exchange their shares, and from the same shares every rank computes the same plan, with the
-planner of torch.distributed.checkpoint. If several ranks hold a chunk, the one with the least to write so far writes
-it. Rank 0 writes tensors that are no DTensors, as for a part without DTensors.
+Each rank lists what it holds (`Share`). The ranks exchange their shares (see `TakenStates` in `saving.py`), and from
+the same shares every rank computes the same plan, with the planner of torch.distributed.checkpoint. If several ranks
+hold a chunk, the one with the least to write so far writes it. Rank 0 writes tensors that are no DTensors, as for a
+part without DTensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import files, parts, tensor_file
+from tr_ckpt import files, names, parts, tensor_file
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.parts import CapturedPart, HostBuffers
-from tr_ckpt.ranks import Ranks
 from tr_ckpt.sharded import shard_index
 from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
 from tr_ckpt.tensor_file import is_distributed
@@ -112,7 +111,7 @@ def assign(part: str, tensors: Mapping[str, torch.Tensor], rank: int, shares: Se
         for item in plan.items:
             chunk = item.tensor_data.chunk
             chunks[item.index.fqn].append(
-                Chunk(shard_index.shard_name(part, writer), tuple(chunk.offsets), tuple(chunk.sizes))
+                Chunk(names.shard_name(part, writer), tuple(chunk.offsets), tuple(chunk.sizes))
             )
     index = {
         name: SavedTensor(dtype, shape, distributed, tuple(chunks[name]))
@@ -187,10 +186,10 @@ class CapturedShards:
         """
         written = {}
         if self.tensors:
-            file = shard_index.shard_name(self.part, self.rank)
+            file = names.shard_name(self.part, self.rank)
             written[file] = tensor_file.write(folder / file, self.tensors)
         if self.text is not None and self.index is not None:
-            file = shard_index.file_name(self.part)
+            file = names.index_name(self.part)
             written[file] = files.write_file(folder / file, [shard_index.dump(self.index)])
             file = f"{self.part}.json"
             written[file] = files.write_file(folder / file, [self.text, b"\n"])
@@ -235,79 +234,3 @@ class TakenState:
         if self._rank != 0:
             return CapturedShards(self._part, self._rank, tensors)
         return CapturedShards(self._part, self._rank, tensors, self._text, assigned.index)
-
-
-def take(part: str, rank: int, state: Any) -> TakenState | None:
-    """Return a `TakenState` if a part's state holds a DTensor, None otherwise.
-
-    Raises:
-        CheckpointError: the state holds a value that cannot be saved.
-    """
-    if not tensor_file.may_exist() or next(tensor_file.find_distributed(state), None) is None:
-        return None
-    return TakenState(part, rank, state)
-
-
-class TakenStates:
-    """The states of one save.
-
-    Args:
-        ranks: this process among the others.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._states: dict[str, Any] = {}
-        self._taken: dict[str, TakenState] = {}
-        self._shares: list[dict[str, Any]] = []
-
-    def take(self, given: Mapping[str, Any], what: str) -> None:
-        """Call `state_dict` of every part, and exchange once which shards each rank holds. Collective.
-
-        Copies no tensor.
-
-        Raises:
-            Exception: what a `state_dict` raised on this rank.
-            SaveError: it failed on another rank; the message begins with `what`.
-        """
-
-        def shares() -> dict[str, Any]:
-            failure: Exception | None = None
-            for name, part in given.items():
-                try:
-                    self._take(name, part)
-                except Exception as error:  # other ranks call the remaining `state_dict`s, and may wait for this one
-                    failure = failure or error
-            if failure is not None:
-                raise failure
-            return {name: taken.share for name, taken in self._taken.items()}
-
-        self._shares = self._ranks.together(what, shares)
-
-    def _take(self, name: str, part: Any) -> None:
-        state = part.state_dict()
-        taken = take(name, self._ranks.rank, state) if name not in parts.PER_RANK else None
-        if taken is None:
-            self._states[name] = state
-        elif self._ranks.is_one_of_several:
-            raise CheckpointError(
-                f"{name} is held in shards, of which no machine has all; save to a file system that every machine "
-                "sees, without save_on_each_node"
-            )
-        else:
-            self._taken[name] = taken
-
-    def capture(self, name: str, part: Any, buffers: HostBuffers | None) -> CapturedPart | None:
-        """Capture what this rank writes of a part, as `parts.capture` does. Not collective.
-
-        Raises:
-            CheckpointError: the state holds a value that cannot be saved, or the ranks do not hold the same.
-        """
-        if any(name in held for held in self._shares):
-            held = [shares.get(name) for shares in self._shares]
-            agreed(name, held)  # also where this rank holds none
-            return self._taken.pop(name).capture(held, buffers)
-        # On every rank: `state_dict` may be collective.
-        state = self._states.pop(name) if name in self._states else part.state_dict()
-        ranks = self._ranks
-        return parts.capture(name, ranks.number if name in parts.PER_RANK else ranks.rank, state, buffers)

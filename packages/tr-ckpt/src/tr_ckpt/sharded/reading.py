@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from tr_ckpt import codec, reads, tensor_file, untrusted
+from tr_ckpt import codec, names, reads, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.sharded import shard_index
 from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
@@ -158,7 +158,7 @@ def read_index(folder: Path, part: str, files: Collection[str]) -> Index:
     Raises:
         CheckpointError: its index or its file is not in the format of a save.
     """
-    if (name := shard_index.file_name(part)) in files:
+    if (name := names.index_name(part)) in files:
         return shard_index.read(folder / name, files)
     return shard_index.of_plain_file(folder / f"{part}.safetensors")
 

@@ -101,16 +101,6 @@ class SavedTensor:
 Index = dict[str, SavedTensor]
 
 
-def file_name(part: str) -> str:
-    """Return the name of a part's index."""
-    return f"{part}.shards.json"
-
-
-def shard_name(part: str, rank: int) -> str:
-    """Return the name of the file with the chunks that a rank wrote."""
-    return f"{part}-shard-{rank}.safetensors"
-
-
 def dump(index: Mapping[str, SavedTensor]) -> bytes:
     """Return the content of the index file."""
     tensors = {
