@@ -73,7 +73,7 @@ HARDWARE = {
     "cuda": (
         "packages/tr-dist/tests/test_gpu_numbers.py",
         "packages/tr-dist/tests/test_device.py",
-        "packages/tr-core/tests/test_idle_devices.py",
+        "packages/tr-core/tests/test_single_device.py",
     ),
 }
 NOTHING_COLLECTED = 5  # pytest's exit code

@@ -8,8 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from device_reads import read_counter  # noqa: F401  a fixture
-from small_models import Classifier, samples
+from support.data import samples
+from support.models import Classifier
+from support.reads import read_counter  # noqa: F401  a fixture
 
 from tr_core import Trainer, TrainingArguments
 

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from small_models import samples
+from support.data import samples
+from support.runs import log_of
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -116,7 +117,7 @@ def test_a_run_with_dropout_has_the_same_weights_names_and_losses(make_trainer):
     theirs, mine = plain.model.state_dict(), checkpointed.model.state_dict()
     assert list(mine) == list(theirs)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, checkpointed)]
+    losses = [log_of(t, "loss") for t in (plain, checkpointed)]
     assert losses[0] == losses[1]
 
 
@@ -251,7 +252,7 @@ class TellsToo(Tells):
         self.told.append("disabled too")
 
 
-def test_a_model_that_can_be_told_is_told_and_untold():
+def test_a_model_with_methods_for_it_is_switched_on_and_off_by_them():
     older, newer = Tells(), TellsToo()
     with checkpointed_activations(older, CPU):
         pass
@@ -261,7 +262,7 @@ def test_a_model_that_can_be_told_is_told_and_untold():
     assert newer.told == [({"use_reentrant": False, "preserve_rng_state": False}, 3, False), "disabled too"]
 
 
-def test_what_a_model_cannot_be_told_is_refused():
+def test_options_that_the_methods_of_a_model_do_not_take_are_refused():
     with (
         pytest.raises(ValueError, match="gradient_checkpointing_enable takes no every_n_layers"),
         checkpointed_activations(Tells(), CPU, {"every_n_layers": 3}),

@@ -1,7 +1,8 @@
 """The metric that chooses the best model: known to be missing before training, or at the first evaluation."""
 
 import pytest
-from small_models import samples
+from support.data import samples
+from support.runs import log_of
 
 from tr_core import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -30,7 +31,7 @@ def test_of_several_data_sets_the_metrics_are_named_before_the_first_step(make_t
     assert "eval_far_loss" in message
     trainer = make_trainer(eval_dataset=data, **{**EVALUATED, "metric_for_best_model": "far_loss"})
     trainer.train()
-    values = [entry["eval_far_loss"] for entry in trainer.state.log_history if "eval_far_loss" in entry]
+    values = log_of(trainer, "eval_far_loss")
     assert trainer.state.best_metric == min(values)
 
 

@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 import torch
-from small_models import Base, Classifier, samples
+from support.data import samples
+from support.models import Base, Classifier
 from torch import nn
 from torch.utils.data import IterableDataset
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_models import Classifier, samples
+from support.data import samples
+from support.models import Classifier
 from torch import nn
 
 from tr_core import TrainerCallback

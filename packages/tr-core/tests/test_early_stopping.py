@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from memory_checkpointer import MemoryCheckpointer
-from small_models import samples
-from stopping_callbacks import Stop, StopAt
+from support.callbacks import Stop, StopAt
+from support.checkpointer import MemoryCheckpointer
+from support.data import samples
 
 from tr_core import EarlyStoppingCallback
 
@@ -83,7 +83,7 @@ def test_of_several_data_sets_the_one_with_the_metric_counts_and_nothing_warns(s
     assert not [line for line in lines if "stopping" in line]
 
 
-def test_a_resumed_run_goes_on_counting(stopping):
+def test_a_resumed_run_continues_its_count(stopping):
     memory = MemoryCheckpointer()
     saving = {"checkpointer": memory, "save_strategy": "steps", "save_steps": 1}
     first, _ = stopping([5, 4, 3, 2, 1], patience=4, callbacks=[StopAt(3)], **saving)

@@ -4,10 +4,11 @@ import sys
 
 import pytest
 import torch
-from memory_checkpointer import MemoryCheckpointer
 from safetensors.torch import load_file
-from small_models import Base, Classifier, samples
-from stopping_callbacks import Stop, StopAt
+from support.callbacks import Stop, StopAt
+from support.checkpointer import MemoryCheckpointer
+from support.data import samples
+from support.models import Base, Classifier
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -235,7 +236,7 @@ def test_half_precision_weights_are_averaged_in_float32_and_swapped_without_loss
 # Evaluation and saving
 
 
-def test_evaluations_during_training_see_the_average_and_training_goes_on_with_its_own_weights(averaged):
+def test_evaluations_during_training_see_the_average_and_training_keeps_its_own_weights(averaged):
     watch = Watch()
     trainer = averaged(callbacks=[watch], eval_strategy="steps", eval_steps=2, eval_on_start=True)
     trainer.train()
@@ -388,7 +389,7 @@ def test_every_run_of_one_trainer_begins_an_average_of_its_own(averaged, load_be
     assert equal(copies(trainer.model), average_of(watch.trained[11:], 0.9)[-1])
 
 
-def test_a_model_made_anew_for_a_run_gets_an_average_of_its_own(make_trainer):
+def test_a_model_made_again_for_a_run_gets_an_average_of_its_own(make_trainer):
     trainer = make_trainer(8, model_init=Classifier, ema_decay=0.9, learning_rate=0.1)
     ends = []
     for _ in range(2):

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_checkpointer import MemoryCheckpointer
-from small_models import Classifier, samples
+from support.checkpointer import MemoryCheckpointer
+from support.data import samples
+from support.models import Classifier
 from torch.utils.data import IterableDataset
 
 from tr_core import EarlyStoppingCallback, PluginError, Trainer, TrainerCallback

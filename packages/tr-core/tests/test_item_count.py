@@ -5,8 +5,8 @@ import io
 
 import pytest
 import torch
-from small_models import IgnoresCount
-from test_loss import first_gradient
+from support.models import IgnoresCount
+from support.runs import first_gradient, log_of
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
@@ -214,7 +214,7 @@ def test_our_own_metric_of_the_count_is_no_use(make_trainer):
     trainers[1].model.load_state_dict(trainers[0].model.state_dict())
     for trainer in trainers:
         trainer.train()
-    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in trainers]
+    losses = [log_of(t, "loss") for t in trainers]
     assert losses[0] == losses[1]
     assert next(entry["tokens"] for entry in trainers[1].state.log_history if "tokens" in entry) == 8.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import Base
+from support.models import Base
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -10,7 +10,6 @@ from tr_core import TrainerCallback
 from tr_core.data.batches import batches_of
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.sampler import EpochSampler, permutation, take_slice
-from tr_core.model_io import main_input_name
 
 
 def some_lengths(number, seed=0):
@@ -34,7 +33,7 @@ def padding_of(order, lengths, batch_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("number", [1, 5, 43, 400])
-def test_every_pass_uses_every_sample_once_whatever_the_number_of_ranks(world_size, number):
+def test_every_epoch_uses_every_sample_once_whatever_the_number_of_ranks(world_size, number):
     for epoch in range(3):
         used = []
         for rank in range(world_size):
@@ -51,7 +50,7 @@ def test_ranks_take_slices_of_the_order_of_one_process_with_their_samples_togeth
     assert [i for pair in zip(*ranks, strict=True) for batch in pair for i in batch] == whole
 
 
-def test_passes_and_seeds_differ_and_nothing_is_drawn_from_the_global_generator():
+def test_epochs_and_seeds_differ_and_nothing_is_drawn_from_the_global_generator():
     state = torch.get_rng_state()
     sampler = grouped(100, 4)
     orders = []
@@ -65,7 +64,7 @@ def test_passes_and_seeds_differ_and_nothing_is_drawn_from_the_global_generator(
 
 @pytest.mark.parametrize("position", range(0, 60, 7))
 @pytest.mark.parametrize("batch_size", [1, 4, 6])
-def test_a_pass_goes_on_from_any_sample_with_any_batch_size(position, batch_size):
+def test_a_grouped_epoch_continues_from_any_sample_with_any_batch_size(position, batch_size):
     whole = grouped(60, 4).order().tolist()
     sampler = grouped(60, batch_size, per_step=4)
     sampler.seek(0, position)
@@ -86,7 +85,7 @@ def test_the_longest_sample_comes_first():
         assert LengthGrouping(lengths, 4).arrange(permutation(1000, 0, epoch))[0] == int(lengths.argmax())
 
 
-def test_groups_are_of_fifty_steps_or_a_quarter_of_the_pass_or_one_step():
+def test_groups_are_of_fifty_steps_or_a_quarter_of_the_epoch_or_one_step():
     assert LengthGrouping(some_lengths(10_000), 8).group_size == 400
     assert LengthGrouping(some_lengths(320), 8).group_size == 80
     assert LengthGrouping(some_lengths(10), 8).group_size == 8
@@ -178,18 +177,6 @@ def test_measuring_leaves_random_numbers_as_they_were():
 def test_data_without_lengths_is_refused_with_what_it_has(rows, message):
     with pytest.raises(ValueError, match=message):
         measure_lengths(rows, "length", "ids")
-
-
-def test_what_is_measured_is_the_first_input_of_the_tokenizer_or_the_main_one_of_the_model():
-    class Named(nn.Module):
-        main_input_name = "pixel_values"
-
-    class Tokenizer:
-        model_input_names = ("ids", "mask")
-
-    assert main_input_name(Named(), Tokenizer()) == "ids"
-    assert main_input_name(Named()) == "pixel_values"
-    assert main_input_name(nn.Linear(1, 1)) == "input_ids"
 
 
 # Training
@@ -308,7 +295,7 @@ def test_a_resumed_run_keeps_the_groups_it_began_with(make_trainer):
     assert resumed.order_state() == begun.order_state() == {"strategy": "group_by_length", "samples_per_step": 4}
 
 
-def test_going_on_within_a_pass_in_another_order_is_refused(make_trainer):
+def test_continuing_an_epoch_in_another_order_is_refused(make_trainer):
     begun, other = (
         passes_of(make_trainer(24, train_sampling_strategy=strategy)) for strategy in ("random", "sequential")
     )

@@ -1,14 +1,15 @@
-"""Loaders whose worker processes live on, seeds of the data, and sets of evaluation data."""
+"""Loaders whose worker processes live on, seeds of the data, sets of evaluation data, and data that changed."""
 
 import os
 
 import pytest
 import torch
-from small_models import Classifier, samples
-from small_streams import Shared, noisy
+from support.data import Shared, noisy, samples
+from support.models import Classifier
+from torch.utils.data import DataLoader
 
+from tr_core import TrainerCallback
 from tr_core.data.batches import batches_of
-from tr_core.data.fetch import StreamFetch
 from tr_core.data.loaders import LoaderCache
 
 
@@ -25,7 +26,7 @@ def stream_passes(make_trainer, number=12, **options):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_that_live_on_follow_epoch_and_position_of_a_stream(make_trainer, context):
+def test_persistent_workers_follow_epoch_and_position_of_a_stream(make_trainer, context):
     workers = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": context}
     kept = stream_passes(make_trainer, dataloader_persistent_workers=True, **workers)
     alone = stream_passes(make_trainer)
@@ -34,14 +35,6 @@ def test_workers_that_live_on_follow_epoch_and_position_of_a_stream(make_trainer
         expected = [batch.inputs for batch in alone.iterate(epoch, position)]
         assert [batch.inputs for batch in kept.iterate(epoch, position)] == expected
         assert [row for batch in expected for row, _ in batch] == [100 * epoch + i for i in range(position, 12)]
-
-
-def test_a_stream_keeps_its_place_where_it_is_iterated_in_this_process():
-    dataset = Shared()
-    stream = StreamFetch(dataset, list, 2, seed=0)
-    stream.seek(3, 4)
-    assert dataset.epoch == 3
-    assert [inputs for inputs, _ in stream][:3] == [None, None, [304, 305]]
 
 
 def worker_of(rows):
@@ -79,7 +72,7 @@ def trainer_batch(rows, scale):
     return {"x": scale * torch.stack([r["x"] for r in rows]), "labels": torch.stack([r["labels"] for r in rows])}
 
 
-def test_loaders_without_workers_that_live_on_are_built_anew(make_trainer):
+def test_loaders_without_persistent_workers_are_built_again(make_trainer):
     trainer = make_trainer(eval_dataset=samples(4), dataloader_num_workers=1)
     assert trainer.get_eval_dataloader() is not trainer.get_eval_dataloader()
 
@@ -123,3 +116,25 @@ def test_every_set_of_a_dict_is_evaluated_under_its_name(make_trainer):
     assert {"eval_a_loss", "eval_b_loss"} <= set(metrics)
     trainer = make_trainer(eval_dataset=data)
     assert trainer.evaluate("b", metric_key_prefix="eval_b")["eval_b_loss"] == metrics["eval_b_loss"]
+
+
+@pytest.mark.parametrize(("change", "now"), [(lambda data: data.pop(), 7), (lambda data: data.extend(samples(2)), 10)])
+def test_data_of_another_length_is_refused_where_the_next_epoch_begins(make_trainer, change, now):
+    data = samples(8)
+
+    class Changes(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            change(data)
+
+    trainer = make_trainer(train_dataset=data, num_train_epochs=2, callbacks=[Changes()])
+    with pytest.raises(ValueError, match=rf"held 8 samples when the run began and holds {now} where epoch 1 begins"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_loader_given_as_data_is_refused(make_trainer):
+    loader = DataLoader(samples(8), batch_size=4)
+    with pytest.raises(TypeError, match=r"a DataLoader was given as a data set.*loader\.dataset"):
+        make_trainer(train_dataset=loader).train()
+    with pytest.raises(TypeError, match=r"override of get_train_dataloader, get_eval_dataloader"):
+        make_trainer(8).evaluate(loader)

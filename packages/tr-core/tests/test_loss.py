@@ -1,40 +1,16 @@
+"""What a loss is divided by, what a user declares about it, and the loss of smoothed labels."""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import Base, CountedSum, IgnoresCount, samples
+from support.data import samples
+from support.models import Base, CountedSum, IgnoresCount
+from support.runs import first_gradient
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
-from tr_core.model_io import accepts_count, loss_of
-from tr_core.signatures import takes_argument
-
-
-def first_gradient(make_trainer, model, accumulation, batch_size, trainer_class=Trainer, **parts):
-    """Return the gradient of the first step as the optimizer sees it, with the loss that was logged for it."""
-    seen = {}
-
-    class Keep(nn.Module):
-        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-            seen.setdefault("grads", [p.grad.clone() for p in model.parameters()])
-
-    torch.manual_seed(3)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-    trainer = make_trainer(
-        8,
-        trainer_class,
-        model=model,
-        callbacks=[Keep()],
-        gradient_accumulation_steps=accumulation,
-        per_device_train_batch_size=batch_size,
-        max_grad_norm=0.0,
-        **parts,
-    )
-    trainer.train()
-    return seen["grads"], trainer.state.log_history[0]["loss"]
-
+from tr_core.loss import LabelSmoother, split_loss
 
 MODELS = {"mean": IgnoresCount, "counted": CountedSum}
 
@@ -97,25 +73,6 @@ def test_a_training_step_from_before_the_count_existed_works_unchanged(make_trai
     assert calls == [4, 4, 2]
 
 
-def test_who_is_told_the_count_depends_on_the_model():
-    class Named(nn.Module):
-        def forward(self, x, num_items_in_batch=None): ...
-
-    class Anything(nn.Module):
-        def forward(self, x, **kwargs): ...
-
-    class Declares(Anything):
-        accepts_loss_kwargs = True
-
-    class WithLossFunction(Anything):
-        @property
-        def loss_function(self): ...
-
-    told = [accepts_count(model()) for model in (Named, Anything, Declares, WithLossFunction)]
-    assert told == [True, False, True, True]
-    assert takes_argument(lambda outputs, labels, **kwargs: None, "num_items_in_batch")
-
-
 def test_ignored_targets_are_not_counted():
     from tr_core.data.sampler import MicroBatch
     from tr_core.loss import LossRule
@@ -124,31 +81,6 @@ def test_ignored_targets_are_not_counted():
     batches = [MicroBatch({"labels": torch.tensor([[1, -100], [2, 3]])}, 1.0, 2, 2)] * 2
     assert rule.count(batches).item() == 6
     assert rule.count([MicroBatch({"x": torch.ones(1)}, 1.0, 1, 1)]) is None
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        ({"logits": torch.ones(2)}, r"dict returned by the model holds no loss, only \['logits'\]"),
-        ((), r"tuple returned by the model holds no loss, only \[\]"),
-        (torch.ones(3, 2), r"Tensor returned by the model holds no loss, only \['a tensor of shape \(3, 2\)'\]"),
-    ],
-)
-def test_outputs_without_a_loss_say_what_was_given_and_what_to_change(outputs, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        loss_of(outputs, {"x": 1})
-    assert "the model was given ['x']. Give it labels (see label_names), pass compute_loss_func" in str(caught.value)
-
-
-def test_losses_are_found_in_dicts_tuples_objects_and_scalars():
-    loss = torch.tensor(2.0)
-
-    class Output:
-        def __init__(self):
-            self.loss = loss
-
-    for outputs in ({"loss": loss}, (loss, torch.ones(2)), [loss], Output(), loss):
-        assert loss_of(outputs, {}) is loss
 
 
 def test_smoothed_labels_act_in_training_and_evaluation_and_do_not_depend_on_accumulation(make_trainer):
@@ -176,3 +108,212 @@ def test_smoothing_labels_of_several_a_sample_is_refused(make_trainer):
     model.config = SimpleNamespace(problem_type="multi_label_classification")
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0.1 has no meaning for problem_type='multi_label"):
         make_trainer(8, model=model, label_smoothing_factor=0.1)
+
+
+LOGITS = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([[1, 2, -100, 0, 6], [3, -100, -100, 5, 4]])
+
+
+def ForCausalLMLoss(logits, labels, **kwargs): ...  # noqa: N802  known by its name
+
+
+class Causal(nn.Module):
+    loss_function = staticmethod(ForCausalLMLoss)
+
+    def forward(self, ids, labels=None):
+        return self.loss_function(ids, labels)
+
+
+def smoothed_by_hand(logits, labels, epsilon):
+    total, count = 0.0, 0
+    for row, label in zip(logits.reshape(-1, 7).double(), labels.reshape(-1).tolist(), strict=True):
+        if label != -100:
+            log_p = row.log_softmax(0)
+            total += float(-(1 - epsilon) * log_p[label] - epsilon * log_p.mean())
+            count += 1
+    return total, count
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_it_is_the_mean_over_targets_or_their_sum_over_the_count(epsilon, kind):
+    outputs = {"loss": None, "logits": LOGITS} if kind is dict else (LOGITS, None)
+    smoother = LabelSmoother(epsilon, nn.Linear(1, 1))
+    total, count = smoothed_by_hand(LOGITS, LABELS, epsilon)
+    assert count == 7
+    assert smoother(outputs, LABELS).item() == pytest.approx(total / 7, rel=1e-6)
+    assert smoother(outputs, LABELS, torch.tensor(14)).item() == pytest.approx(total / 14, rel=1e-6)
+
+
+def test_a_model_that_predicts_the_next_position_has_its_targets_shifted():
+    total, count = smoothed_by_hand(LOGITS[:, :-1], LABELS[:, 1:], 0.1)
+    assert count == 5
+    assert LabelSmoother(0.1, Causal())({"logits": LOGITS}, LABELS).item() == pytest.approx(total / 5, rel=1e-6)
+
+
+def test_low_precision_is_computed_in_float32():
+    low = LOGITS.to(torch.bfloat16)
+    total, count = smoothed_by_hand(low, LABELS, 0.1)
+    found = LabelSmoother(0.1, nn.Linear(1, 1))({"logits": low}, LABELS)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(total / count, rel=1e-6)
+
+
+def setting(name, value, how):
+    """Return a Trainer that declares something: in its class, in its constructor, or when training begins."""
+    if how == "class":
+        return type("Declares", (Trainer,), {name: value})
+
+    class Declares(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if how == "constructor":
+                setattr(self, name, value)
+
+        def train(self, *args, **kwargs):
+            if how == "later":
+                setattr(self, name, value)
+            return super().train(*args, **kwargs)
+
+    return Declares
+
+
+HOW = ["class", "constructor", "later"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("model", "value", "factor"), [(IgnoresCount, True, 4), (CountedSum, False, 1 / 4)])
+def test_a_loss_that_is_said_to_be_scaled_is_used_as_it_is_and_else_divided(make_trainer, how, model, value, factor):
+    plain = first_gradient(make_trainer, model(), 4, 2)
+    said = first_gradient(make_trainer, model(), 4, 2, trainer_class=setting("loss_is_scaled_for_ga", value, how))
+    assert said[1] == pytest.approx(plain[1] * factor, rel=1e-5)
+    for one, other in zip(plain[0], said[0], strict=True):
+        torch.testing.assert_close(one * factor, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_model_that_is_said_not_to_take_the_count_is_not_given_it(make_trainer, how):
+    told = []
+
+    class Watches(CountedSum):
+        def forward(self, x, labels=None, num_items_in_batch=None):
+            told.append(num_items_in_batch)
+            return super().forward(x, labels, num_items_in_batch)
+
+    trainer_class = setting("model_accepts_loss_kwargs", False, how)
+    said = first_gradient(make_trainer, Watches(), 4, 2, trainer_class=trainer_class)
+    assert told == [None] * 4
+    assert said[1] == pytest.approx(first_gradient(make_trainer, Watches(), 4, 2)[1], rel=1e-5)
+    assert told[-1] is not None
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_subclass_may_ask_for_the_count_and_divide_by_it(make_trainer, how):
+    class Divides(setting("model_accepts_loss_kwargs", True, how)):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(inputs["x"])
+            loss = nn.functional.cross_entropy(outputs["logits"], inputs["labels"], reduction="sum")
+            return loss / num_items_in_batch
+
+    class NeverTold(IgnoresCount):
+        accepts_loss_kwargs = None
+
+        def forward(self, x, labels=None):
+            return super().forward(x, labels)
+
+    plain = first_gradient(make_trainer, NeverTold(), 1, 8)
+    assert first_gradient(make_trainer, NeverTold(), 4, 2, trainer_class=Divides)[1] == pytest.approx(
+        plain[1], rel=1e-5
+    )
+
+
+def test_a_loss_that_is_said_to_be_divided_and_is_not_is_refused(make_trainer):
+    trainer_class = setting("model_accepts_loss_kwargs", True, "constructor")
+    with pytest.raises(ValueError, match="model_accepts_loss_kwargs=True was set.*the loss does not depend on it"):
+        first_gradient(make_trainer, IgnoresCount(), 4, 2, trainer_class=trainer_class)
+    first_gradient(make_trainer, IgnoresCount(), 1, 8, trainer_class=trainer_class)
+
+
+def test_what_is_said_can_be_read(make_trainer):
+    trainer = make_trainer(8, model=CountedSum())
+    assert trainer.model_accepts_loss_kwargs is True
+    assert trainer.loss_is_scaled_for_ga is None
+    trainer.model_accepts_loss_kwargs = False
+    assert trainer.model_accepts_loss_kwargs is False
+    assert make_trainer(8).model_accepts_loss_kwargs is False
+
+
+class OverSamples(CountedSum):
+    """Returns a mean over samples, each a mean over its own targets, though it could take the count."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        logits = self.layers(x)
+        losses = nn.functional.cross_entropy(
+            logits[:, None].expand(-1, labels.shape[1], -1).transpose(1, 2), labels, reduction="none"
+        )
+        known = labels != -100
+        loss = ((losses * known).sum(1) / known.sum(1)).mean()
+        return {"loss": loss, "logits": logits}
+
+
+def sparse_samples(number):
+    rows = samples(number)
+    for index, row in enumerate(rows):
+        row["labels"] = torch.tensor([index % 3, *([(index + 1) % 3 if index % 2 else -100] * 3)])
+    return rows
+
+
+@pytest.mark.parametrize("trains_first", [False, True])
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_an_evaluation_counts_batches_by_what_their_loss_is_divided_by(make_trainer, trains_first, divides, batch_size):
+    class OverTargets(OverSamples):
+        def forward(self, x, labels=None, num_items_in_batch=None):
+            logits = self.layers(x)
+            repeated = logits[:, None].expand(-1, labels.shape[1], -1).transpose(1, 2)
+            loss = nn.functional.cross_entropy(repeated, labels, reduction="sum")
+            return {"loss": loss / num_items_in_batch, "logits": logits}
+
+    rows = sparse_samples(7)
+    trainer = make_trainer(
+        model=(OverTargets if divides else OverSamples)(),
+        train_dataset=rows,
+        eval_dataset=rows,
+        per_device_eval_batch_size=batch_size,
+        gradient_accumulation_steps=2,
+    )
+    if trains_first:
+        trainer.train()
+    x, labels = torch.stack([row["x"] for row in rows]), torch.stack([row["labels"] for row in rows])
+    with torch.no_grad():
+        wanted = trainer.model.eval()(x, labels, (labels != -100).sum())["loss"].item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def reading(outputs, labels, num_items_in_batch=None):
+    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / int(num_items_in_batch)
+
+
+def test_an_evaluation_that_cannot_be_weighed_is_refused_only_where_it_matters(make_trainer):
+    class Repeats(IgnoresCount):
+        def forward(self, x, labels=None, **kwargs):
+            return {"logits": self.layers(x)[:, None].expand(-1, 4, -1).transpose(1, 2)}
+
+    options = {"compute_loss_func": reading, "per_device_eval_batch_size": 2}
+    trainer = make_trainer(model=Repeats(), eval_dataset=sparse_samples(7)[:5], **options)
+    with pytest.raises(ValueError, match="cannot be seen: num_items_in_batch was read as a number"):
+        trainer.evaluate()
+    even = [row | {"labels": row["labels"].clamp(min=0)} for row in sparse_samples(7)]
+    assert make_trainer(model=Repeats(), eval_dataset=even, **options).evaluate()["eval_loss"] > 0
+
+
+def test_perplexity_of_a_loss_that_is_no_mean_over_tokens_is_refused(make_trainer):
+    trainer = make_trainer(model=OverSamples(), eval_dataset=sparse_samples(5), eval_perplexity=True)
+    with pytest.raises(ValueError, match="eval_perplexity=True needs a mean over tokens.*does not depend on num_items"):
+        trainer.evaluate()
+
+
+def test_numbers_beside_a_loss_keep_all_their_digits():
+    loss, parts = split_loss({"loss": torch.tensor(1.0), "share": 0.1, "count": 2**53 - 1, "own": torch.tensor([0.5])})
+    assert loss.item() == 1.0
+    assert {name: value.item() for name, value in parts.items()} == {"share": 0.1, "count": 2**53 - 1, "own": 0.5}

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_models import CountedSum, IgnoresCount, samples
+from support.data import samples
+from support.models import CountedSum, IgnoresCount
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback

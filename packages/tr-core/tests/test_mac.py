@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tr_core import TrainingArguments, plugins
+from tr_core import SingleDevice, TrainingArguments, plugins
 from tr_core.choose_strategy import choose_strategy
 from tr_core.data.loaders import train_loader
 from tr_core.optim.nonfinite import skips_on_device
 from tr_core.runtime.memory import _device_gauge
-from tr_core.single_device import SingleDevice, choose_device
+from tr_core.single_device import choose_device
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from small_models import Classifier, samples
+from support.data import samples
+from support.models import Classifier
 
+from tr_core import TrainerState
 from tr_core.model_card.front_matter import front_matter
 from tr_core.model_card.model_card import MARKER, evaluations, of_the_model
-from tr_core.state import TrainerState
 
 
 def accuracy(prediction):
@@ -259,7 +260,7 @@ def test_publishing_needs_its_package(make_trainer, monkeypatch):
             call()
 
 
-def test_a_push_includes_the_card_with_what_it_is_told(make_trainer, monkeypatch):
+def test_a_push_includes_the_card_with_what_it_is_given(make_trainer, monkeypatch):
     pushed = []
 
     class Hub:

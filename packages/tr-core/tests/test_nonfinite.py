@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
-from small_models import Base, Classifier, samples
+from support.data import samples
+from support.models import Base, Classifier
+from support.runs import log_of
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
@@ -72,10 +74,6 @@ def build(make_trainer, data, optimizer="adamw_torch_fused", **changes):
     return make_trainer(**options)
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def contents(trainer):
     """Copy the weights and the optimizer's state."""
     return copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()["state"]))
@@ -105,7 +103,7 @@ def told(monkeypatch):
 def test_by_default_a_loss_that_is_not_finite_is_shown_and_counted_once_a_window(make_trainer, told):
     trainer = build(make_trainer, rows(24, bad=[3, 4]), logging_steps=2, optim="sgd")
     trainer.train()
-    assert [math.isfinite(loss) for loss in losses(trainer)] == [True, False, False]
+    assert [math.isfinite(loss) for loss in log_of(trainer, "loss")] == [True, False, False]
     # The updates were applied: everything after the third step is lost.
     assert told == [
         f"error: 2 of the 2 steps up to step {step} had a loss or a gradient norm that is NaN or infinite, and were "
@@ -130,7 +128,7 @@ def test_a_step_counts_whether_its_loss_or_its_norm_is_not_finite(make_trainer, 
     number = 2 if fault.startswith("infinite") else 5
     assert [line.split(" had")[0] for line in told] == [f"error: {number} of the 6 steps up to step 6"]
     shows = fault.startswith("infinite") and not filtered
-    assert math.isfinite(losses(trainer)[0]) != (shows or (fault == "gradients only" and not filtered))
+    assert math.isfinite(log_of(trainer, "loss")[0]) != (shows or (fault == "gradients only" and not filtered))
 
 
 def test_of_a_long_window_every_step_is_counted_and_few_are_kept(make_trainer, told, monkeypatch):
@@ -209,8 +207,8 @@ def test_a_run_with_skipped_steps_is_the_run_without_their_data(make_trainer, op
     with_bad.train()
     without.train()
     assert same(contents(with_bad), contents(without))
-    applied = [loss for loss in losses(with_bad) if math.isfinite(loss)]
-    assert applied == losses(without)
+    applied = [loss for loss in log_of(with_bad, "loss") if math.isfinite(loss)]
+    assert applied == log_of(without, "loss")
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -223,9 +221,9 @@ def test_the_logged_loss_is_that_of_the_steps_that_were_applied(make_trainer, to
         make_trainer, rows(24, bad=[2, 5, 6]), model=faulty(), on_nonfinite="skip", logging_steps=2, **common
     )
     windows.train()
-    each = losses(single)
+    each = log_of(single, "loss")
     assert [math.isnan(loss) for loss in each] == [False, True, False, False, True, True]
-    found = losses(windows)
+    found = log_of(windows, "loss")
     assert found[:2] == pytest.approx([each[0], (each[2] + each[3]) / 2], rel=1e-7)
     assert math.isnan(found[2])
     finals = [trainer.state.log_history[-1]["train_loss"] for trainer in (single, windows)]
@@ -245,7 +243,7 @@ def test_a_run_of_which_every_step_was_skipped_has_no_mean_loss(make_trainer):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch"])
-def test_the_schedule_goes_on_over_a_skipped_step(make_trainer, optimizer):
+def test_the_schedule_continues_over_a_skipped_step(make_trainer, optimizer):
     """Whether a step was applied is known to the device alone; rates do not depend on the optimizer."""
     rates = []
     for bad in ([], [1], [3]):
@@ -352,7 +350,7 @@ def test_raise_ends_the_run_at_the_next_log(make_trainer, optimizer, fault):
     with pytest.raises(FloatingPointError, match="^step 3: the loss is ") as caught:
         trainer.train()
     assert ended == [(4, caught.value)]
-    assert losses(trainer) == []
+    assert log_of(trainer, "loss") == []
     message = str(caught.value)
     keeps = optimizer.startswith("adamw_torch_fused")
     if keeps:
@@ -417,7 +415,7 @@ def test_a_run_that_is_finite_is_the_same_bit_for_bit(make_trainer, policy):
             make_trainer, rows(40), model=faulty(), on_nonfinite=on_nonfinite, gradient_accumulation_steps=2
         )
         trainer.train()
-        runs.append((trainer, losses(trainer)))
+        runs.append((trainer, log_of(trainer, "loss")))
     assert same(contents(runs[0][0]), contents(runs[1][0]))
     assert runs[0][1] == runs[1][1]
 
@@ -468,18 +466,18 @@ def test_under_float16_a_step_reads_the_scale_and_whether_gradients_are_finite(
     assert at_step_end[-1] - at_step_end[1] == reads * (len(at_step_end) - 2)
 
 
-def test_under_float16_an_overflow_is_no_reason_to_raise_and_is_not_told(make_trainer, told):
+def test_under_float16_an_overflow_is_no_reason_to_raise_and_is_not_logged(make_trainer, told):
     for policy in ("log", "raise"):
         trainer = with_scaler(
             build(make_trainer, rows(20, bad=[2]), model=faulty("gradients only"), on_nonfinite=policy)
         )
         trainer.train()
         assert trainer.state.global_step == 5
-        assert all(map(math.isfinite, losses(trainer)))
+        assert all(map(math.isfinite, log_of(trainer, "loss")))
     assert told == []
 
 
-def test_under_float16_a_loss_that_is_not_finite_is_told_or_raised(make_trainer, told):
+def test_under_float16_a_loss_that_is_not_finite_is_logged_or_raised(make_trainer, told):
     with_scaler(build(make_trainer, rows(20, bad=[2]), model=faulty(), logging_steps=5)).train()
     assert told == [
         "error: some of the 5 steps up to step 5 had a loss that is NaN or infinite; float16 left their updates out"

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_models import Classifier, samples
+from support.data import samples
+from support.models import Classifier
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback
@@ -284,7 +285,7 @@ class Lion(torch.optim.Optimizer):
                 parameter -= group["lr"] * torch.sign(parameter.grad)
 
 
-def test_a_class_and_its_arguments_take_the_place_of_the_named_optimizer(make_trainer):
+def test_a_class_and_its_arguments_replace_the_named_optimizer(make_trainer):
     rules = [{"params": "head", "sharpness": 3, "lr_scale": 0.5}]
     trainer = make_trainer(
         model=Encoder(), optimizer_cls_and_kwargs=(Lion, {"lr": 0.01, "sharpness": 1.0}), parameter_rules=rules
@@ -308,7 +309,7 @@ def test_a_class_of_an_override_is_used(make_trainer):
     assert trainer.get_optimizer_group()[0] is trainer.optimizer.param_groups[0]["params"]
 
 
-def test_groups_of_an_override_take_the_place_of_the_trainers(make_trainer):
+def test_groups_of_an_override_replace_those_of_the_trainer(make_trainer):
     class Own(Trainer):
         @staticmethod
         def get_optimizer_cls_and_kwargs(args, model=None):

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from small_models import Classifier, CountedSum, samples
+from support.data import samples
+from support.models import Classifier, CountedSum
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -313,7 +314,7 @@ def test_a_check_that_fails_itself_is_reported_and_the_others_are_made(make_trai
     assert "estimated_s" in report.figures
 
 
-def test_what_takes_time_is_told_before_it_begins(make_trainer):
+def test_what_takes_time_is_shown_before_it_begins(make_trainer):
     told = []
     check(make_trainer(eval_dataset=samples(6)), progress=told.append)
     assert told == [

@@ -69,7 +69,7 @@ def test_a_command_without_a_file_asks_for_the_file_and_for_nothing_else(capsys)
     assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT|CONFIG\n")
 
 
-def test_a_dataclass_named_after_a_configuration_is_told_to_go_before_it(place, capsys):
+def test_a_dataclass_named_after_a_configuration_is_to_go_before_it(place, capsys):
     Path("run.yaml").write_text("output_dir: run\n")
     assert main(["run.yaml", "--dataclass=parts:Extra"]) == 2
     assert "--dataclass goes before run.yaml" in capsys.readouterr().err
@@ -230,7 +230,7 @@ def test_a_rank_that_is_not_the_first_prints_nothing(place, capsys, monkeypatch)
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_that_nobody_asked_to_check_goes_on(make_trainer):
+def test_a_run_that_nobody_asked_to_check_continues(make_trainer):
     assert stop_if_requested(make_trainer()) is None
 
 

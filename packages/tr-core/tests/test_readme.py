@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from memory_checkpointer import MemoryCheckpointer
-from small_models import Classifier, samples
+from support.checkpointer import MemoryCheckpointer
+from support.data import samples
+from support.models import Classifier
 
-from tr_core import Trainer, TrainingArguments, plugins
-from tr_core.single_device import SingleDevice
+from tr_core import SingleDevice, Trainer, TrainingArguments, plugins
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -32,7 +32,7 @@ def test_a_trainer_shows_its_progress_and_keeps_its_metrics_by_itself(make_train
     assert "ProgressCallback" not in kinds(disable_tqdm=True)
 
 
-def test_parts_may_be_objects_in_place_of_names(tmp_path):
+def test_parts_may_be_objects_instead_of_names(tmp_path):
     class Watch:
         def on_step_end(self, args, state, control, **kwargs):
             self.step = state.global_step

@@ -1,18 +1,22 @@
-"""Every schedule at steps where its value is known by hand."""
+"""Schedules: their values at steps where these are known by hand, and what they refuse."""
 
 import math
 
 import pytest
 import torch
+from support.data import samples
 from torch import nn
 
-from tr_core import get_scheduler
+from tr_args.types.choices import MetricSchedule
+from tr_core import (
+    get_scheduler,
+)
+from tr_core.optim.schedules import FOLLOW_METRIC
 
 R = math.sqrt(0.5)
 SHORT = {"num_warmup_steps": 4, "num_training_steps": 12}
 WSD = {"num_decay_steps": 4, "min_lr_ratio": 0.2}
 LONG = {"num_warmup_steps": 4, "num_training_steps": 16}
-
 # name, lengths, options, and the multiplier at some steps; the base rate is 2.
 KNOWN = [
     ("linear", SHORT, {}, {0: 0, 1: 0.25, 3: 0.75, 4: 1, 5: 7 / 8, 8: 0.5, 11: 1 / 8, 12: 0, 20: 0}),
@@ -89,3 +93,77 @@ def test_a_function_gets_the_lengths_and_the_rate_of_the_first_group():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = get_scheduler(own, optimizer, 3, 7, {"factor": 0.5})
     assert schedule.lr_lambdas[0](4) == 4 + 30 + 700 + 2000 + 0.5
+
+
+# Schedules
+
+
+def rates(name, steps, **options):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
+    schedule = get_scheduler(name, optimizer, **options)
+    found = []
+    for _ in range(steps):
+        found.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_schedules_follow_their_formulas():
+    run = {"num_warmup_steps": 2, "num_training_steps": 6}
+    assert rates("linear", 8, **run) == [0.0, 1.0, 2.0, 1.5, 1.0, 0.5, 0.0, 0.0]
+    half = [2.0 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)]
+    assert rates("cosine", 6, **run) == pytest.approx([0.0, 1.0, *half])
+    assert rates("constant", 3) == [2.0] * 3
+    assert rates("constant_with_warmup", 4, num_warmup_steps=2) == [0.0, 1.0, 2.0, 2.0]
+
+
+def test_a_cosine_can_have_more_waves():
+    waves = rates("cosine", 5, num_training_steps=4, scheduler_specific_kwargs={"num_cycles": 1.0})
+    assert waves == pytest.approx([2.0, 1.0, 0.0, 1.0, 2.0])
+
+
+def test_a_function_can_be_a_schedule():
+    assert rates(lambda step, *, warmup_steps, total_steps: 1 / (1 + step), 2, num_training_steps=2) == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("polynomial", {"lr_end": 3.0}, "lr_end=3 must be below learning_rate=2"),
+        ("cosine_with_min_lr", {}, r"give one of min_lr \(=None\) and min_lr_rate \(=None\)"),
+        ("cosine_with_min_lr", {"min_lr": 1.0, "min_lr_rate": 0.5}, "not both or neither"),
+        ("warmup_stable_decay", {}, "needs num_decay_steps in lr_scheduler_kwargs"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "decay_type": "exp"}, "decay_type='exp' is not known"),
+        ("linear", {"base_lr": 1.0}, r"lr_scheduler_kwargs has \['base_lr'\]"),
+    ],
+)
+def test_a_schedule_says_what_is_wrong_with_its_arguments(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        rates(name, 2, num_training_steps=4, scheduler_specific_kwargs=options)
+
+
+@pytest.mark.parametrize(("greater", "mode"), [(True, "max"), (False, "min")])
+def test_the_plateau_schedule_follows_the_direction_of_the_metric(make_trainer, greater, mode):
+    values = iter([0.5, 0.4, 0.3, 0.2])
+    trainer = make_trainer(
+        16,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=samples(4),
+        compute_metrics=lambda p: {"score": next(values)},
+        metric_for_best_model="score",
+        greater_is_better=greater,
+        learning_rate=1.0,
+        optim="sgd",
+    )
+    trainer.train()
+    assert trainer.lr_scheduler.mode == mode
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == ([1.0, 1.0, 0.5, 0.25] if greater else [1.0] * 4)
+
+
+def test_every_schedule_that_follows_a_metric_has_a_class():
+    assert list(FOLLOW_METRIC) == list(MetricSchedule)

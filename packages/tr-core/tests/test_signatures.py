@@ -1,11 +1,11 @@
-"""What a function takes, and which methods count as a user's."""
+"""Which arguments a function takes, and which methods are those of a user."""
 
 import functools
 
 import pytest
 
 from tr_core import Seq2SeqTrainer, Trainer
-from tr_core.signatures import is_overridden, names_argument
+from tr_core.signatures import is_overridden, names_argument, takes_argument
 
 OWN = ("prediction_step", "evaluate", "predict", "get_train_dataloader", "compute_loss", "floating_point_ops")
 
@@ -44,3 +44,10 @@ def test_a_function_assigned_to_an_object_replaces_its_method():
 def test_a_parameter_among_others_is_not_named():
     assert names_argument(lambda outputs, **others: None, "outputs")
     assert not names_argument(lambda **others: None, "outputs")
+
+
+def test_an_argument_is_taken_by_its_name_or_by_keywords_of_any_name():
+    assert takes_argument(lambda a, count=None: None, "count")
+    assert takes_argument(lambda **others: None, "count")
+    assert not takes_argument(lambda *count: None, "other")
+    assert not takes_argument(lambda a: None, "count")

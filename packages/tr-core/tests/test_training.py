@@ -3,7 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import Classifier, ReturnsDataclass, ReturnsTuple, samples
+from support.data import samples
+from support.models import Classifier, ReturnsDataclass, ReturnsTuple
+from support.runs import log_of, steps_with
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,7 +20,7 @@ class Recorder:
         self.events = []
 
 
-for _event in [event for event in EVENTS if event != "on_micro_batch_end"]:  # see test_micro_batch_events.py
+for _event in [event for event in EVENTS if event != "on_micro_batch_end"]:  # see test_loop.py
 
     def _note(self, args, state, control, _event=_event, **kwargs):
         self.events.append(_event.removeprefix("on_"))
@@ -79,7 +81,7 @@ def test_a_stream_begins_again_until_max_steps(make_trainer):
     assert (trainer.state.global_step, stream.passes) == (7, 3)
 
 
-def test_no_gradient_survives_the_end_of_a_pass_over_a_stream(make_trainer):
+def test_no_gradient_survives_the_end_of_an_epoch_over_a_stream(make_trainer):
     leaked = []
 
     class Look(TrainerCallback):
@@ -169,7 +171,7 @@ def test_stopping_in_a_step_still_ends_epoch_and_training(make_trainer):
     assert recorder.events[-3:] == ["epoch_end", "log", "train_end"]
 
 
-def test_stopping_an_epoch_goes_on_with_the_next(make_trainer):
+def test_stopping_an_epoch_continues_with_the_next(make_trainer):
     class StopFirst(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = state.global_step == 2
@@ -403,7 +405,7 @@ def test_a_schedule_on_a_plateau_follows_the_evaluations(make_trainer, model):
         metric_for_best_model="loss",
     )
     trainer.train()
-    assert seen == [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    assert seen == log_of(trainer, "eval_loss")
 
 
 def test_an_evaluation_before_the_first_step_does_not_step_a_plateau_schedule(make_trainer, model):
@@ -420,7 +422,7 @@ def test_an_evaluation_before_the_first_step_does_not_step_a_plateau_schedule(ma
         metric_for_best_model="loss",
     )
     trainer.train()
-    evaluations = [e["step"] for e in trainer.state.log_history if "eval_loss" in e]
+    evaluations = steps_with(trainer, "eval_loss")
     assert evaluations[0] == 0
     assert len(seen) == len(evaluations) - 1 > 0
 

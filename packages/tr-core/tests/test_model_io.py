@@ -1,0 +1,260 @@
+"""What the forward of a model takes and returns, and which labels are its targets."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.models import Classifier
+from torch import nn
+from torch.nn import functional as F
+
+from tr_core.model_io import (
+    accepts_count,
+    averages_over_targets,
+    find_label_names,
+    kept_columns,
+    loss_of,
+    main_input_name,
+    shifts_targets,
+    to_device,
+)
+from tr_core.signatures import takes_argument
+
+
+def named(name):
+    def function(logits, labels, **kwargs): ...
+
+    function.__name__ = name
+    return staticmethod(function)
+
+
+class Pretrained(nn.Module):
+    """What transformers gives every model: a loss function, chosen by what is read from its class."""
+
+    loss_type = None
+    function = named("ForCausalLMLoss")
+
+    @property
+    def loss_function(self):
+        return self.function
+
+
+class Causal(Pretrained):
+    def forward(self, ids, labels=None, **kwargs):
+        return self.loss_function(ids, labels, **kwargs)
+
+
+class Masked(Causal):
+    function = named("ForMaskedLMLoss")
+
+
+class OwnShifted(Pretrained):
+    loss_type = "ForCausalLM"
+
+    def forward(self, ids, labels=None):
+        shift_labels = labels[..., 1:]
+        return F.cross_entropy(ids, shift_labels)
+
+
+class Own(Pretrained):
+    loss_type = "ForCausalLM"
+
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(ids, labels)
+
+
+class OwnModule(Pretrained):
+    def forward(self, ids, labels=None):
+        return nn.CrossEntropyLoss()(ids, labels)
+
+
+class Unreduced(Pretrained):
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(ids, labels, reduction="none").sum()
+
+
+class UnreducedModule(Pretrained):
+    def forward(self, ids, labels=None):
+        kind = "none"
+        return nn.CrossEntropyLoss(reduction=kind)(ids, labels).sum()
+
+
+class Regression(Pretrained):
+    def forward(self, ids, labels=None):
+        return F.mse_loss(ids, labels)
+
+
+class Typed(Regression):
+    loss_type = "ForCausalLM"
+
+
+class CallsParent(Causal):
+    def forward(self, ids, labels=None, **kwargs):
+        return super().forward(ids, labels, **kwargs)
+
+
+class CallsParentsOwn(OwnShifted):
+    def forward(self, ids, labels=None):
+        return super().forward(ids, labels)
+
+
+class Replaces(OwnShifted):
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(ids, labels)
+
+
+class InAMethod(Pretrained):
+    def forward(self, ids, labels=None):
+        return self.compute_loss(ids, labels)
+
+    def compute_loss(self, ids, labels):
+        shift_labels = labels[..., 1:]
+        return F.nll_loss(ids, shift_labels)
+
+
+class ElsewhereThanLoss(Pretrained):
+    def forward(self, ids, labels=None):
+        return self.head(ids, labels)
+
+    def head(self, ids, labels):
+        return F.cross_entropy(ids, labels)
+
+
+class NotOfTransformers(nn.Module):
+    def forward(self, ids, labels=None):
+        shift_labels = labels[..., 1:]
+        return F.cross_entropy(ids, shift_labels)
+
+
+def encoder_decoder():
+    model = Causal()
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    return model
+
+
+def with_another_forward():
+    model = Causal()
+    model.forward = lambda ids, labels=None: F.cross_entropy(ids, labels)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "shifts", "averages"),
+    [
+        (Causal, True, False),
+        (Masked, False, False),
+        (OwnShifted, True, True),
+        (Own, False, True),
+        (OwnModule, False, True),
+        (Unreduced, False, False),
+        (UnreducedModule, False, False),
+        (Regression, False, False),
+        (Typed, True, False),
+        (CallsParent, True, False),
+        (CallsParentsOwn, True, True),
+        (Replaces, False, True),
+        (InAMethod, True, True),
+        (ElsewhereThanLoss, False, False),
+        (NotOfTransformers, False, False),
+        (encoder_decoder, False, False),
+        (with_another_forward, True, False),  # what wraps a forward may well call it
+    ],
+)
+def test_what_a_forward_calls_says_whether_labels_are_shifted_and_averaged(make, shifts, averages):
+    model = make()
+    assert shifts_targets(model) is shifts
+    assert averages_over_targets(model) is averages
+
+
+def test_a_model_that_says_whether_it_takes_the_count_is_believed():
+    class Says(Causal):
+        accepts_loss_kwargs = False
+
+    class Names(nn.Module):
+        def forward(self, x, num_items_in_batch=None): ...
+
+    class Fixed(Pretrained):
+        def forward(self, x): ...
+
+    class Anything(nn.Module):
+        def forward(self, x, **kwargs): ...
+
+    assert [accepts_count(model()) for model in (Says, Names, Fixed, Anything, Causal)] == [
+        *(False, True, False, False, True),
+    ]
+
+
+def test_the_forward_of_a_model_tells_its_columns_and_labels():
+    assert find_label_names(Classifier()) == ["labels"]
+    assert kept_columns(Classifier(), ["labels"]) == ["x", "labels", "label", "label_ids", "labels"]
+
+    class ForQuestionAnswering(nn.Module):
+        def forward(self, input_ids, start_positions, end_positions): ...
+
+    assert find_label_names(ForQuestionAnswering()) == ["start_positions", "end_positions"]
+
+
+def test_tensors_are_moved_wherever_they_are():
+    batch = {"a": torch.ones(1), "b": [torch.ones(1), "text"], "c": (torch.ones(1), {"d": torch.ones(1)})}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"].is_meta
+    assert moved["b"][0].is_meta
+    assert moved["c"][0].is_meta
+    assert moved["c"][1]["d"].is_meta
+    assert moved["b"][1] == "text"
+
+
+def test_which_models_get_the_count_depends_on_their_forward():
+    class Named(nn.Module):
+        def forward(self, x, num_items_in_batch=None): ...
+
+    class Anything(nn.Module):
+        def forward(self, x, **kwargs): ...
+
+    class Declares(Anything):
+        accepts_loss_kwargs = True
+
+    class WithLossFunction(Anything):
+        @property
+        def loss_function(self): ...
+
+    told = [accepts_count(model()) for model in (Named, Anything, Declares, WithLossFunction)]
+    assert told == [True, False, True, True]
+    assert takes_argument(lambda outputs, labels, **kwargs: None, "num_items_in_batch")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"logits": torch.ones(2)}, r"dict returned by the model holds no loss, only \['logits'\]"),
+        ((), r"tuple returned by the model holds no loss, only \[\]"),
+        (torch.ones(3, 2), r"Tensor returned by the model holds no loss, only \['a tensor of shape \(3, 2\)'\]"),
+    ],
+)
+def test_outputs_without_a_loss_say_what_was_given_and_what_to_change(outputs, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        loss_of(outputs, {"x": 1})
+    assert "the model was given ['x']. Give it labels (see label_names), pass compute_loss_func" in str(caught.value)
+
+
+def test_losses_are_found_in_dicts_tuples_objects_and_scalars():
+    loss = torch.tensor(2.0)
+
+    class Output:
+        def __init__(self):
+            self.loss = loss
+
+    for outputs in ({"loss": loss}, (loss, torch.ones(2)), [loss], Output(), loss):
+        assert loss_of(outputs, {}) is loss
+
+
+def test_what_is_measured_is_the_first_input_of_the_tokenizer_or_the_main_one_of_the_model():
+    class Named(nn.Module):
+        main_input_name = "pixel_values"
+
+    class Tokenizer:
+        model_input_names = ("ids", "mask")
+
+    assert main_input_name(Named(), Tokenizer()) == "ids"
+    assert main_input_name(Named()) == "pixel_values"
+    assert main_input_name(nn.Linear(1, 1)) == "input_ids"

@@ -1,0 +1,284 @@
+"""Files of a run: models, states, processors, metrics, and what the log says of checkpoints."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.checkpointer import MemoryCheckpointer
+from support.data import samples
+from support.models import Classifier
+from torch import nn
+
+import tr_core
+from tr_core import (
+    TrainerCallback,
+    TrainerState,
+)
+from tr_core.checkpoint import saving
+from tr_core.checkpoint.saving import format_metrics, metric_lines
+
+# Files
+
+
+def test_a_saved_model_is_safetensors_with_the_arguments_beside_it(make_trainer, tmp_path, model):
+    trainer = make_trainer()
+    trainer.save_model(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert torch.equal(weights["layers.0.weight"], model.layers[0].weight)
+    assert json.loads((tmp_path / "model" / "training_args.json").read_text())["num_train_epochs"] == 1
+
+
+def test_tied_weights_are_saved_once_and_load_again(make_trainer, tmp_path):
+    class Tied(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.again = nn.Linear(16, 3)
+            self.again.weight = self.layers[3].weight
+
+    model = Tied()
+    make_trainer(model=model).save_model(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert "again.weight" not in weights
+    other = Tied()
+    other.load_state_dict(weights, strict=False)
+    assert torch.equal(other.again.weight, model.again.weight)
+
+
+def test_metrics_and_state_are_written_and_merged(make_trainer):
+    trainer = make_trainer(eval_dataset=samples(4))
+    trainer.save_metrics("train", {"train_loss": 1.0})
+    trainer.save_metrics("eval", {"eval_loss": 2.0})
+    trainer.save_metrics("test", {"test_loss": 3.0}, combined=False)
+    trainer.save_state()
+    folder = trainer.args.output_dir
+    with open(f"{folder}/all_results.json") as file:
+        assert json.load(file) == {"train_loss": 1.0, "eval_loss": 2.0}
+    with open(f"{folder}/test_results.json") as file:
+        assert json.load(file) == {"test_loss": 3.0}
+    assert TrainerState.load_from_json(f"{folder}/trainer_state.json").global_step == 0
+
+
+def test_metrics_are_printed_readably(make_trainer, capsys):
+    assert format_metrics({"eval_runtime": 3725.5, "total_flos": 2.0**31, "loss": 1.23456, "n": 3}) == {
+        "eval_runtime": "1:02:05.50",
+        "total_flos": "2GF",
+        "loss": 1.2346,
+        "n": 3,
+    }
+    assert metric_lines({"b": 1, "long": 2.5}) == ["  b    =   1", "  long = 2.5"]
+    assert metric_lines({"a\nb": "c\u2028d"}) == ["  a\\nb = c\\u2028d"]  # a name cannot begin a line of its own
+    make_trainer().log_metrics("train", {"loss": 1.0})
+    assert capsys.readouterr().out == "***** train metrics *****\n  loss = 1.0\n"
+
+
+def test_memory_is_shown_in_whole_megabytes():
+    assert format_metrics({"train_mem_cpu_alloc_delta": 3 * 2**20 + 5}) == {"train_mem_cpu_alloc_delta": "3MB"}
+
+
+@pytest.mark.parametrize("below", ["", "deep/er"])
+def test_a_file_in_the_way_is_found_before_training(make_trainer, tmp_path, monkeypatch, below):
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(saving, "build_checkpointer", lambda *given: MemoryCheckpointer(tmp_path))  # installed
+    trainer = make_trainer(output_dir=str(tmp_path / "taken" / below), save_strategy="steps")
+    with pytest.raises(ValueError, match=r"cannot be made: \S+taken is a file; give another .*save_strategy='no'"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_file_in_the_way_of_nothing_is_left_alone(make_trainer, tmp_path):
+    (tmp_path / "taken").touch()
+    own = MemoryCheckpointer(tmp_path / "elsewhere")
+    options = {"output_dir": str(tmp_path / "taken"), "save_strategy": "epoch", "checkpointer": own}
+    assert make_trainer(**options).train().global_step == 5
+    assert own.saves == [5]
+
+
+class Processor:
+    def __init__(self, name):
+        self.name = name
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "processor.txt").write_text(self.name, encoding="utf-8")
+
+
+class Collator:
+    def __init__(self, **held):
+        vars(self).update(held)
+
+    def __call__(self, rows):
+        return tr_core.default_data_collator(rows)
+
+
+def saved_by(make_trainer, tmp_path, **parts):
+    make_trainer(train_dataset=samples(4), **parts).save_model(str(tmp_path / "saved_by"))
+    file = tmp_path / "saved_by" / "processor.txt"
+    return file.read_text(encoding="utf-8") if file.exists() else None
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "processor", "processing_class", "feature_extractor", "image_processor"])
+def test_a_processor_that_only_the_collator_knows_is_saved(make_trainer, tmp_path, name):
+    assert saved_by(make_trainer, tmp_path, data_collator=Collator(**{name: Processor("its")})) == "its"
+
+
+def test_the_trainers_own_comes_first(make_trainer, tmp_path):
+    parts = {"processing_class": Processor("own"), "data_collator": Collator(tokenizer=Processor("its"))}
+    assert saved_by(make_trainer, tmp_path, **parts) == "own"
+
+
+def test_a_collator_without_one_saves_nothing(make_trainer, tmp_path):
+    assert saved_by(make_trainer, tmp_path, data_collator=Collator(tokenizer=None, processor="text")) is None
+
+
+class Late(MemoryCheckpointer):
+    """Completes a checkpoint when the next one begins or is waited for, as one that writes in the background may."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.commits = []
+
+    def save(self, step, parts, *, on_commit=None, **others):
+        self.wait()
+        path = super().save(step, parts, **others)
+        self.commits.append(lambda: on_commit(path))
+        return path
+
+    def wait(self):
+        while self.commits:
+            self.commits.pop()()
+
+
+class Steps(TrainerCallback):
+    def __init__(self, caplog):
+        self.caplog, self.told = caplog, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.told[state.global_step] = saved(self.caplog)
+
+
+def saved(caplog):
+    return [int(text.rpartition("-")[2]) for text in caplog.messages if text.startswith("saved checkpoint ")]
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "tr_core.trainer")
+    return caplog
+
+
+def test_a_checkpoint_is_said_to_be_saved_once_it_is_complete(make_trainer, tmp_path, told):
+    steps, own = Steps(told), Late(tmp_path)
+    options = {"save_strategy": "steps", "save_steps": 2, "save_async": True, "log_level": "info"}
+    make_trainer(checkpointer=own, callbacks=[steps], **options).train()  # five steps
+    assert own.saves == [2, 4, 5]
+    assert steps.told[3] == []  # that of step 2 is still being written
+    assert saved(told) == [2, 4, 5]
+
+
+def test_a_finished_run_is_not_announced_and_says_how_to_continue(make_trainer, tmp_path, told):
+    own = MemoryCheckpointer(tmp_path)
+    options = {"save_strategy": "epoch", "checkpointer": own, "log_level": "info"}
+    make_trainer(**options).train()
+    told.clear()
+    make_trainer(**options).train(resume_from_checkpoint=True)
+    assert not any(text.startswith("training Classifier") for text in told.messages)
+    assert told.messages[-1].endswith("the run is complete; a larger num_train_epochs or max_steps continues it")
+
+
+class StopAtThree(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        return {"should_training_stop": state.global_step == 3}
+
+
+class OfClass(Classifier):
+    def state_dict(self, *args, **kwargs):
+        return {f"renamed.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+class Both(OfClass):
+    """A class that loads what it gives."""
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        return super().load_state_dict({name.removeprefix("renamed."): v for name, v in state_dict.items()}, strict)
+
+
+def last_layer_alone(model):
+    """Replace it as alpaca-lora's script does."""
+    old = model.state_dict
+    model.state_dict = (
+        lambda self, *_, **__: {name: value for name, value in old().items() if name.startswith("layers.3")}
+    ).__get__(model, type(model))
+    return model
+
+
+def of_class(model):
+    own = OfClass()
+    own.load_state_dict(model.state_dict())
+    return own
+
+
+def both(model):
+    own = Both()
+    nn.Module.load_state_dict(own, model.state_dict())
+    return own
+
+
+@pytest.mark.parametrize("change", [last_layer_alone, of_class, both])
+def test_a_resumed_run_ends_as_one_that_never_stopped(make_trainer, change):
+    def make(*callbacks, **options):
+        torch.manual_seed(0)
+        model = change(Classifier())
+        keeper = options.setdefault("checkpointer", MemoryCheckpointer())
+        trainer = make_trainer(
+            20, model=model, callbacks=list(callbacks), save_strategy="steps", save_steps=3, **options
+        )
+        return trainer, keeper
+
+    alone, _ = make()
+    alone.train()
+    stopped, keeper = make(StopAtThree())
+    stopped.train()
+    held = set(keeper.saved[3]["model"])
+    whole = set(nn.Module.state_dict(alone.model))
+    assert held == (set(alone.model.state_dict()) if change is both else whole)
+    replaced = stopped.model.state_dict
+    resumed, _ = make(checkpointer=keeper)
+    resumed.train(resume_from_checkpoint=True)
+    for mine, theirs in zip(alone.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert stopped.model.state_dict == replaced  # it is the script's own again
+
+
+@pytest.mark.parametrize("change", [last_layer_alone, of_class, both])
+def test_the_best_model_is_loaded_at_the_end(make_trainer, change):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "load_best_model_at_end": True}
+    scores = iter([1.0, 3.0, 2.0, 1.0, 0.0, 9.0])
+    seen = []
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args, state, control, model, **kwargs):
+            seen.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+
+    torch.manual_seed(0)
+    trainer = make_trainer(
+        20,
+        model=change(Classifier()),
+        checkpointer=MemoryCheckpointer(),
+        eval_dataset=samples(8, 1),
+        compute_metrics=lambda prediction: {"score": next(scores)},
+        metric_for_best_model="score",
+        greater_is_better=True,
+        callbacks=[Keep],
+        **options,
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert torch.equal(nn.utils.parameters_to_vector(trainer.model.parameters()), seen[1])
+
+
+def test_save_model_writes_what_the_script_chose(make_trainer, tmp_path):
+    trainer = make_trainer(8, model=last_layer_alone(Classifier()))
+    trainer.save_model(tmp_path / "saved")
+    assert set(load_file(tmp_path / "saved" / "model.safetensors")) == {"layers.3.weight", "layers.3.bias"}

@@ -1,0 +1,102 @@
+"""A strategy of one device, and strategies of users that leave out what it has."""
+
+import logging
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+from tr_core import SingleDevice, Trainer, TrainingArguments
+from tr_core.single_device import complete_strategy, warn_of_idle_devices
+from tr_core.testing import check_strategy
+
+
+@pytest.fixture
+def four(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+
+
+def test_several_devices_of_which_one_is_used_are_named_once(four, caplog):
+    with caplog.at_level(logging.WARNING, "tr_core.single_device"):  # whatever level an earlier Trainer has set
+        for _ in range(2):
+            warn_of_idle_devices(torch.device("cuda", 0))
+    (said,) = caplog.messages
+    assert said.startswith("4 cuda devices are visible, and one process uses one, cuda:0; to use all")
+    assert "trainer launch --nproc 4 SCRIPT, or torchrun --nproc-per-node 4 SCRIPT" in said
+
+
+def test_a_run_on_the_cpu_says_nothing_of_devices_and_is_never_wrapped(four, caplog, tmp_path):
+    model = torch.nn.Linear(2, 1)
+    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    assert "devices are visible" not in caplog.text
+    assert trainer.model_wrapped is model
+    assert trainer.args.n_gpu == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_several_devices_do_not_become_data_parallel(tmp_path, caplog):
+    trainer = Trainer(torch.nn.Linear(2, 1), TrainingArguments(output_dir=str(tmp_path)))
+    assert not isinstance(trainer.model_wrapped, torch.nn.DataParallel)
+    assert trainer.args.n_gpu == 1
+    assert "one process uses one, cuda:0" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_single_device_keeps_the_promises_of_a_strategy(device):
+    check_strategy(SingleDevice(device))
+
+
+def test_an_object_that_lacks_methods_is_named_with_them():
+    with pytest.raises(AssertionError, match="object lacks .*clip_grad_norm.* which Strategy has"):
+        check_strategy(object())
+
+
+class OfTheUser:
+    """A strategy by composition, which leaves out what `StrategyDefaults` has."""
+
+    forward_is_collective = False
+
+    def __init__(self):
+        self._single = SingleDevice("cpu")
+        for name in (
+            *(
+                "device",
+                "rank",
+                "local_rank",
+                "world_size",
+                "sum",
+                "gather",
+                "gather_objects",
+                "all_reduce_max",
+                "barrier",
+            ),
+            *("prepare", "unwrap", "accumulate", "autocast", "backward", "clip_grad_norm", "step"),
+            *("state_parts", "full_state_dict", "close"),
+        ):
+            setattr(self, name, getattr(self._single, name))
+
+
+def test_a_strategy_of_a_user_is_completed_with_what_it_leaves_out_and_stays_the_same_object():
+    strategy = OfTheUser()
+    assert complete_strategy(strategy) is strategy
+    assert strategy.binds_optimizer is False
+    strategy.bind_optimizer(torch.nn.Linear(2, 2), None)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with strategy.gathered(parameter) as whole:
+        assert whole is parameter
+    assert isinstance(strategy.accumulate_fused(torch.nn.Linear(2, 2), last=True), AbstractContextManager)
+    check_strategy(OfTheUser())
+
+
+def test_a_strategy_that_defines_bind_optimizer_alone_is_said_to_bind_optimizers():
+    bound = []
+
+    class Binding(OfTheUser):
+        def bind_optimizer(self, model, optimizer):
+            bound.append(optimizer)
+
+    strategy = complete_strategy(Binding())
+    assert strategy.binds_optimizer is True
+    strategy.bind_optimizer(None, "optimizer")
+    assert bound == ["optimizer"]
