@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from tr_optim.engine.gradient_window import Sketch
-from tr_optim.engine.settings import Engine
+from tr_optim.engine.settings import Projection
 from tr_optim.projection.basis import find_basis
 
 WIDTH, HEADS, LENGTH, RANK, GAP = 64, 4, 48, 8, 25
 SEEDS, STEPS = range(40), (5, 10, 24, 40, 60)
-ROWS = Engine().sketch_rows
+ROWS = Projection().sketch_rows
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from galore_runs import data, distance, groups, net, run, train, weights
 
 from tr_optim.engine.bases import Bases
-from tr_optim.engine.settings import REFRESH_COSINE, Engine, Place
+from tr_optim.engine.settings import REFRESH_COSINE, Place, Projection
 from tr_optim.galore import GaLoreAdamW
 from tr_optim.projection.basis import Basis, orthonormalise
 from tr_optim.projection.refresh import LazyRefresh, Rotation, is_due
@@ -183,7 +183,7 @@ def test_steps_that_are_left_out_leave_the_schedule_as_it_is():
 
 
 def test_the_cosines_are_read_on_the_host_once_a_refresh(monkeypatch):
-    bases = Bases(Engine(refresh="lazy", refresh_window=1))
+    bases = Bases(Projection(refresh="lazy", refresh_window=1))
     parameter = torch.zeros(8, 8)
     place = Place({"rank": 2, "update_proj_gap": 10, "proj_type": "std", "projects": True}, 0, 0, 1)
     state = {"step": torch.zeros((), dtype=torch.float64)}
@@ -217,8 +217,8 @@ def test_settings_that_make_no_sense_are_refused(options, words):
 
 
 def test_the_default_is_that_of_the_authors():
-    assert REFRESH_COSINE == Engine().refresh_cosine == 0.4
-    assert Engine().refresh_window == 5
+    assert REFRESH_COSINE == Projection().refresh_cosine == 0.4
+    assert Projection().refresh_window == 5
     assert torch.equal(run(refresh="fixed"), run())
 
 

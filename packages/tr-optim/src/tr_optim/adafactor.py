@@ -21,17 +21,10 @@ from tr_optim.moments.adafactor import (
     start_moments,
     state_shapes,
 )
-from tr_optim.options import flag, number, number_pair, optional_number, read_options
+from tr_optim.options import ADAFACTOR_OPTIONS, flag, read_options
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_OPTIONS = {
-    "eps": number_pair,
-    "clip_threshold": number,
-    "decay_rate": number,
-    "beta1": optional_number,
-    "scale_parameter": flag,
-    "stochastic_rounding": flag,
-}
+_OPTIONS = {**ADAFACTOR_OPTIONS, "stochastic_rounding": flag}
 
 
 class Adafactor(Optimizer):
@@ -89,17 +82,9 @@ class Adafactor(Optimizer):
     ) -> None:
         check_step_size(lr, relative_step, warmup_init)
         check_ranges(eps, clip_threshold, decay_rate, beta1)
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
-        }
+        defaults = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
+        defaults |= {"weight_decay": weight_decay, "scale_parameter": scale_parameter}
+        defaults |= {"relative_step": relative_step, "warmup_init": warmup_init}
         super().__init__(params, defaults)
         self._rounding = Rounding(seed if stochastic_rounding else None)
         if stochastic_rounding:
@@ -151,9 +136,7 @@ class Adafactor(Optimizer):
                 number_of += 1
         return result
 
-    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the bytes of all gradients, and of the state after a step; of shards, this rank's."""
-        return optimizer_bytes(self)
+    expected_bytes = optimizer_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""

@@ -13,10 +13,9 @@ from tr_optim.engine.fused import FusedOptimizer
 from tr_optim.engine.fused_checks import fused_options
 from tr_optim.engine.precision import computing_dtype
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout
-from tr_optim.moments.adafactor import BlockedUpdate, is_divided, start, state_shapes
-from tr_optim.options import number, number_pair
-
-_OPTIONS = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
+from tr_optim.moments.adafactor import BlockedUpdate, check_ranges, is_divided, start, state_shapes
+from tr_optim.moments.adam import check_rates
+from tr_optim.options import ADALOMO_OPTIONS
 
 
 class AdaLomo(FusedOptimizer):
@@ -78,7 +77,8 @@ class AdaLomo(FusedOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        _check(lr, weight_decay, eps, clip_threshold, decay_rate)
+        check_rates(lr, weight_decay)
+        check_ranges(eps, clip_threshold, decay_rate, None)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -106,7 +106,7 @@ class AdaLomo(FusedOptimizer):
         Raises:
             ValueError: `optim_args` has an unknown option, or an argument is not supported.
         """
-        return cls(params, args.learning_rate, **fused_options(args, "adalomo", cls.ordinary, _OPTIONS))
+        return cls(params, args.learning_rate, **fused_options(args, "adalomo", cls.ordinary, ADALOMO_OPTIONS))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""
@@ -188,19 +188,3 @@ def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str
             f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has exp_avg, a first moment, "
             "and AdaLomo keeps none; resume with the optimizer that saved it, or begin with a new state"
         )
-
-
-def _check(
-    lr: float | torch.Tensor, weight_decay: float, eps: tuple[float, float], clip_threshold: float, decay_rate: float
-) -> None:
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if not isinstance(value, torch.Tensor) and value < 0:
-            raise ValueError(f"{name}={value:g} must not be negative")
-    if len(eps) != 2 or min(eps) < 0:
-        raise ValueError(f"eps={eps} must be two numbers from 0: added to squared gradients, least parameter scale")
-    if clip_threshold <= 0:
-        raise ValueError(
-            f"clip_threshold={clip_threshold:g} must be positive: the greatest root mean square of an update"
-        )
-    if decay_rate >= 0:
-        raise ValueError(f"decay_rate={decay_rate:g} must be negative, for instance -0.8")

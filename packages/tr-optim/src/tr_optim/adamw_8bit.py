@@ -12,12 +12,12 @@ from tr_optim.engine.bases import Bases
 from tr_optim.engine.checks import all_or_nothing, check_gradient, check_shapes, checked_state_dict
 from tr_optim.engine.memory_estimate import optimizer_bytes
 from tr_optim.engine.precision import Rounding, computing_dtype
-from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.settings import Place, Projection
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
 from tr_optim.engine.updates import BackProjection, UpdateApplier
 from tr_optim.moments.adam import (
     Adam8bitRule,
-    check_adam,
+    adam_options,
     check_least_size,
     convert_loaded_state,
     is_quantized,
@@ -81,9 +81,7 @@ class AdamW8bit(Optimizer):
         *,
         min_8bit_size: int = 4096,
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "min_8bit_size": min_8bit_size})
+        super().__init__(params, {**adam_options(lr, betas, eps, weight_decay), "min_8bit_size": min_8bit_size})
 
     @classmethod
     def from_arguments(cls, params: Iterable[dict[str, Any]], args: Any) -> AdamW8bit:
@@ -117,7 +115,7 @@ class AdamW8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        apply = UpdateApplier(Adam8bitRule(), Bases(Engine()), BackProjection(), Rounding(None), rotates=False)
+        apply = UpdateApplier(Adam8bitRule(), Bases(Projection()), BackProjection(), Rounding(None), rotates=False)
         for index, (group, parameter) in enumerate(self._grouped()):
             if parameter.grad is None:
                 continue
@@ -129,9 +127,7 @@ class AdamW8bit(Optimizer):
             apply(parameter, state, Place({"projects": False, **group}, index, 0, 0), gradient)
         return result
 
-    def expected_bytes(self, micro_batches: int = 1) -> tuple[int, int]:
-        """Return the bytes of all gradients, and of the state after a step; of shards, this rank's."""
-        return optimizer_bytes(self)
+    expected_bytes = optimizer_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -11,14 +11,11 @@ from tr_optim.engine.bases import PROJECTIONS, RandomBases
 from tr_optim.engine.checks import all_or_nothing
 from tr_optim.engine.norm_growth import NormGrowthLimiter, matrix_scaling, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
-from tr_optim.engine.settings import Engine, check_full_gradient_group, full_gradient_engine
-from tr_optim.engine.shards import Shards
-from tr_optim.engine.updates import Sums
-from tr_optim.moments.adam import AdamDirection, check_adam
-from tr_optim.projection.basis import Basis
+from tr_optim.engine.settings import ProjectionOptions, check_full_gradient_group
+from tr_optim.engine.updates import ProjectedUpdate, Sums
+from tr_optim.moments.adam import AdamDirection, adam_options
 
 SCALE_TYPES = ("channel", "tensor")
-COMPAT = (None, "apollo-torch")
 
 
 class APOLLOAdamW(ProjectedOptimizer):
@@ -91,10 +88,13 @@ class APOLLOAdamW(ProjectedOptimizer):
         stochastic_rounding: round weights of low precision up or down at random, so that small updates are not lost.
         compat: `apollo-torch` gives the results of apollo-torch 1.0, but for the random numbers: eps before the bias
             correction, the limiter too, weight decay after the update, moments as they are with `proj="svd"`.
+        **projection: the other arguments; `tr_optim.engine.settings.Projection` has their defaults.
 
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be projected.
     """
+
+    _takes, _compat = ProjectionOptions, "apollo-torch"
 
     def __init__(
         self,
@@ -104,29 +104,18 @@ class APOLLOAdamW(ProjectedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        rank: int | None = None,
-        update_proj_gap: int = 200,
         scale: float = 1.0,
         proj: str = "random",
-        proj_type: str = "std",
         scale_type: str = "channel",
         norm_growth: float | None = 1.01,
-        mode: str = "step",
-        rotate_moments: bool = True,
-        stagger: bool = True,
-        seed: int = 0,
-        stochastic_rounding: bool = False,
-        compat: str | None = None,
+        **projection: Unpack[ProjectionOptions],
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
-        defaults |= {"proj": proj, "scale_type": scale_type, "norm_growth": norm_growth}
-        as_upstream = compat is not None
-        asked = Engine(mode, "svd", rotate_moments, stagger, seed=seed, stochastic_rounding=stochastic_rounding)
-        engine = full_gradient_engine(asked, compat, COMPAT)
+        options = adam_options(lr, betas, eps, weight_decay)
+        options |= {"proj": proj, "scale_type": scale_type, "norm_growth": norm_growth}
+        settings = self._settings(projection, needs_whole=True, scale=scale)
+        as_upstream = settings.compat is not None
         rule, returning = AdamDirection(as_upstream=as_upstream), ScaledGradient(as_upstream=as_upstream)
-        super().__init__(params, defaults, rule, engine, RandomBases(engine), returning)
+        super().__init__(params, options, rule, settings, RandomBases(settings), returning)
 
     @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -148,27 +137,17 @@ class ScaledGradient:
     def __init__(self, *, as_upstream: bool = False) -> None:
         self._limit = NormGrowthLimiter(before_correction=as_upstream)
 
-    def subtract(
-        self,
-        weights: torch.Tensor,
-        update: torch.Tensor,
-        basis: Basis,
-        group: dict[str, Any],
-        state: dict[str, Any],
-        *,
-        projected: torch.Tensor | None,
-        whole: torch.Tensor | None,
-        parts: Shards | None,
-    ) -> Sums:
+    def subtract(self, made: ProjectedUpdate) -> Sums:
         """Subtract without a second matrix of the weights' size, and leave the gradient as it is."""
+        update, group, projected, whole = made.update, made.group, made.projected, made.whole
         assert projected is not None
         assert whole is not None
-        is_left = basis.left is not None
+        is_left = made.basis.left is not None
         if group["scale_type"] == "channel":
             dim = -2 if is_left else -1
             ratio = scaling(update, projected, dim)
-            norm = yield from scaled_norm(ratio, whole, dim, parts)
+            norm = yield from scaled_norm(ratio, whole, dim, made.parts)
         else:
-            ratio, norm = yield from matrix_scaling(update, projected, whole, parts, has_rows=not is_left)
-        factor = self._limit(norm, state, group)[..., None, None]
-        weights.addcmul_(whole, ratio * factor * (group["lr"] * group["scale"] ** 0.5), value=-1)
+            ratio, norm = yield from matrix_scaling(update, projected, whole, made.parts, has_rows=not is_left)
+        factor = self._limit(norm, made.state, group)[..., None, None]
+        made.weights.addcmul_(whole, ratio * factor * (group["lr"] * group["scale"] ** 0.5), value=-1)

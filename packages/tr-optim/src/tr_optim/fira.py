@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from tr_optim.engine.checks import all_or_nothing
 from tr_optim.engine.norm_growth import NormGrowthLimiter, scaled_norm, scaling
 from tr_optim.engine.projected import ProjectedOptimizer
-from tr_optim.engine.settings import Engine, check_full_gradient_group, full_gradient_engine
-from tr_optim.engine.shards import Shards
-from tr_optim.engine.updates import BackProjection, Sums
-from tr_optim.moments.adam import AdamDirection, check_adam
+from tr_optim.engine.settings import ProjectionOptions, check_full_gradient_group
+from tr_optim.engine.updates import BackProjection, ProjectedUpdate, Sums
+from tr_optim.moments.adam import AdamDirection, adam_options
 from tr_optim.projection.basis import Basis
-
-COMPAT = (None, "fira")
 
 
 class FiraAdamW(ProjectedOptimizer):
@@ -74,10 +71,13 @@ class FiraAdamW(ProjectedOptimizer):
         compat: `fira` gives the results of the package of that name: svd, moments as they are, all bases in the same
             steps, eps and the limiter before the bias correction, weight decay after the update, and P R times `scale`
             subtracted from G.
+        **projection: the other arguments; `tr_optim.engine.settings.Projection` has their defaults.
 
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be projected.
     """
+
+    _takes, _compat = ProjectionOptions, "fira"
 
     def __init__(
         self,
@@ -87,28 +87,16 @@ class FiraAdamW(ProjectedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        rank: int | None = None,
-        update_proj_gap: int = 200,
         scale: float = 1.0,
-        proj_type: str = "std",
         norm_growth: float | None = 1.01,
-        mode: str = "step",
         method: str = "subspace",
-        rotate_moments: bool = True,
-        stagger: bool = True,
-        seed: int = 0,
-        stochastic_rounding: bool = False,
-        compat: str | None = None,
+        **projection: Unpack[ProjectionOptions],
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
-        defaults |= {"norm_growth": norm_growth}
-        as_upstream = compat is not None
-        asked = Engine(mode, method, rotate_moments, stagger, seed=seed, stochastic_rounding=stochastic_rounding)
-        engine = full_gradient_engine(asked, compat, COMPAT)
+        options = {**adam_options(lr, betas, eps, weight_decay), "norm_growth": norm_growth}
+        settings = self._settings(projection, needs_whole=True, scale=scale, method=method)
+        as_upstream = settings.compat is not None
         rule, returning = AdamDirection(as_upstream=as_upstream), WithResidual(as_upstream=as_upstream)
-        super().__init__(params, defaults, rule, engine, returning=returning)
+        super().__init__(params, options, rule, settings, returning=returning)
 
     @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -131,29 +119,19 @@ class WithResidual:
         self._limit = NormGrowthLimiter(before_correction=as_upstream)
         self._back = BackProjection()
 
-    def subtract(
-        self,
-        weights: torch.Tensor,
-        update: torch.Tensor,
-        basis: Basis,
-        group: dict[str, Any],
-        state: dict[str, Any],
-        *,
-        projected: torch.Tensor | None,
-        whole: torch.Tensor | None,
-        parts: Shards | None,
-    ) -> Sums:
+    def subtract(self, made: ProjectedUpdate) -> Sums:
         """Subtract both, and leave the gradient as it is."""
+        basis, group, projected, whole = made.basis, made.group, made.projected, made.whole
         assert projected is not None
         assert whole is not None
         dim, rate = -2 if basis.left is not None else -1, group["lr"]
-        ratio = scaling(update, projected, dim)
+        ratio = scaling(made.update, projected, dim)
         rest = _rest(whole, projected, basis, group["scale"] if self._as_upstream else 1.0)
-        norm = yield from scaled_norm(ratio, rest, dim, parts)
-        factor = self._limit(norm, state, group)[..., None, None]
-        weights.addcmul_(rest, ratio * factor * rate, value=-1)
-        given = {"projected": None, "whole": None, "parts": parts}
-        yield from self._back.subtract(weights, update.mul_(rate), basis, group, state, **given)
+        norm = yield from scaled_norm(ratio, rest, dim, made.parts)
+        factor = self._limit(norm, made.state, group)[..., None, None]
+        made.weights.addcmul_(rest, ratio * factor * rate, value=-1)
+        made.update.mul_(rate)
+        yield from self._back.subtract(made)
 
 
 def _rest(whole: torch.Tensor, projected: torch.Tensor, basis: Basis, share: float) -> torch.Tensor:

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from tr_optim.engine.projected import ProjectedOptimizer
-from tr_optim.engine.settings import (
-    MODES,
-    REDUCTIONS,
-    REFRESH_COSINE,
-    REFRESH_WINDOW,
-    REFRESHES,
-    SCHEDULES,
-    Engine,
-)
+from tr_optim.engine.settings import GaLoreOptions
 from tr_optim.moments.adafactor import AdafactorRule, check_ranges, check_step_size
-from tr_optim.moments.adam import AdamRule, check_adam
-from tr_optim.projection.basis import METHODS
-from tr_optim.projection.encoded import FORMS
-
-COMPAT = (None, "galore-torch")
+from tr_optim.moments.adam import AdamRule, adam_options, check_rates
 
 
 class GaLoreAdamW(ProjectedOptimizer):
@@ -98,11 +85,13 @@ class GaLoreAdamW(ProjectedOptimizer):
             `tr_optim.engine.precision.Rounding`).
         compat: `galore-torch` gives the results of galore-torch 1.0: svd, moments as they are, all bases in the same
             steps, eps before the bias correction and weight decay after the update.
+        **projection: the arguments from `rank` on; `tr_optim.engine.settings.Projection` has their defaults.
 
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be projected.
     """
 
+    _takes, _compat = GaLoreOptions, "galore-torch"
     _rule_type: type[AdamRule] = AdamRule
 
     def __init__(
@@ -112,34 +101,11 @@ class GaLoreAdamW(ProjectedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        rank: int | None = None,
-        update_proj_gap: int = 200,
-        scale: float = 0.25,
-        proj_type: str = "std",
-        mode: str = "step",
-        method: str = "subspace",
-        rotate_moments: bool = True,
-        stagger: bool = True,
-        seed: int = 0,
-        reduction: str = "projected",
-        refresh_from: str = "all",
-        sketch_rows: int = 64,
-        refresh: str = "fixed",
-        refresh_cosine: float = REFRESH_COSINE,
-        refresh_window: int = REFRESH_WINDOW,
-        basis_dtype: str = "float32",
-        stochastic_rounding: bool = False,
-        compat: str | None = None,
+        **projection: Unpack[GaLoreOptions],
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
-        engine = Engine(mode, method, rotate_moments, stagger, True, seed, reduction, refresh_from, sketch_rows)
-        engine = replace(engine, stochastic_rounding=stochastic_rounding, refresh=refresh, basis_dtype=basis_dtype)
-        engine = replace(engine, refresh_cosine=refresh_cosine, refresh_window=refresh_window)
-        rule = self._rule_type(as_galore_torch=compat is not None)
-        super().__init__(params, defaults, rule, checked(engine, compat))
+        options = adam_options(lr, betas, eps, weight_decay)
+        rule = self._rule_type(as_galore_torch=projection.get("compat") is not None)
+        super().__init__(params, options, rule, self._settings(projection))
 
 
 class GaLoreAdafactor(ProjectedOptimizer):
@@ -167,28 +133,13 @@ class GaLoreAdafactor(ProjectedOptimizer):
         scale_parameter: multiply the learning rate by the parameter's root mean square.
         relative_step: take `min(1e-2, 1 / sqrt(step))` for the learning rate.
         warmup_init: with `relative_step`, begin with `1e-6 * step` instead of 1e-2.
-        rank: as of `GaLoreAdamW`, and so are all that follow.
-        update_proj_gap: see there.
-        scale: see there.
-        proj_type: see there.
-        mode: see there.
-        method: see there.
-        rotate_moments: see there.
-        stagger: see there.
-        seed: see there.
-        reduction: see there.
-        refresh_from: see there.
-        sketch_rows: see there.
-        refresh: see there.
-        refresh_cosine: see there.
-        refresh_window: see there.
-        basis_dtype: see there.
-        stochastic_rounding: see there.
-        compat: see there.
+        **projection: `rank` and all that follow it in `GaLoreAdamW`, as there.
 
     Raises:
         ValueError: an argument is out of range, contradicts another, or a parameter cannot be projected.
     """
+
+    _takes, _compat = GaLoreOptions, "galore-torch"
 
     def __init__(
         self,
@@ -203,83 +154,12 @@ class GaLoreAdafactor(ProjectedOptimizer):
         scale_parameter: bool = True,
         relative_step: bool = True,
         warmup_init: bool = False,
-        rank: int | None = None,
-        update_proj_gap: int = 200,
-        scale: float = 0.25,
-        proj_type: str = "std",
-        mode: str = "step",
-        method: str = "subspace",
-        rotate_moments: bool = True,
-        stagger: bool = True,
-        seed: int = 0,
-        reduction: str = "projected",
-        refresh_from: str = "all",
-        sketch_rows: int = 64,
-        refresh: str = "fixed",
-        refresh_cosine: float = REFRESH_COSINE,
-        refresh_window: int = REFRESH_WINDOW,
-        basis_dtype: str = "float32",
-        stochastic_rounding: bool = False,
-        compat: str | None = None,
+        **projection: Unpack[GaLoreOptions],
     ) -> None:
-        _check_rates(0.0 if lr is None else lr, weight_decay)
+        check_rates(lr, weight_decay)
         check_step_size(lr, relative_step, warmup_init)
         check_ranges(eps, clip_threshold, decay_rate, beta1)
-        defaults = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
-        defaults |= {"weight_decay": weight_decay, "scale_parameter": scale_parameter}
-        defaults |= {"relative_step": relative_step, "warmup_init": warmup_init}
-        defaults |= {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
-        engine = Engine(mode, method, rotate_moments, stagger, True, seed, reduction, refresh_from, sketch_rows)
-        engine = replace(engine, stochastic_rounding=stochastic_rounding, refresh=refresh, basis_dtype=basis_dtype)
-        engine = replace(engine, refresh_cosine=refresh_cosine, refresh_window=refresh_window)
-        super().__init__(params, defaults, AdafactorRule(), checked(engine, compat))
-
-
-def checked(engine: Engine, compat: str | None) -> Engine:
-    """Return an engine's settings as they are, or those of `compat`.
-
-    Raises:
-        ValueError: one is not known or out of range.
-    """
-    choices = (
-        ("mode", engine.mode, MODES),
-        ("method", engine.method, METHODS),
-        ("reduction", engine.reduction, REDUCTIONS),
-        ("refresh_from", engine.refresh_from, REFRESHES),
-        ("refresh", engine.refresh, SCHEDULES),
-        ("basis_dtype", engine.basis_dtype, FORMS),
-    )
-    for name, value, known in (*choices, ("compat", compat, COMPAT)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(str, known))}")
-    if engine.sketch_rows < 1:
-        raise ValueError(f"sketch_rows={engine.sketch_rows} must be at least 1: the norm is estimated by them")
-    _check_refresh(engine)
-    if compat is not None and (engine.refresh, engine.basis_dtype) != ("fixed", "float32"):
-        raise ValueError(
-            f"compat={compat!r} has a fixed schedule and float32 bases, and refresh={engine.refresh!r} with "
-            f"basis_dtype={engine.basis_dtype!r} was asked for; leave out compat, or those"
-        )
-    if compat is None:
-        return engine
-    return replace(engine, method="svd", rotates=False, staggers=False, keeps_signs=False)
-
-
-def _check_refresh(engine: Engine) -> None:
-    cosine, window = engine.refresh_cosine, engine.refresh_window
-    if not 0 < cosine <= 1:
-        raise ValueError(f"refresh_cosine={cosine:g} must be above 0 and at most 1: a mean cosine of successive bases")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"refresh_window={window!r} must be a whole number from 1: refreshes that the mean is over")
-    if engine.refresh == "fixed" and (cosine, window) != (REFRESH_COSINE, REFRESH_WINDOW):
-        raise ValueError(
-            f"refresh_cosine={cosine:g} and refresh_window={window} are of refresh='lazy', and refresh is 'fixed'; set "
-            "refresh='lazy', or leave them out"
-        )
-
-
-def _check_rates(lr: float | torch.Tensor, weight_decay: float) -> None:
-    if not isinstance(lr, torch.Tensor) and lr < 0:
-        raise ValueError(f"lr={lr:g} must not be negative")
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay={weight_decay:g} must not be negative: it would let weights grow")
+        options = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
+        options |= {"weight_decay": weight_decay, "scale_parameter": scale_parameter}
+        options |= {"relative_step": relative_step, "warmup_init": warmup_init}
+        super().__init__(params, options, AdafactorRule(), self._settings(projection))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from tr_optim.engine.checks import all_or_nothing
+from tr_optim.engine.settings import GaLoreOptions
 from tr_optim.galore import GaLoreAdamW
 from tr_optim.moments.adam import Adam8bitRule, check_least_size, convert_loaded_state
 
@@ -63,7 +64,7 @@ class GaLoreAdamW8bit(GaLoreAdamW):
         weight_decay: float = 0.0,
         *,
         min_8bit_size: int = 4096,
-        **options: Any,
+        **options: Unpack[GaLoreOptions],
     ) -> None:
         given: list[Any] = list(params)
         groups = given if not given or isinstance(given[0], dict) else [{"params": given}]

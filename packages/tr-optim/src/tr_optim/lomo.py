@@ -12,6 +12,7 @@ from tr_optim.engine.fused import FusedOptimizer
 from tr_optim.engine.fused_checks import fused_options
 from tr_optim.engine.precision import chunks, computing_dtype, store_rounded
 from tr_optim.engine.shards import local_part
+from tr_optim.moments.adam import check_rates
 
 
 class Lomo(FusedOptimizer):
@@ -79,9 +80,7 @@ class Lomo(FusedOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not isinstance(value, torch.Tensor) and value < 0:
-                raise ValueError(f"{name}={value:g} must not be negative")
+        check_rates(lr, weight_decay)
         super().__init__(
             params,
             {"lr": lr, "weight_decay": weight_decay},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from typing import Any, get_type_hints
 
 Converter = Callable[[Any], Any]
 
@@ -96,6 +96,29 @@ def flag(value: Any) -> bool:
     if str(value).lower() not in words:
         raise ValueError("needs true or false")
     return words[str(value).lower()]
+
+
+_OF_TYPES: dict[Any, Converter] = {
+    int: whole_number,
+    int | None: whole_number,
+    float: number,
+    float | None: optional_number,
+    bool: flag,
+    str: str,
+    str | None: str,
+}
+ADALOMO_OPTIONS: dict[str, Converter] = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
+ADAFACTOR_OPTIONS: dict[str, Converter] = {**ADALOMO_OPTIONS, "beta1": optional_number, "scale_parameter": flag}
+
+
+def converters(options: type, without: Container[str] = ()) -> dict[str, Converter]:
+    """Return the functions that convert the options of a `TypedDict`, by name.
+
+    Args:
+        options: a `TypedDict` of numbers, flags and words.
+        without: names to leave out.
+    """
+    return {name: _OF_TYPES[kind] for name, kind in get_type_hints(options).items() if name not in without}
 
 
 def _by_name(given: str | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,92 +8,77 @@ rank, proj, scale_type, update_proj_gap, scale and proj_type. It takes some more
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from tr_optim.apollo import APOLLOAdamW
+from tr_optim.engine.settings import GROUP_OPTIONS, GaLoreOptions, ProjectionOptions
 from tr_optim.fira import FiraAdamW
 from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
 from tr_optim.galore_8bit import GaLoreAdamW8bit
-from tr_optim.options import Converter, flag, number, number_pair, optional_number, read_options, whole_number
+from tr_optim.options import (
+    ADAFACTOR_OPTIONS,
+    Converter,
+    converters,
+    number,
+    optional_number,
+    read_options,
+    whole_number,
+)
 from tr_optim.targets import Targets, find_targets
 
-_GROUP_OPTIONS = ("rank", "update_proj_gap", "scale", "proj_type")
-_PROJECTION: dict[str, Converter] = {
-    "rank": whole_number,
-    "update_proj_gap": whole_number,
-    "scale": number,
-    "proj_type": str,
-    "method": str,
-    "rotate_moments": flag,
-    "stagger": flag,
-    "seed": whole_number,
-    "refresh": str,
-    "refresh_cosine": number,
-    "refresh_window": whole_number,
-    "basis_dtype": str,
-    "stochastic_rounding": flag,
-    "compat": str,
-}
-_IN_BACKWARD: dict[str, Converter] = {
-    "mode": str,
-    "reduction": str,
-    "refresh_from": str,
-    "sketch_rows": whole_number,
-}
-_ADAFACTOR: dict[str, Converter] = {
-    "eps": number_pair,
-    "clip_threshold": number,
-    "decay_rate": number,
-    "beta1": optional_number,
-    "scale_parameter": flag,
-}
+# Options of the layer-wise forms alone.
+_IN_BACKWARD = ("mode", "reduction", "refresh_from", "sketch_rows")
+_GALORE = converters(GaLoreOptions)
+_APOLLO_AND_FIRA = converters(ProjectionOptions, without=("mode",)) | {"scale": number, "norm_growth": optional_number}
 
 Groups = list[dict[str, Any]]
+Factory = TypeVar("Factory", bound=Callable[..., Optimizer])
 
 
+def projects_modules(factory: Factory) -> Factory:
+    """Mark a factory that needs the model, and takes `optim_target_modules`."""
+    vars(factory).update(needs_model=True, takes_target_modules=True)
+    return factory
+
+
+@projects_modules
 def galore_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `GaLoreAdamW` that projects gradients from `.grad` in its step."""
     return _galore_adamw("galore_adamw", groups, args, model, layerwise=False)
 
 
+@projects_modules
 def galore_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `GaLoreAdamW` that projects and frees each gradient in the backward pass."""
     return _galore_adamw("galore_adamw_layerwise", groups, args, model, layerwise=True)
 
 
+@projects_modules
 def galore_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `GaLoreAdamW8bit` that projects gradients from `.grad` in its step."""
     return _galore_adamw("galore_adamw_8bit", groups, args, model, layerwise=False, kind=GaLoreAdamW8bit)
 
 
+@projects_modules
 def galore_adamw_8bit_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `GaLoreAdamW8bit` that projects and frees each gradient in the backward pass."""
     return _galore_adamw("galore_adamw_8bit_layerwise", groups, args, model, layerwise=True, kind=GaLoreAdamW8bit)
 
 
+@projects_modules
 def galore_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `GaLoreAdafactor` that projects gradients from `.grad` in its step."""
     return _galore_adafactor("galore_adafactor", groups, args, model, layerwise=False)
 
 
+@projects_modules
 def galore_adafactor_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `GaLoreAdafactor` that projects and frees each gradient in the backward pass."""
     return _galore_adafactor("galore_adafactor_layerwise", groups, args, model, layerwise=True)
-
-
-for _factory in (
-    galore_adamw,
-    galore_adamw_layerwise,
-    galore_adamw_8bit,
-    galore_adamw_8bit_layerwise,
-    galore_adafactor,
-    galore_adafactor_layerwise,
-):
-    vars(_factory).update(needs_model=True, takes_target_modules=True)
 
 
 def _galore_adamw(
@@ -108,20 +93,20 @@ def _galore_adamw(
     further = {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {}
     options = _galore_options(name, args, further, layerwise=layerwise)
     betas = (args.adam_beta1, args.adam_beta2)
-    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    divided = divide_groups(groups, resolve_targets(name, args, model))
     return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
 
 
 def _galore_adafactor(name: str, groups: Groups, args: Any, model: nn.Module, *, layerwise: bool) -> Optimizer:
-    options = {"scale_parameter": False, **_galore_options(name, args, _ADAFACTOR, layerwise=layerwise)}
-    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    options = {"scale_parameter": False, **_galore_options(name, args, ADAFACTOR_OPTIONS, layerwise=layerwise)}
+    divided = divide_groups(groups, resolve_targets(name, args, model))
     return GaLoreAdafactor(divided, args.learning_rate, **options, relative_step=False)
 
 
 def _galore_options(name: str, args: Any, further: Mapping[str, Converter], *, layerwise: bool) -> dict[str, Any]:
     """Return the options in `optim_args`, with the defaults of a run."""
-    takes = {**_PROJECTION, **(_IN_BACKWARD if layerwise else {}), **further}
-    options = {"rank": 128, "seed": args.seed, **read_options(args.optim_args, takes, name)}
+    takes = {name: convert for name, convert in _GALORE.items() if layerwise or name not in _IN_BACKWARD}
+    options = {"rank": 128, "seed": args.seed, **read_options(args.optim_args, {**takes, **further}, name)}
     if layerwise:
         options.setdefault("mode", "deferred")
         if options["mode"] == "step":
@@ -134,7 +119,12 @@ def _galore_options(name: str, args: Any, further: Mapping[str, Converter], *, l
     return options
 
 
-def _resolve_targets(name: str, args: Any, model: nn.Module) -> Targets:
+def resolve_targets(name: str, args: Any, model: nn.Module) -> Targets:
+    """Return the matrices that `optim_target_modules` names.
+
+    Raises:
+        ValueError: it names none.
+    """
     if args.optim_target_modules is None:
         raise ValueError(
             f"optim={name!r} projects the gradients of the modules that optim_target_modules names, and it is None; "
@@ -160,7 +150,7 @@ def divide_groups(groups: Groups, targets: Targets) -> Groups:
         members = [p for p in group["params"] if p in targets]
         others = [p for p in group["params"] if p not in targets]
         alike = [other for other in groups if other.get("rule") == group.get("rule")]
-        own = [key for key in _GROUP_OPTIONS if key in group]
+        own = [key for key in GROUP_OPTIONS if key in group]
         if own and not any(p in targets for other in alike for p in other["params"]):
             raise ValueError(
                 f"rule {group.get('rule')!r} of parameter_rules sets {', '.join(own)}, but none of its parameters is "
@@ -173,62 +163,45 @@ def divide_groups(groups: Groups, targets: Targets) -> Groups:
     return divided
 
 
-_APOLLO_AND_FIRA: dict[str, Converter] = {
-    "rank": whole_number,
-    "update_proj_gap": whole_number,
-    "scale": number,
-    "proj_type": str,
-    "norm_growth": optional_number,
-    "rotate_moments": flag,
-    "stagger": flag,
-    "seed": whole_number,
-    "stochastic_rounding": flag,
-    "compat": str,
-}
 _APOLLO: dict[str, Converter] = {"proj": str, "scale_type": str}
 _FIRA: dict[str, Converter] = {"method": str}
 _MINI = {"rank": 1, "scale_type": "tensor", "scale": 128.0}
 
 
+@projects_modules
 def apollo_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `APOLLOAdamW` that reads gradients from `.grad` in its step."""
     return _apollo_or_fira(APOLLOAdamW, "apollo_adamw", _APOLLO, groups, args, model)
 
 
+@projects_modules
 def apollo_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `APOLLOAdamW` that applies and frees each gradient in the backward pass."""
     return _apollo_or_fira(APOLLOAdamW, "apollo_adamw_layerwise", _APOLLO, groups, args, model)
 
 
+@projects_modules
 def apollo_mini(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `APOLLOAdamW` with one direction and one step size for each matrix."""
     return _apollo_or_fira(APOLLOAdamW, "apollo_mini", _APOLLO, groups, args, model)
 
 
+@projects_modules
 def apollo_mini_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `apollo_mini` that applies and frees each gradient in the backward pass."""
     return _apollo_or_fira(APOLLOAdamW, "apollo_mini_layerwise", _APOLLO, groups, args, model)
 
 
+@projects_modules
 def fira_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `FiraAdamW` that reads gradients from `.grad` in its step."""
     return _apollo_or_fira(FiraAdamW, "fira_adamw", _FIRA, groups, args, model)
 
 
+@projects_modules
 def fira_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build `FiraAdamW` that applies and frees each gradient in the backward pass."""
     return _apollo_or_fira(FiraAdamW, "fira_adamw_layerwise", _FIRA, groups, args, model)
-
-
-for _factory in (
-    apollo_adamw,
-    apollo_adamw_layerwise,
-    apollo_mini,
-    apollo_mini_layerwise,
-    fira_adamw,
-    fira_adamw_layerwise,
-):
-    vars(_factory).update(needs_model=True, takes_target_modules=True)
 
 
 def _apollo_or_fira(
@@ -245,7 +218,7 @@ def _apollo_or_fira(
         _refuse_scaling(name, args)
         _log_clipping(name, args, options)
     betas = (args.adam_beta1, args.adam_beta2)
-    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    divided = divide_groups(groups, resolve_targets(name, args, model))
     return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
 
 

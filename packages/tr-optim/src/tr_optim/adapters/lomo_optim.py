@@ -274,9 +274,7 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
 
     def state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's state: of its rows, columns and step count."""
-        shape = parameter.shape
-        numbers = parameter.numel() if len(shape) < 2 else shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
-        return 4 * (numbers + 1)
+        return 4 * (sum(shape.numel() for shape in state_shapes(parameter.shape).values()) + 1)
 
     def update(
         self,

@@ -20,8 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tr_optim.engine.fused_checks import fused_options
-from tr_optim.options import Converter, flag, number, number_pair, optional_number, read_options, whole_number
-from tr_optim.registry import Groups, _resolve_targets, divide_groups
+from tr_optim.engine.settings import GROUP_OPTIONS, GaLoreOptions
+from tr_optim.options import ADAFACTOR_OPTIONS, ADALOMO_OPTIONS, converters, flag, read_options
+from tr_optim.registry import Groups, divide_groups, projects_modules, resolve_targets
 
 
 def check_same_hardware(device: torch.device, name: str, own: str) -> None:
@@ -54,22 +55,10 @@ def _hardware(device: torch.device) -> str:
     return f"on {processor} with {torch.get_num_threads()} threads and torch {torch.__version__}"
 
 
-_PROJECTION: dict[str, Converter] = {
-    "rank": whole_number,
-    "update_proj_gap": whole_number,
-    "scale": number,
-    "proj_type": str,
-}
-_ADAFACTOR: dict[str, Converter] = {
-    "eps": number_pair,
-    "clip_threshold": number,
-    "decay_rate": number,
-    "beta1": optional_number,
-    "scale_parameter": flag,
-}
-_ADALOMO: dict[str, Converter] = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
+_PROJECTION = {name: convert for name, convert in converters(GaLoreOptions).items() if name in GROUP_OPTIONS}
 
 
+@projects_modules
 def galore_torch_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build galore-torch's GaLoreAdamW."""
     from tr_optim.adapters.galore_torch import GaLoreTorchAdamW
@@ -77,23 +66,25 @@ def galore_torch_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer
     name = "galore_torch_adamw"
     options = {"rank": 128, **read_options(args.optim_args, {**_PROJECTION, "correct_bias": flag}, name)}
     betas = (args.adam_beta1, args.adam_beta2)
-    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    divided = divide_groups(groups, resolve_targets(name, args, model))
     check_same_hardware(next(model.parameters()).device, f"optim={name!r}", "optim='galore_adamw'")
     return GaLoreTorchAdamW(divided, args.learning_rate, betas, args.adam_epsilon, **options)
 
 
+@projects_modules
 def galore_torch_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Build galore-torch's GaLoreAdafactor."""
     from tr_optim.adapters.galore_torch import GaLoreTorchAdafactor
 
     name = "galore_torch_adafactor"
-    given = read_options(args.optim_args, {**_PROJECTION, **_ADAFACTOR}, name)
+    given = read_options(args.optim_args, {**_PROJECTION, **ADAFACTOR_OPTIONS}, name)
     options = {"rank": 128, "scale_parameter": False, **given}
-    divided = divide_groups(groups, _resolve_targets(name, args, model))
+    divided = divide_groups(groups, resolve_targets(name, args, model))
     check_same_hardware(next(model.parameters()).device, f"optim={name!r}", "optim='galore_adafactor'")
     return GaLoreTorchAdafactor(divided, args.learning_rate, **options, relative_step=False)
 
 
+@projects_modules
 def galore_torch_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """Refuse galore-torch's GaLoreAdamW8bit, with the reason.
 
@@ -119,7 +110,7 @@ def adalomo_optim(groups: Groups, args: Any) -> Optimizer:
     """Build lomo_optim's AdaLomo."""
     from tr_optim.adapters.lomo_optim import LomoOptimAdaLomo
 
-    options = fused_options(args, "adalomo_optim", LomoOptimAdaLomo.ordinary, _ADALOMO)
+    options = fused_options(args, "adalomo_optim", LomoOptimAdaLomo.ordinary, ADALOMO_OPTIONS)
     return LomoOptimAdaLomo(groups, args.learning_rate, **options)
 
 
@@ -172,8 +163,6 @@ def adamw_torch_4bit(groups: Groups, args: Any) -> Optimizer:
     return _torchao(TorchAOAdamW4bit, "adamw_torch_4bit", groups, args)
 
 
-for _factory in (galore_torch_adamw, galore_torch_adafactor, galore_torch_adamw_8bit):
-    vars(_factory).update(needs_model=True, takes_target_modules=True)
 for _factory in (
     adamw_bnb_8bit,
     paged_adamw_8bit,

@@ -13,7 +13,7 @@ import torch
 from tr_optim.engine.averaging import Averaging
 from tr_optim.engine.checks import check_saved_state
 from tr_optim.engine.precision import computing_dtype
-from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.settings import Place, Projection
 from tr_optim.engine.shards import local_part, shards_of
 from tr_optim.projection.basis import Basis, find_basis, projected_shape, seeded_normal, sides
 from tr_optim.projection.encoded import ENTRIES, EncodedBasis, encode, read_encoded
@@ -27,13 +27,13 @@ class Bases:
     """The bases of projected parameters, as tensors in their states.
 
     Args:
-        engine: how bases are found, and when.
+        projection: how bases are found, and when.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        is_lazy = engine.refresh == "lazy"
-        self._lazy = LazyRefresh(engine.refresh_cosine, engine.refresh_window) if is_lazy else None
+    def __init__(self, projection: Projection) -> None:
+        self._projection = projection
+        is_lazy = projection.refresh == "lazy"
+        self._lazy = LazyRefresh(projection.refresh_cosine, projection.refresh_window) if is_lazy else None
 
     @property
     def measures_change(self) -> bool:
@@ -75,7 +75,7 @@ class Bases:
         gap = group["update_proj_gap"]
         if self._lazy is not None:
             return self._lazy.is_due(parameter, state, gap, self._phase(place))
-        return is_due(int(state["step"]), gap, index=place.turn, count=place.count, staggers=self._engine.staggers)
+        return is_due(int(state["step"]), gap, index=place.turn, count=place.count, staggers=self._projection.stagger)
 
     def find(
         self,
@@ -86,13 +86,13 @@ class Bases:
         average: Averaging | None,
     ) -> Basis | EncodedBasis:
         """Return the basis of a gradient, in its stored form; with `average`, that of the mean over the ranks."""
-        if self._engine.method == "svd" and average is not None:
+        if self._projection.method == "svd" and average is not None:
             gradient, average = average(gradient.contiguous()), None
         shards = shards_of(parameter)
         if shards is not None:
             rank, proj_type = place.group["rank"], place.group["proj_type"]
             old, key = self.current(parameter, state, place), self.random_key(state, place)
-            how = {"method": self._engine.method, "keeps_signs": self._engine.keeps_signs}
+            how = {"method": self._projection.method, "keeps_signs": self._projection.keeps_signs}
             basis = find_basis_of_rows(gradient, shards, rank, proj_type, old, key=key, **how)
         else:
             basis = find_basis(
@@ -100,16 +100,16 @@ class Bases:
                 place.group["rank"],
                 place.group["proj_type"],
                 self.current(parameter, state, place),
-                method=self._engine.method,
+                method=self._projection.method,
                 key=self.random_key(state, place),
                 average=average,
-                keeps_signs=self._engine.keeps_signs,
+                keeps_signs=self._projection.keeps_signs,
             )
-        return basis if self._engine.basis_dtype == "float32" else encode(basis, self._engine.basis_dtype)
+        return basis if self._projection.basis_dtype == "float32" else encode(basis, self._projection.basis_dtype)
 
     def store(self, state: State, basis: Basis | EncodedBasis) -> None:
         """Put a basis into a state."""
-        kept = encode(basis, self._engine.basis_dtype) if isinstance(basis, Basis) else basis
+        kept = encode(basis, self._projection.basis_dtype) if isinstance(basis, Basis) else basis
         for name in ENTRIES:  # also drops scales of integers that are not used any more
             state.pop(name, None)
         state.update(kept.tensors)
@@ -129,10 +129,10 @@ class Bases:
 
     def random_key(self, state: State, place: Place) -> tuple[int, int, int]:
         """Return what a parameter's random numbers of this step depend on: equal on all ranks, after a resume too."""
-        return self._engine.seed, place.index, int(state["step"]) if "step" in state else 0
+        return self._projection.seed, place.index, int(state["step"]) if "step" in state else 0
 
     def _phase(self, place: Place) -> int:
-        staggers = self._engine.staggers
+        staggers = self._projection.stagger
         return phase(place.group["update_proj_gap"], index=place.turn, count=place.count, staggers=staggers)
 
 
@@ -148,12 +148,14 @@ class RandomBases(Bases):
     draw different numbers from the same seed.
 
     Args:
-        engine: its seed, and how bases are found in gradients.
+        projection: its seed, and how bases are found in gradients.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._found = {method: Bases(replace(engine, method=method)) for method in PROJECTIONS if method != "random"}
+    def __init__(self, projection: Projection) -> None:
+        super().__init__(projection)
+        self._found = {
+            method: Bases(replace(projection, method=method)) for method in PROJECTIONS if method != "random"
+        }
         self._last: tuple[object, Basis] | None = None  # one update asks twice
 
     def current(self, parameter: torch.Tensor, state: State, place: Place) -> Basis | None:

@@ -15,7 +15,7 @@ from tr_optim.engine.bases import Bases
 from tr_optim.engine.fused_checks import unknown_ranks
 from tr_optim.engine.gradient_window import GradientWindow, Sketch, add_to_sum
 from tr_optim.engine.hooks import BackwardHooks, Consume, find_repeated, is_reentrant, other_gradients_kept
-from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.settings import Place, Projection
 from tr_optim.engine.shards import is_distributed, local_part, shards_of, with_own_memory
 from tr_optim.engine.updates import prepare_gradient
 from tr_optim.projection.basis import Basis
@@ -40,7 +40,7 @@ class GradientStore:
 
     Args:
         owner: the optimizer.
-        engine: how gradients are projected.
+        projection: how gradients are projected.
         bases: where the bases are.
         needs_whole: whether the gradients of projected parameters are kept too, until they are applied.
 
@@ -51,8 +51,8 @@ class GradientStore:
             them; None for no clipping.
     """
 
-    def __init__(self, owner: Owner, engine: Engine, bases: Bases, *, needs_whole: bool) -> None:
-        self._owner, self._engine, self._bases, self._needs_whole = owner, engine, bases, needs_whole
+    def __init__(self, owner: Owner, projection: Projection, bases: Bases, *, needs_whole: bool) -> None:
+        self._owner, self._projection, self._bases, self._needs_whole = owner, projection, bases, needs_whole
         self.window = GradientWindow()
         self.norm_is_estimated = False
         self._averaging: Averaging | None = None
@@ -70,7 +70,7 @@ class GradientStore:
 
     @property
     def _applies(self) -> bool:
-        return self._engine.mode == "immediate"
+        return self._projection.mode == "immediate"
 
     def bind(self, collectives: Collectives) -> None:
         """Average over the ranks, if there are several."""
@@ -136,7 +136,7 @@ class GradientStore:
         for (_, _, is_of_rows), rest in sketch.rest(self.window.projected, self._basis, self._key).items():
             if is_of_rows and shards is not None:
                 rest = shards.sum(rest.clone())
-            elif self._averaging is not None and self._engine.reduction == "projected":
+            elif self._averaging is not None and self._projection.reduction == "projected":
                 rest = self._averaging(rest.contiguous())
             found.append(torch.linalg.vector_norm(rest))
         return found
@@ -207,7 +207,7 @@ class GradientStore:
             return None
         numbered = [(p, place) for p, place in self._owner.numbered() if p.requires_grad]
         consumed = [(p, place) for p, place in numbered if place.is_projected or self._applies]
-        if self._engine.reduction == "whole" or self._applies:
+        if self._projection.reduction == "whole" or self._applies:
             exchanged = [p for p, _ in consumed]
         else:
             exchanged = [p for p, place in consumed if self._may_find_basis(p) and self._is_due(p, place)]
@@ -219,7 +219,7 @@ class GradientStore:
 
     def _sums_first(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's basis is found from the sum of all micro-batches, not from the first."""
-        refresh_from = self._engine.refresh_from
+        refresh_from = self._projection.refresh_from
         has_basis = refresh_from == "all_but_first" and self._bases.has_basis(self._owner.state[parameter])
         return refresh_from == "all" or has_basis
 
@@ -230,7 +230,7 @@ class GradientStore:
         and not in each hook, takes a third of the time.
         """
         is_usual = self._is_last and self.window.num_micro_batches == 1 and self._averaging is None
-        is_coded = self._engine.basis_dtype != "float32"  # to be decoded one by one
+        is_coded = self._projection.basis_dtype != "float32"  # to be decoded one by one
         if not is_usual or is_coded or self._needs_whole or self._applies or self._has_shards:
             return {}
         found: dict[int, Basis] = {}
@@ -254,10 +254,10 @@ class GradientStore:
 
     def _keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep the parts of a micro-batch's gradient that the step needs."""
-        place, window, engine = self._places[id(parameter)], self.window, self._engine
+        place, window, projection = self._places[id(parameter)], self.window, self._projection
         gradient = prepare_gradient(parameter, gradient, self._inverse_scale)
         average = None if is_distributed(parameter) else self._averaging
-        if average is not None and engine.reduction == "whole":
+        if average is not None and projection.reduction == "whole":
             gradient, average = average(gradient.contiguous()), None
         is_whole = average is None and self._is_last and window.num_micro_batches == 1
         is_due = place.is_projected and parameter not in window.bases and self._is_due(parameter, place)
@@ -302,7 +302,7 @@ class GradientStore:
             self.window.norms[parameter] = torch.linalg.vector_norm(gradient)
             return
         if self.window.sketch is None:
-            self.window.sketch = Sketch(self._engine.sketch_rows)
+            self.window.sketch = Sketch(self._projection.sketch_rows)
         self.window.sketch.add(parameter, gradient, self._key(parameter))
 
     def _take_out_of_sketch(self, parameter: torch.Tensor) -> None:
@@ -357,6 +357,6 @@ class GradientStore:
         if missing:
             raise RuntimeError(missing_gradient(missing))
         tensors = [p.grad for p in kept if p.grad is not None]
-        if self._engine.reduction == "projected":
+        if self._projection.reduction == "projected":
             tensors += [window.projected[p] for p in projected]
         self._averaging.average_(tensors)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from tr_optim.engine.precision import computing_dtype
-from tr_optim.engine.settings import Engine, Place
+from tr_optim.engine.settings import Place, Projection
 from tr_optim.engine.shards import local_part
 from tr_optim.projection.basis import projected_shape, sides
 
 Placed = Sequence[tuple[torch.Tensor, Place]]
 
 
-def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_whole: bool) -> int:
+def gradient_bytes(placed: Placed, projection: Projection, micro_batches: int, *, needs_whole: bool) -> int:
     """Return the peak bytes of gradients and their kept parts, over all steps.
 
     The mode keeps some between backward passes and step. The two largest gradients consumed in backward are added,
@@ -27,14 +27,14 @@ def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_
 
     Args:
         placed: parameters with their places.
-        engine: how gradients are projected.
+        projection: how gradients are projected.
         micro_batches: backward passes of a step.
         needs_whole: whether updates need whole gradients too.
     """
     trainable = [(p, place) for p, place in placed if p.requires_grad]
-    if engine.mode == "step":
+    if projection.mode == "step":
         return sum(_size(p) for p, _ in trainable)
-    applies, total, sizes, copied = engine.mode == "immediate", 0, [0], [0]
+    applies, total, sizes, copied = projection.mode == "immediate", 0, [0], [0]
     for parameter, place in trainable:
         size, numel, dtype = _size(parameter), local_part(parameter).numel(), computing_dtype(parameter)
         if not (applies or place.is_projected):
@@ -43,7 +43,7 @@ def gradient_bytes(placed: Placed, engine: Engine, micro_batches: int, *, needs_
             continue
         sizes.append(size)
         copied.append(numel * dtype.itemsize if dtype != parameter.dtype else 0)
-        sums_whole = needs_whole or not place.is_projected or engine.refresh_from == "all"
+        sums_whole = needs_whole or not place.is_projected or projection.refresh_from == "all"
         if micro_batches > 1 and sums_whole:
             total += numel * dtype.itemsize
         elif micro_batches > 1 or not applies:
@@ -77,8 +77,11 @@ def state_bytes(optimizer: Any, step: Callable[[Any], Any]) -> int:
     return sum(counts[shape] * _bytes(state) for shape, state in twin.state.items())
 
 
-def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
-    """Return the bytes of all gradients of an optimizer that reads them from `.grad`, and of its state."""
+def optimizer_bytes(optimizer: Any, micro_batches: int = 1) -> tuple[int, int]:
+    """Return the bytes of all gradients, and of the state after a step; of shards, this rank's.
+
+    It is the `expected_bytes` of an optimizer that reads gradients from `.grad`: several micro-batches take no more.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return sum(map(_size, parameters)), state_bytes(optimizer, type(optimizer).step)
 

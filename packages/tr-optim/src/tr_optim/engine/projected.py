@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from inspect import Parameter, Signature, signature
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -24,7 +26,7 @@ from tr_optim.engine.checks import (
 from tr_optim.engine.gradient_store import GradientStore
 from tr_optim.engine.memory_estimate import gradient_bytes, state_bytes
 from tr_optim.engine.precision import Rounding, check_has_low_precision
-from tr_optim.engine.settings import Engine, Place, Rule
+from tr_optim.engine.settings import Place, Projection, Rule
 from tr_optim.engine.shards import in_layout, out_of_layout, shards_of
 from tr_optim.engine.updates import (
     BackProjection,
@@ -53,38 +55,65 @@ class ProjectedOptimizer(Optimizer):
 
     Args:
         params: parameters or parameter groups.
-        defaults: of a group's options, with `lr`, `weight_decay`, `rank`, `update_proj_gap`, `scale`, `proj_type`.
+        defaults: of a group's options beside those of the projection, with `lr` and `weight_decay`.
         rule: how a projected gradient becomes an update.
-        engine: how gradients are projected.
+        projection: how gradients are projected.
         bases: where the bases are kept, and how they are found; as `Bases` if not given.
         returning: how a projected update changes the weights; by default it is projected back.
     """
+
+    _takes: ClassVar[Any]
+    _compat: ClassVar[str]
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Show the arguments of the projection, with their defaults, in the signature of a class's constructor."""
+        super().__init_subclass__(**given)
+        if "_takes" not in vars(cls):
+            return
+        *own, _ = signature(cls.__init__).parameters.values()
+        for each in fields(Projection):
+            if each.name in cls._takes.__optional_keys__:
+                own.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type))
+        vars(cls)["__init__"].__signature__ = Signature(own, return_annotation=None)
 
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
         defaults: dict[str, Any],
         rule: Rule,
-        engine: Engine,
+        projection: Projection,
         bases: Bases | None = None,
         returning: BackProjector | None = None,
     ) -> None:
-        self._rule, self._engine = rule, engine
-        self._bases, self._returning = bases or Bases(engine), returning or BackProjection()
+        self._rule, self._projection = rule, projection
+        self._bases, self._returning = bases or Bases(projection), returning or BackProjection()
         self._begin()
-        super().__init__(params, defaults)
-        if engine.stochastic_rounding:
+        super().__init__(params, {**defaults, **projection.group_options})
+        if projection.stochastic_rounding:
             check_has_low_precision((p for group in self.param_groups for p in group["params"]), type(self).__name__)
 
+    def _settings(self, given: Mapping[str, Any], *, needs_whole: bool = False, **own: Any) -> Projection:
+        """Return the settings that keyword arguments ask for.
+
+        Raises:
+            TypeError: an argument is not known.
+            ValueError: one is out of range or not available.
+        """
+        for name in given:
+            if name not in self._takes.__optional_keys__:
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
+        return Projection(**own, **given).checked(self._compat, needs_whole=needs_whole)
+
     def _begin(self) -> None:
-        rounding = Rounding(self._engine.seed if self._engine.stochastic_rounding else None)
-        self._apply = UpdateApplier(self._rule, self._bases, self._returning, rounding, rotates=self._engine.rotates)
-        needs_whole = self._returning.needs_whole
-        self._gathering = GradientStore(self, self._engine, self._bases, needs_whole=needs_whole)
+        settings = self._projection
+        rounding = Rounding(settings.seed if settings.stochastic_rounding else None)
+        rotates, needs_whole = settings.rotate_moments, self._returning.needs_whole
+        self._apply = UpdateApplier(self._rule, self._bases, self._returning, rounding, rotates=rotates)
+        self._gathering = GradientStore(self, settings, self._bases, needs_whole=needs_whole)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy: without hooks and gradients of an unfinished step."""
-        own = {name: vars(self)[name] for name in ("_rule", "_engine", "_bases", "_returning")}
+        own = {name: vars(self)[name] for name in ("_rule", "_projection", "_bases", "_returning")}
         return {**super().__getstate__(), **own, "_max_norm": self._gathering.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -103,7 +132,7 @@ class ProjectedOptimizer(Optimizer):
     @property
     def mode(self) -> str:
         """`step`, `deferred` or `immediate`."""
-        return self._engine.mode
+        return self._projection.mode
 
     @property
     def fused_in_backward(self) -> bool:
@@ -127,7 +156,7 @@ class ProjectedOptimizer(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("projects", group["rank"] is not None)
         check_group(group, type(self).__name__)
-        check_shards(self.param_groups, type(self).__name__, self._engine, self._rule)
+        check_shards(self.param_groups, type(self).__name__, self._projection, self._rule)
         self._gathering.renew_hooks()
 
     def bind(self, collectives: Collectives) -> None:
@@ -144,10 +173,10 @@ class ProjectedOptimizer(Optimizer):
             ValueError: the mode needs another `reduction` on several processes.
         """
         has_whole = not all(is_sharded(parameter) for parameter, _ in self.numbered())
-        averages_late = self._engine.reduction != "whole" and has_whole
+        averages_late = self._projection.reduction != "whole" and has_whole
         if collectives.world_size > 1 and self.updates_in_backward and averages_late:
             raise ValueError(
-                f"mode='immediate' with reduction={self._engine.reduction!r} is for one process, and there are "
+                f"mode='immediate' with reduction={self._projection.reduction!r} is for one process, and there are "
                 f"{collectives.world_size}: weights would change before projections are averaged; use mode='deferred', "
                 "or reduction='whole', which averages each gradient before it is applied"
             )
@@ -297,7 +326,7 @@ class ProjectedOptimizer(Optimizer):
         For sharded parameters, it counts this rank's parts.
         """
         placed, needs_whole = list(self.numbered()), self._returning.needs_whole
-        gradients = gradient_bytes(placed, self._engine, micro_batches, needs_whole=needs_whole)
+        gradients = gradient_bytes(placed, self._projection, micro_batches, needs_whole=needs_whole)
         return gradients, state_bytes(self, type(self).step)
 
     def _whole_steps(self, parameter: torch.Tensor, place: Place) -> Sums:

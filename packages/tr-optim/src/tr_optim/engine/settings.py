@@ -1,25 +1,28 @@
-"""Define the parts of a projected optimizer: its rule, its settings, and the place of each parameter.
-
-APOLLO and Fira use the full gradient, not only its projection. `full_gradient_engine` makes their settings.
-"""
+"""Define the parts of a projected optimizer: its rule, its settings, and the place of each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 
 from tr_optim.engine.shards import Shards
 from tr_optim.projection.basis import METHODS
+from tr_optim.projection.encoded import FORMS
 from tr_optim.projection.refresh import Rotation
 
 MODES = ("step", "deferred", "immediate")
-REDUCTIONS = ("projected", "whole")
-REFRESHES = ("all", "first", "all_but_first")
-SCHEDULES = ("fixed", "lazy")
 REFRESH_COSINE, REFRESH_WINDOW = 0.4, 5
+GROUP_OPTIONS = ("rank", "update_proj_gap", "scale", "proj_type")
+_CHOICES = {
+    "method": METHODS,
+    "reduction": ("projected", "whole"),
+    "refresh_from": ("all", "first", "all_but_first"),
+    "refresh": ("fixed", "lazy"),
+    "basis_dtype": FORMS,
+}
 
 
 class Rule(Protocol):
@@ -78,43 +81,119 @@ class RowRule(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Engine:
-    """How projected gradients are made and applied.
+class ProjectionOptions(TypedDict, total=False):
+    """The keyword arguments that GaLore, APOLLO and Fira share."""
 
-    Attributes:
-        mode: `step` projects gradients in `.grad`; `deferred` projects in hooks and applies in `step`; `immediate`
-            applies in hooks.
-        method: `subspace` or `svd`; see `tr_optim.projection.basis.find_basis`.
-        rotates: whether moments are rotated to a new basis, or stay as they are.
-        staggers: whether matrices take turns in finding a new basis.
-        keeps_signs: whether singular vectors get a fixed sign.
-        seed: of random bases and sketches.
-        reduction: what ranks exchange: `projected` gradients, or `whole` ones.
-        refresh_from: the micro-batches that a basis is found from: `all`, the `first`, or `all_but_first`: the first
-            for a matrix's first basis, later all.
-        sketch_rows: rows of the sketch that estimates the norm, if needed.
-        stochastic_rounding: whether weights of low precision are rounded stochastically.
-        refresh: when bases are found: by a `fixed` schedule, or `lazy`; see `tr_optim.projection.refresh`.
-        refresh_cosine: mean cosine of successive bases from which the gap doubles.
-        refresh_window: number of refreshes in the mean.
-        basis_dtype: storage dtype of bases; see `tr_optim.projection.encoded`.
+    rank: int | None
+    update_proj_gap: int
+    proj_type: str
+    mode: str
+    rotate_moments: bool
+    stagger: bool
+    seed: int
+    stochastic_rounding: bool
+    compat: str | None
+
+
+class GaLoreOptions(ProjectionOptions, total=False):
+    """The keyword arguments of a projection that GaLore takes."""
+
+    scale: float
+    method: str
+    reduction: str
+    refresh_from: str
+    sketch_rows: int
+    refresh: str
+    refresh_cosine: float
+    refresh_window: int
+    basis_dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """How gradients are projected and applied, with the defaults; `GaLoreAdamW` documents each.
+
+    `checked` has the checks, but for those of `group_options`, which each group may have of its own: they are in
+    `tr_optim.engine.checks.check_group`.
     """
 
+    rank: int | None = None
+    update_proj_gap: int = 200
+    scale: float = 0.25
+    proj_type: str = "std"
     mode: str = "step"
     method: str = "subspace"
-    rotates: bool = True
-    staggers: bool = True
-    keeps_signs: bool = True
+    rotate_moments: bool = True
+    stagger: bool = True
     seed: int = 0
     reduction: str = "projected"
     refresh_from: str = "all"
     sketch_rows: int = 64
-    stochastic_rounding: bool = False
     refresh: str = "fixed"
     refresh_cosine: float = REFRESH_COSINE
     refresh_window: int = REFRESH_WINDOW
     basis_dtype: str = "float32"
+    stochastic_rounding: bool = False
+    compat: str | None = None
+
+    @property
+    def group_options(self) -> dict[str, Any]:
+        """The defaults of a group's own options."""
+        return {name: getattr(self, name) for name in GROUP_OPTIONS}
+
+    @property
+    def keeps_signs(self) -> bool:
+        """Whether singular vectors get a fixed sign; in the authors' code they have any."""
+        return self.compat is None
+
+    def checked(self, compat: str, *, needs_whole: bool = False) -> Projection:
+        """Return the settings that apply: with `compat`, svd, moments as they are, all bases in the same steps.
+
+        Args:
+            compat: the value of `compat` that is known, beside None.
+            needs_whole: whether updates need whole gradients, which ranks then exchange.
+
+        Raises:
+            ValueError: a setting is not known, out of range or not available.
+        """
+        if needs_whole and self.mode == "deferred":
+            raise ValueError(
+                "mode='deferred' keeps projections of gradients until the step, and this update needs the gradients "
+                "themselves; use mode='immediate', which applies and frees each in the backward pass, or mode='step'"
+            )
+        modes = tuple(mode for mode in MODES if not (needs_whole and mode == "deferred"))
+        for name, known in {"mode": modes, **_CHOICES, "compat": (None, compat)}.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(str, known))}")
+        if self.sketch_rows < 1:
+            raise ValueError(f"sketch_rows={self.sketch_rows} must be at least 1: the norm is estimated by them")
+        self._check_refresh()
+        settings = replace(self, reduction="whole") if needs_whole else self
+        if self.compat is None:
+            return settings
+        return replace(settings, method="svd", rotate_moments=False, stagger=False)
+
+    def _check_refresh(self) -> None:
+        cosine, window = self.refresh_cosine, self.refresh_window
+        if not 0 < cosine <= 1:
+            raise ValueError(
+                f"refresh_cosine={cosine:g} must be above 0 and at most 1: a mean cosine of successive bases"
+            )
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(
+                f"refresh_window={window!r} must be a whole number from 1: refreshes that the mean is over"
+            )
+        if self.refresh == "fixed" and (cosine, window) != (REFRESH_COSINE, REFRESH_WINDOW):
+            raise ValueError(
+                f"refresh_cosine={cosine:g} and refresh_window={window} are of refresh='lazy', and refresh is 'fixed'; "
+                "set refresh='lazy', or leave them out"
+            )
+        if self.compat is not None and (self.refresh, self.basis_dtype) != ("fixed", "float32"):
+            raise ValueError(
+                f"compat={self.compat!r} has a fixed schedule and float32 bases, and refresh={self.refresh!r} with "
+                f"basis_dtype={self.basis_dtype!r} was asked for; leave out compat, or those"
+            )
 
 
 @dataclass(slots=True)  # not frozen, which would take twice the time: each step makes one for every parameter
@@ -130,38 +209,6 @@ class Place:
     def is_projected(self) -> bool:
         """Whether its gradient is projected."""
         return self.group["projects"]
-
-
-FULL_GRADIENT_MODES = ("step", "immediate")
-
-
-def full_gradient_engine(engine: Engine, compat: str | None, known: tuple[str | None, ...]) -> Engine:
-    """Return the engine's settings, or those of `compat`, with ranks that exchange whole gradients.
-
-    Args:
-        engine: how gradients are projected.
-        compat: not None for the behaviour of the authors' code: bases by svd, all in the same steps, no rotation.
-        known: the values of `compat`.
-
-    Raises:
-        ValueError: a setting is unknown or not available.
-    """
-    if engine.mode == "deferred":
-        raise ValueError(
-            "mode='deferred' keeps projections of gradients until the step, and this update needs the gradients "
-            "themselves; use mode='immediate', which applies and frees each in the backward pass, or mode='step'"
-        )
-    choices = (
-        ("mode", engine.mode, FULL_GRADIENT_MODES),
-        ("method", engine.method, METHODS),
-        ("compat", compat, known),
-    )
-    for name, value, values in choices:
-        if value not in values:
-            raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(str, values))}")
-    if compat is not None:
-        engine = replace(engine, method="svd", rotates=False, staggers=False, keeps_signs=False)
-    return replace(engine, reduction="whole")
 
 
 def check_full_gradient_group(group: dict[str, Any], owner: str, choices: Mapping[str, tuple[str, ...]]) -> None:

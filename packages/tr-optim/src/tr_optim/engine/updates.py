@@ -7,6 +7,7 @@ together, so that one exchange serves many.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -74,6 +75,31 @@ class BatchedReductions:
         run_updates(waiting, self._shards)
 
 
+@dataclass(slots=True)
+class ProjectedUpdate:
+    """An update of a projected gradient, and what it takes to subtract it from the weights.
+
+    Attributes:
+        weights: `(..., m, n)`, in the computing dtype.
+        update: the rule's update of the projected gradient, times the learning rate; it may be changed.
+        basis: the basis that the gradient was projected on.
+        group: the parameter's group.
+        state: the parameter's state.
+        projected: the projected gradient; None unless `needs_whole`.
+        whole: the gradient; None unless `needs_whole`. It may be changed.
+        parts: how rows are divided, if `weights` and other tensors have this rank's rows; None if they have all.
+    """
+
+    weights: torch.Tensor
+    update: torch.Tensor
+    basis: Basis
+    group: dict[str, Any]
+    state: dict[str, Any]
+    projected: torch.Tensor | None
+    whole: torch.Tensor | None
+    parts: Shards | None
+
+
 class BackProjector(Protocol):
     """How a projected update changes the weights.
 
@@ -83,30 +109,8 @@ class BackProjector(Protocol):
 
     needs_whole: bool
 
-    def subtract(
-        self,
-        weights: torch.Tensor,
-        update: torch.Tensor,
-        basis: Basis,
-        group: dict[str, Any],
-        state: dict[str, Any],
-        *,
-        projected: torch.Tensor | None,
-        whole: torch.Tensor | None,
-        parts: Shards | None,
-    ) -> Sums:
-        """Subtract an update from the weights, in place; yield tensors to sum over the ranks before that.
-
-        Args:
-            weights: `(..., m, n)`, in the computing dtype.
-            update: the rule's update of the projected gradient, times the learning rate; it may be changed.
-            basis: the basis that the gradient was projected on.
-            group: the parameter's group.
-            state: the parameter's state.
-            projected: the projected gradient; None unless `needs_whole`.
-            whole: the gradient; None unless `needs_whole`. It may be changed.
-            parts: how rows are divided, if `weights` and other tensors have this rank's rows; None if they have all.
-        """
+    def subtract(self, made: ProjectedUpdate) -> Sums:
+        """Subtract an update from the weights, in place; yield tensors to sum over the ranks before that."""
         ...
 
 
@@ -115,21 +119,11 @@ class BackProjection:
 
     needs_whole = False
 
-    def subtract(
-        self,
-        weights: torch.Tensor,
-        update: torch.Tensor,
-        basis: Basis,
-        group: dict[str, Any],
-        state: dict[str, Any],
-        *,
-        projected: torch.Tensor | None,
-        whole: torch.Tensor | None,
-        parts: Shards | None,
-    ) -> Sums:
+    def subtract(self, made: ProjectedUpdate) -> Sums:
         """Subtract without a second matrix of the weights' size, and without sums over ranks."""
         yield from ()
-        update = update.mul_(group["scale"])
+        weights, basis = made.weights, made.basis
+        update = made.update.mul_(made.group["scale"])
         multiply = weights.addmm_ if weights.dim() == 2 else weights.baddbmm_
         if basis.left is not None and basis.right is not None:
             multiply(basis.left @ update, basis.right.mT, alpha=-1)
@@ -255,8 +249,8 @@ class UpdateApplier:
         else:
             projected = gradient if self._returning.needs_whole else None
             parts = shards if shards is not None and shards.divides_matrix else None
-            given = {"projected": projected, "whole": whole, "parts": parts}
-            yield from self._returning.subtract(weights, update, basis, group, state, **given)
+            made = ProjectedUpdate(weights, update, basis, group, state, projected, whole, parts)
+            yield from self._returning.subtract(made)
         if decay and rule.decays_after:
             weights.mul_(1 - rate * decay)
         if weights is not parameter:

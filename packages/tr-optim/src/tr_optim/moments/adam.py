@@ -76,20 +76,32 @@ class AdamRule:
         return step.mul_(group["lr"] / (1 - beta1**steps)), group["lr"]
 
 
-def check_adam(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raise if an option is out of range.
+def check_rates(lr: float | torch.Tensor | None, weight_decay: float) -> None:
+    """Raise if the learning rate or the weight decay is negative.
 
     Raises:
-        ValueError: the message says what is needed.
+        ValueError: the message says which.
     """
-    if not isinstance(lr, torch.Tensor) and lr < 0:
+    if lr is not None and not isinstance(lr, torch.Tensor) and lr < 0:
         raise ValueError(f"lr={lr:g} must not be negative")
-    if weight_decay < 0:
+    if not isinstance(weight_decay, torch.Tensor) and weight_decay < 0:
         raise ValueError(f"weight_decay={weight_decay:g} must not be negative: it would let weights grow")
+
+
+def adam_options(
+    lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, Any]:
+    """Check Adam's arguments, and return them as options of a group.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    check_rates(lr, weight_decay)
     if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
         raise ValueError(f"betas={betas} must be two numbers from 0 to below 1")
     if eps < 0:
         raise ValueError(f"eps={eps:g} must not be negative")
+    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
 class AdamDirection(AdamRule):
