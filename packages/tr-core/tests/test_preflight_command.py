@@ -226,6 +226,7 @@ def test_the_process_is_as_before_after_a_script_was_checked(check_script):
 def test_a_rank_that_is_not_the_first_prints_nothing(place, capsys, monkeypatch):
     (place / "run.yaml").write_text("save_strategy: 'no'\n")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     main(["run.yaml"])
     assert capsys.readouterr().out == ""
 

@@ -89,7 +89,7 @@ def _tasks_here(default: int) -> int:
 
 def _read_variable(variable: str, default: int, *, low: int = 0, high: int | None = None) -> int:
     text = os.environ.get(variable)
-    if text is None:
+    if not text:
         return default
     origin = f"environment {variable}"
     try:

@@ -87,7 +87,7 @@ def _name(args: TrainingArguments) -> str:
 
 
 def _started_processes() -> int:
-    return read_topology().world_size if os.environ.get("WORLD_SIZE") != "" else 1
+    return read_topology().world_size
 
 
 def _of_one_process(args: TrainingArguments) -> str:

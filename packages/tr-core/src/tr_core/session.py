@@ -115,7 +115,7 @@ def summarize(run: Run) -> dict[str, Any]:
     state, window, plan = run.methods.state, run.window, run.plan
     steps = state.global_step - window.first_step
     if run.preemption is not None:
-        run.preemption.settle()
+        run.preemption.wait()
     run.close_window()
     share = steps / max(plan.max_steps, 1)
     metrics = speed_metrics("train", window.start_s, num_samples=plan.num_samples * share, num_steps=steps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
@@ -22,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_args import TrainingArguments
 from tr_args.bounded_text import ContentError, load_json
 from tr_log import get_logger
+from tr_log.formatting import to_strict
 
 logger = get_logger(__name__)
 
@@ -87,7 +87,7 @@ class TrainerState:
 
     def save_to_json(self, json_path: str | Path) -> None:
         """Write the state as strict JSON: sorted keys, and NaN or infinite numbers as strings."""
-        text = json.dumps(_strict(self.state_dict()), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        text = json.dumps(to_strict(self.state_dict()), indent=2, sort_keys=True, allow_nan=False) + "\n"
         Path(json_path).write_text(text, encoding="utf-8")
 
     @classmethod
@@ -106,16 +106,6 @@ class TrainerState:
         state = cls()
         state.load_state_dict(content)
         return state
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return value
 
 
 @dataclass

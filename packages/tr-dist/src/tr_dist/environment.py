@@ -133,6 +133,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
     return environment
 
 
+def started_processes(environ: Mapping[str, str]) -> str:
+    """Return `WORLD_SIZE` where a launcher started several processes, else an empty string."""
+    number = environ.get("WORLD_SIZE", "")
+    return "" if number == "1" else number
+
+
 class _Reader:
     """Reads the variables once, and collects problems instead of stopping at the first."""
 

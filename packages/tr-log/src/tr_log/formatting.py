@@ -29,24 +29,25 @@ def to_scalar(item: Any) -> Any:
 
 
 def to_json(item: Any) -> str:
-    """Return `item` as one line of strict JSON.
+    """Return `item` as one line of strict JSON; see `to_strict`."""
+    return json.dumps(to_strict(item), ensure_ascii=False, allow_nan=False)
 
-    Numbers that JSON cannot hold become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. Single numbers of numpy or
-    a tensor become numbers. Other objects become text.
+
+def to_strict(item: Any) -> Any:
+    """Convert values to what strict JSON can hold.
+
+    Numbers that it cannot hold become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. Single numbers of numpy or a
+    tensor become numbers. Other objects become text.
     """
-    return json.dumps(_strict(item), ensure_ascii=False, allow_nan=False)
-
-
-def _strict(item: Any) -> Any:
     item = to_scalar(item)
     if isinstance(item, float) and not math.isfinite(item):
         return "NaN" if math.isnan(item) else ("Infinity" if item > 0 else "-Infinity")
     if item is None or isinstance(item, bool | int | float | str):
         return item
     if isinstance(item, Mapping):
-        return {str(key): _strict(inner) for key, inner in item.items()}
+        return {str(key): to_strict(inner) for key, inner in item.items()}
     if isinstance(item, list | tuple):
-        return [_strict(inner) for inner in item]
+        return [to_strict(inner) for inner in item]
     return str(item)
 
 

@@ -173,7 +173,7 @@ class Preemption:
         if self._agreement is not None:
             self._is_asked(self._owner.control, waits=True)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait after the last step for checkpoints that are being written. Every rank calls it.
 
         Raises:
@@ -189,7 +189,7 @@ class Preemption:
                 signal.Signals(number).name,
             )
 
-    def settle_after(self, error: BaseException) -> None:
+    def wait_after(self, error: BaseException) -> None:
         """Wait after an exception for this rank's checkpoint writes; a failure of them becomes a note of `error`.
 
         No collective: other ranks may have ended or be at another point.

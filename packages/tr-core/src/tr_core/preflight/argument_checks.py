@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from tr_core import plugins
 from tr_core.choose_strategy import usable_strategy
 from tr_core.optim.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.optim.schedules import get_scheduler
+from tr_core.plan import resolve_steps
 from tr_core.plugins import PluginError
 from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import argument_problems, unsupported_problems
@@ -53,7 +52,7 @@ def check_plugins(subject: CheckContext) -> Iterator[Problem]:
     yield from _check_optimizer_name(subject)
     strategy = str(args.strategy)
     if strategy == "auto":
-        strategy = "ddp" if int(os.environ.get("WORLD_SIZE") or "1") > 1 else "single"
+        strategy = "ddp" if args.world_size > 1 else "single"
     yield from _check_name(subject, "tr.strategies", strategy, "strategy")
     if args.save_strategy != "no" or args.resume_from_checkpoint not in (None, False):
         yield from _check_name(subject, "tr.checkpointers", str(args.checkpointer), "checkpointer", "save_strategy")
@@ -133,13 +132,6 @@ def check_events(subject: CheckContext) -> Iterator[Problem]:
     yield from _check_evaluations(subject, subject.steps)
     yield from _check_warmup(subject, subject.steps)
     yield from _check_saves_and_logs(subject, subject.steps)
-
-
-def resolve_steps(value: float | None, steps: int) -> int:
-    """Return a number of steps; a value below 1 is a share of the run, None is the whole run."""
-    if value is None:
-        return steps
-    return max(math.ceil(value * steps) if value < 1 else int(value), 1)
 
 
 def evaluation_count(subject: CheckContext, steps: int) -> int | None:

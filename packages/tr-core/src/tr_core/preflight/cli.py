@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tr_core.preflight.config import check_config
+from tr_core.preflight.requested import is_first_process
 from tr_core.preflight.script import check_script
 
 USAGE_ERROR = 2
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The output of a script is not part of the report.
     with contextlib.redirect_stdout(sys.stderr):
         report = check_config(path, arguments.words, dataclasses) if target else check_script(path, arguments.words)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         print(report.to_json() if arguments.json else str(report), flush=True)
     return report.exit_code(strict=arguments.strict)
 

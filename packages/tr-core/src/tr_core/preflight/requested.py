@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tr_args import ArgumentsError
+from tr_args.process import read_topology
 from tr_core.preflight.checked_trainer import CheckedTrainer
 from tr_log.terminal import write_line
 
@@ -74,7 +76,15 @@ def _refuse_if_checked(trainer: CheckedTrainer) -> None:
         )
 
 
+def is_first_process() -> bool:
+    """Whether this is rank 0, or the launcher's variables cannot be read: every rank then reports that."""
+    try:
+        return read_topology().rank == 0
+    except ArgumentsError:
+        return True
+
+
 def write_progress(text: str) -> None:
     """Write one line to stderr without buffering, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         write_line(sys.stderr, f"preflight: {text}")

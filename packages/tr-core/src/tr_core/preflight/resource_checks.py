@@ -19,8 +19,9 @@ import torch
 
 from tr_args import TrainingArguments
 from tr_core.checkpoint.saving import model_parts
+from tr_core.plan import resolve_steps
 from tr_core.plugins import PluginError
-from tr_core.preflight.argument_checks import checkpointer_of, evaluation_count, resolve_steps
+from tr_core.preflight.argument_checks import checkpointer_of, evaluation_count
 from tr_core.preflight.checked_trainer import CheckedTrainer
 from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import last_line, raised_at

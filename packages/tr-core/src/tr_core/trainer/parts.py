@@ -121,7 +121,7 @@ class TrainerParts:
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.data_collator = data_collator if data_collator is not None else self._default_collator()
         self.model_init, self._model_is_fresh = model_init, True
-        self._take_model(model if model is not None else self.call_model_init())
+        self._set_model(model if model is not None else self.call_model_init())
         check_given_optimizers(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.optimizer, self.lr_scheduler = optimizers
@@ -138,7 +138,7 @@ class TrainerParts:
         self.callback_handler = CallbackList(self.event_context, given)
         self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
         self.kept_loaders = LoaderCache()
-        self.told_columns: set[frozenset[str]] = set()
+        self.logged_columns: set[frozenset[str]] = set()
         check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
         self.check_setup()
         self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
@@ -180,7 +180,7 @@ class TrainerParts:
     def renew_model(self) -> None:
         """Build a new model for a new run, if there is a `model_init` and the model was already trained."""
         if self.model_init is not None and not self._model_is_fresh:
-            self._take_model(self.call_model_init(self.trial))
+            self._set_model(self.call_model_init(self.trial))
         self._model_is_fresh = False
 
     def prepare(self) -> nn.Module:
@@ -225,7 +225,7 @@ class TrainerParts:
             self._settled_assignments = args.num_assignments
         self._derive()
 
-    def _take_model(self, model: nn.Module) -> None:
+    def _set_model(self, model: nn.Module) -> None:
         self._set("model", model)
         self.model_wrapped, self._prepared = model, None
         self.can_return_loss = can_return_loss(base_model(model))
@@ -272,7 +272,7 @@ class TrainerParts:
             self._prepared = None
             return
         check_model(model, None)
-        self._take_model(model)
+        self._set_model(model)
         self._model_is_fresh = True
 
     def _assign_strategy(self, strategy: Strategy) -> None:

@@ -145,7 +145,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         except BaseException as caught:
             error = caught
             if preemption is not None:
-                preemption.settle_after(caught)
+                preemption.wait_after(caught)
             raise
         finally:
             self.is_in_train, self.metric_window = False, None

@@ -136,8 +136,8 @@ class Seq2SeqTrainer(Trainer):
 
     # Internal
 
-    def _take_model(self, model: nn.Module) -> None:
-        super()._take_model(model)
+    def _set_model(self, model: nn.Module) -> None:
+        super()._set_model(model)
         if self.args.predict_with_generate and not callable(getattr(model, "generate", None)):
             raise ValueError(
                 f"predict_with_generate=True needs a model with a method generate, which {type(model).__name__} has "

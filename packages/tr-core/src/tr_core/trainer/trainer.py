@@ -340,7 +340,7 @@ class Trainer(Running):
     def _collator(self) -> Any:
         if not self.args.remove_unused_columns:
             return self.data_collator
-        return keeping_columns(self.data_collator, self.model, self.label_names, self.told_columns)
+        return keeping_columns(self.data_collator, self.model, self.label_names, self.logged_columns)
 
     def _timed_loop(self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         start_s = time.perf_counter()

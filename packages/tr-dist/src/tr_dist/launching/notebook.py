@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tr_dist.environment import started_processes
 from tr_dist.launching.rank import end_with
 from tr_dist.launching.report import describe, read_ending
 from tr_dist.process_group import ProcessGroup
@@ -93,9 +94,9 @@ def notebook_launcher(
 
 
 def _check_can_start(count: int) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+    if number := started_processes(os.environ):
         raise NotebookError(
-            f"this is already one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE); call the function itself, or "
+            f"this is already one of {number} processes (WORLD_SIZE); call the function itself, or "
             "start this file without a launcher"
         )
     if not hasattr(os, "fork"):

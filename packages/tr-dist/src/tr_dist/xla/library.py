@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tr_dist.environment import started_processes
+
 _BYTES = 8  # of a random state
 
 
@@ -117,8 +119,7 @@ def check_environment(environ: Mapping[str, str], *, use_cpu: bool = False) -> N
         raise ValueError(f"strategy='xla' and USE_TORCH_XLA={off!r} contradict each other; unset the variable")
     if use_cpu and named not in ("", "CPU"):
         raise ValueError(f"use_cpu=True and PJRT_DEVICE={named!r} contradict each other; give one of them")
-    world_size = environ.get("WORLD_SIZE", "1")
-    if world_size not in ("", "1"):
+    if world_size := started_processes(environ):
         raise ValueError(
             f"strategy='xla' in one of {world_size} processes (WORLD_SIZE), which torch_xla would not know of each "
             "other: start one process a machine; to use several devices in it set fsdp_config={'xla': True, "
