@@ -147,7 +147,7 @@ def test_two_equal_runs_differ_in_their_times_alone(ours, tmp_path, capsys):
 def test_two_steps_of_a_run_differ_in_each_part(ours, capsys):
     folder, _ = ours
     capsys.readouterr()
-    assert main(["ckpt", "diff", str(folder / "checkpoint-2"), str(folder / "checkpoint-4")]) == 1
+    assert main(["ckpt", "diff", str(folder / "checkpoint-2"), str(folder / "checkpoint-4"), "--all"]) == 1
     output = capsys.readouterr().out
     assert "  scheduler.last_epoch: 2 -> 4\n" in output
     assert "  trainer_state.global_step: 2 -> 4\n" in output

@@ -6,6 +6,8 @@ terminal, and others are invisible.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def printable(text: object, *, lines: bool = False) -> str:
     r"""Return text with every character that does not print as itself in Python's notation: ESC becomes `\x1b`.
@@ -24,6 +26,12 @@ def printable(text: object, *, lines: bool = False) -> str:
     return "".join(
         each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def first_three(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class CheckpointError(ValueError):

@@ -15,11 +15,9 @@ from pathlib import Path
 
 from tr_ckpt import discovery, files, names, part_files, reads, staging
 from tr_ckpt.discovery import Age, Found
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError, first_three
 
 logger = logging.getLogger(__name__)
-
-_NAMED = 3  # how many kept ones the warning names
 
 
 @dataclass
@@ -47,11 +45,10 @@ class Known:
         if not staying or self.has_said:
             return
         self.has_said = True
-        listed = ", ".join(found.name for found in staying[:_NAMED]) + " and others" * (len(staying) > _NAMED)
         logger.warning(
             "%s stay whatever the limit: this run neither saved them nor resumed from them or a newer one; "
             "`trainer ckpt prune %s` removes those that are not needed",
-            listed,
+            first_three([found.name for found in staying]),
             directory,
         )
 

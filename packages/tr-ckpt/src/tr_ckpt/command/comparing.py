@@ -1,50 +1,72 @@
-"""`trainer ckpt diff`: print what differs between two checkpoints, part by part."""
+"""`trainer ckpt diff`: say of each part of two checkpoints how much of it differs, and what differs first.
+
+Tensors are read one at a time, whether a part was saved whole or in shards. Values are compared as the JSON files hold
+them.
+"""
 
 from __future__ import annotations
 
 import argparse
-import textwrap
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tr_ckpt import files, names, parts
 from tr_ckpt.command import selection
-from tr_ckpt.command.differences import (
-    TensorDifference,
-    ValueDifference,
-    compare_tensors,
-    compare_values,
-    opened_tensors,
-)
 from tr_ckpt.command.selection import Entry
-from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, shorten, terminal_width
+from tr_ckpt.command.terminal import Progress, say, shorten, terminal_width
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
+from tr_ckpt.sharded import reading
+from tr_ckpt.sharded.reading import SlicedFiles
+from tr_ckpt.sharded.shard_index import Index, SavedTensor
+
+_ONLY_IN = {True: "only in A", False: "only in B"}
+
+_LONGEST = 44  # characters shown of a value
+
+_BLOCK = 2**20  # elements that are compared at once
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class Comparison:
-    """The differences in one part of two checkpoints.
+    """The differences in one part of two checkpoints, each a line that begins with its path.
 
     Attributes:
         name: of the part, or of a file without a part.
-        values: the differing JSON values.
-        tensors: the differing tensors.
+        values: the differing JSON values, in the order of the file.
+        tensors: the differing tensors, by name.
         compared: how many tensors were compared.
     """
 
     name: str
-    values: list[ValueDifference] = field(default_factory=list)
-    tensors: list[TensorDifference] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
     compared: int = 0
 
     @property
     def differs(self) -> bool:
         """Whether there is a difference."""
         return bool(self.values or self.tensors)
+
+    def summary(self) -> str:
+        """Return how much differs."""
+        said = []
+        if self.values:
+            said.append(f"{len(self.values)} value{'s' * (len(self.values) != 1)}")
+        if self.tensors:
+            said.append(f"{len(self.tensors)} of {self.compared} tensors")
+        one = len(self.values) == 1 and not self.tensors
+        return f"{' and '.join(said)} differ{'s' * one}"
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -58,8 +80,27 @@ def run_diff(arguments: argparse.Namespace) -> int:
         return not any(fnmatchcase(place, pattern) for pattern in arguments.ignore)
 
     comparisons = compare(first, second, arguments.part, wanted, everything=arguments.manifest)
-    print_report(first.found.path, second.found.path, comparisons, limit=None if arguments.all else 10)
+    _print_report(first.found.path, second.found.path, comparisons, limit=None if arguments.all else 1)
     return int(any(comparison.differs for comparison in comparisons))
+
+
+def _print_report(first: Path, second: Path, comparisons: Sequence[Comparison], limit: int | None) -> None:
+    width = terminal_width()
+    say(f"A: {first}")
+    say(f"B: {second}")
+    hidden = 0
+    for comparison in (each for each in comparisons if each.differs):
+        say()
+        say(f"{comparison.name}: {comparison.summary()}")
+        shown = (*comparison.values[:limit], *comparison.tensors[:limit])
+        for line in shown:
+            say(shorten(f"  {line}", width))
+        hidden += len(comparison.values) + len(comparison.tensors) - len(shown)
+    equal = [each.name for each in comparisons if not each.differs]
+    say()
+    say(f"equal: {', '.join(equal)}" if equal else "nothing is equal")
+    if hidden:
+        say(f"{hidden} more differences are not shown; --all shows them")
 
 
 def compare(
@@ -80,14 +121,14 @@ def compare(
     one, other = first.described, second.described
     assert one is not None  # both are complete
     assert other is not None
-    names = list(dict.fromkeys((*one.parts, *other.parts)))
-    if unknown := [name for name in only or () if name not in names]:
-        raise CheckpointError(f"neither has the part {unknown[0]!r}; there are {', '.join(names)}")
+    known = list(dict.fromkeys((*one.parts, *other.parts)))
+    if unknown := [name for name in only or () if name not in known]:
+        raise CheckpointError(f"neither has the part {unknown[0]!r}; there are {', '.join(known)}")
     progress = Progress(one.total_bytes + other.total_bytes)
     reader = _Reader(first.found.path, second.found.path, wanted, progress)
     try:
         compared = [] if only else [_compare_manifests(one, other, wanted, everything)]
-        for name in only or names:
+        for name in only or known:
             compared.append(reader.compare_part(name, one.parts.get(name), other.parts.get(name)))
         if not only:
             added = dict.fromkeys((*one.extra_files(), *other.extra_files()))
@@ -104,8 +145,7 @@ def _compare_manifests(one: Manifest, other: Manifest, wanted: Callable[[str], b
             fields |= {"saved_at": manifest.saved_at, "sequence": manifest.sequence, "versions": manifest.versions}
         return fields
 
-    differences = compare_values(compared_fields(one), compared_fields(other), "manifest")
-    return Comparison("manifest", [each for each in differences if wanted(each.place)])
+    return Comparison("manifest", _differing(compared_fields(one), compared_fields(other), "manifest", wanted))
 
 
 @dataclass(frozen=True)
@@ -119,135 +159,147 @@ class _Reader:
 
     def compare_part(self, name: str, mine: list[str] | None, theirs: list[str] | None) -> Comparison:
         if mine is None or theirs is None:
-            return _alone(name, mine is not None)
+            return Comparison(name, [f"{name}: {_ONLY_IN[mine is not None]}"])
         result = Comparison(name)
         for stem in dict.fromkeys((*_stems(mine), *_stems(theirs))):
             file = f"{stem}.json"
             if file not in mine or file not in theirs:
-                result.values.append(ValueDifference(stem, "only in A" if file in mine else "only in B"))
+                result.values.append(f"{stem}: {_ONLY_IN[file in mine]}")
                 continue
-            values = compare_values(parts.read_json(self.first / file), parts.read_json(self.second / file), stem)
-            result.values += [each for each in values if self.wanted(each.place)]
+            result.values += self._compare_json(file, stem)
             self._compare_tensors(result, stem, mine, theirs)
         return result
 
-    def _compare_tensors(self, result: Comparison, stem: str, mine: list[str], theirs: list[str]) -> None:
-        with opened_tensors(self.first, stem, mine) as one, opened_tensors(self.second, stem, theirs) as other:
-            for place, difference in compare_tensors(one, other, stem, self.wanted):
-                result.compared += 1
-                if difference is not None:
-                    result.tensors.append(difference)
-                name = place.removeprefix(f"{stem}.")
-                self.progress.begin(place)
-                self.progress.advance(one.size_bytes(name) + other.size_bytes(name))
-
     def compare_file(self, name: str, in_first: bool, in_second: bool) -> Comparison:
         if not (in_first and in_second):
-            return _alone(name, in_first)
-        result = Comparison(name)
+            return Comparison(name, [f"{name}: {_ONLY_IN[in_first]}"])
         if name.endswith(".json"):
             try:
-                values = compare_values(parts.read_json(self.first / name), parts.read_json(self.second / name), name)
-                result.values += [each for each in values if self.wanted(each.place)]
-                return result
+                return Comparison(name, self._compare_json(name, name))
             except CheckpointError:
                 pass  # not strict JSON: compared as bytes
         one, other = (files.record(folder / name) for folder in (self.first, self.second))
-        if one != other and self.wanted(name):
-            text = "other bytes" if one.bytes == other.bytes else f"{one.bytes:,} bytes -> {other.bytes:,} bytes"
-            result.values.append(ValueDifference(name, text))
-        return result
+        if one == other or not self.wanted(name):
+            return Comparison(name)
+        text = "other bytes" if one.bytes == other.bytes else f"{one.bytes:,} bytes -> {other.bytes:,} bytes"
+        return Comparison(name, [f"{name}: {text}"])
+
+    def _compare_json(self, file: str, place: str) -> list[str]:
+        one, other = (parts.read_json(folder / file) for folder in (self.first, self.second))
+        return _differing(one, other, place, self.wanted)
+
+    def _compare_tensors(self, result: Comparison, stem: str, mine: list[str], theirs: list[str]) -> None:
+        with _opened(self.first, stem, mine) as one, _opened(self.second, stem, theirs) as other:
+            for name in sorted({*one.index, *other.index}):
+                place = f"{stem}.{name}"
+                if not self.wanted(place):
+                    continue
+                result.compared += 1
+                self.progress.begin(place)
+                if difference := _compare(one, other, name):
+                    result.tensors.append(f"{place}: {difference}")
+                self.progress.advance(one.size_bytes(name) + other.size_bytes(name))
 
 
 def _stems(of_part: list[str]) -> list[str]:
-    return [
-        file.removesuffix(".json")
-        for file in of_part
-        if file.endswith(".json") and not file.endswith(names.INDEX_SUFFIX)
-    ]
+    states = [file for file in of_part if file.endswith(".json") and not file.endswith(names.INDEX_SUFFIX)]
+    return [file.removesuffix(".json") for file in states]
 
 
-def _alone(name: str, in_first: bool) -> Comparison:
-    return Comparison(name, [ValueDifference(name, "only in A" if in_first else "only in B")])
+@dataclass(frozen=True)
+class SavedTensors:
+    """The tensors of a part.
 
-
-_INDENT = "  "
-
-
-def print_report(first: Path, second: Path, comparisons: Sequence[Comparison], limit: int | None) -> None:
-    """Print the differences of each part, the largest first.
-
-    Args:
-        first: the folder of A.
-        second: the folder of B.
-        comparisons: of all parts, including equal ones.
-        limit: how many values, and how many tensors, of a part are shown; None shows all.
+    Attributes:
+        index: their locations.
+        opened: the files that hold them.
     """
-    width = terminal_width()
-    say(f"A: {first}")
-    say(f"B: {second}")
-    hidden = 0
-    for comparison in (each for each in comparisons if each.differs):
-        say()
-        say(f"{comparison.name}: {_summary(comparison)}")
-        values = sorted(comparison.values, key=lambda each: -each.size)
-        for value in values[:limit]:
-            say(shorten(f"{_INDENT}{value.place}: {value.text}", width))
-        tensors = sorted(comparison.tensors, key=lambda each: each.size, reverse=True)[:limit]
-        if tensors:
-            if values:
-                say()
-            table = render(_columns(tensors), None if width is None else width - len(_INDENT))
-            say_lines(textwrap.indent(table, _INDENT))
-        left = len(values) - len(values[:limit]) + len(comparison.tensors) - len(tensors)
-        if left:
-            say(f"{_INDENT}… and {left} more")
-        hidden += left
-    equal = [each.name for each in comparisons if not each.differs]
-    say()
-    say(f"equal: {', '.join(equal)}" if equal else "nothing is equal")
-    if hidden:
-        say(f"{hidden} smaller differences are not shown; --all shows them")
+
+    index: Index
+    opened: SlicedFiles
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return a tensor: a view of its file if it is contiguous there, otherwise assembled in memory.
+
+        Raises:
+            CheckpointError: its file does not hold it.
+        """
+        saved = self.index[name]
+        if len(saved.chunks) == 1:
+            [chunk] = saved.chunks
+            return self.opened.slice(name, chunk, (0,) * len(chunk.size), chunk.size)
+        whole = torch.empty(saved.shape, dtype=saved.dtype)
+        for chunk in saved.chunks:
+            box = tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.size, strict=True))
+            whole[box] = self.opened.slice(name, chunk, (0,) * len(chunk.size), chunk.size)
+        return whole
+
+    def size_bytes(self, name: str) -> int:
+        """Return how many bytes a tensor has; 0 if no tensor has that name."""
+        saved = self.index.get(name)
+        return 0 if saved is None else math.prod(saved.shape) * saved.dtype.itemsize
 
 
-def _summary(comparison: Comparison) -> str:
-    said = []
-    if comparison.values:
-        said.append(f"{len(comparison.values)} value{_s(comparison.values)}")
-    if comparison.tensors:
-        said.append(f"{len(comparison.tensors)} of {comparison.compared} tensors")
-    one = len(comparison.values) == 1 and not comparison.tensors
-    return f"{' and '.join(said)} differ{'s' * one}"
+@contextmanager
+def _opened(folder: Path, stem: str, of_part: Sequence[str]) -> Iterator[SavedTensors]:
+    with SlicedFiles(folder) as opened:
+        yield SavedTensors(reading.read_index(folder, stem, of_part), opened)
 
 
-def _s(counted: Sequence[object]) -> str:
-    return "" if len(counted) == 1 else "s"
+def _compare(first: SavedTensors, second: SavedTensors, name: str) -> str:
+    """Return how a tensor differs, in words; empty if all its bits are the same."""
+    one, other = first.index.get(name), second.index.get(name)
+    if one is None or other is None:
+        return f"{_ONLY_IN[one is not None]}: {_kind(one or other)}"
+    if _kind(one) != _kind(other):
+        return f"{_kind(one)} -> {_kind(other)}"
+    changed, gaps = 0, []
+    for mine, theirs in _blocks(first.load(name), second.load(name)):
+        differing = mine.view(_BITS[mine.element_size()]) != theirs.view(_BITS[mine.element_size()])
+        if count := int(differing.sum()):
+            wide = torch.complex128 if mine.is_complex() else torch.float64
+            changed += count
+            gaps.append((mine[differing].to(wide) - theirs[differing].to(wide)).abs().max())
+    if not changed:
+        return ""
+    return f"{_kind(one)}, {changed:,} of {math.prod(one.shape):,} elements, by up to {torch.stack(gaps).max():.3g}"
 
 
-def _columns(tensors: Sequence[TensorDifference]) -> list[Column]:
-    return [
-        Column("tensor", [each.place for each in tensors]),
-        Column("dtype", [" -> ".join(each.dtypes) for each in tensors], spare=3 * _all_alike(tensors)),
-        Column("shape", [" -> ".join(each.shapes) for each in tensors]),
-        Column("max |B-A|", [_number(each, each.largest) for each in tensors], right=True),
-        Column("relative", [_number(each, each.relative) for each in tensors], right=True),
-        Column("elements", [_elements(each) for each in tensors], right=True, spare=4),
-        Column("NaN", [_undefined(each) for each in tensors]),
-        Column("", [each.note for each in tensors]),
-    ]
+def _kind(tensor: SavedTensor | None) -> str:
+    return "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _all_alike(tensors: Sequence[TensorDifference]) -> bool:
-    return all(len(each.dtypes) == 1 for each in tensors)
+def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    one, other = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
+    for start in range(0, one.numel(), _BLOCK):
+        yield one[start : start + _BLOCK], other[start : start + _BLOCK]
 
 
-def _number(tensor: TensorDifference, value: float) -> str:
-    return f"{value:.3g}" if tensor.elements else ""
+def _differing(one: Any, other: Any, place: str, wanted: Callable[[str], bool]) -> list[str]:
+    return [f"{inside}: {text}" for inside, text in compare_values(one, other, place) if wanted(inside)]
 
 
-def _elements(tensor: TensorDifference) -> str:
-    return f"{tensor.changed:,} of {tensor.elements:,}" if tensor.elements else ""
+def compare_values(one: Any, other: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield what differs between two values read from JSON, each as path and change, in the order of the first."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in dict.fromkeys((*one, *other)):
+            inside = f"{place}.{name}" if name.isidentifier() else f"{place}[{name}]"
+            if name in one and name in other:
+                yield from compare_values(one[name], other[name], inside)
+            else:
+                yield inside, f"{_ONLY_IN[name in one]}: {_shown(one.get(name, other.get(name)))}"
+    elif isinstance(one, list) and isinstance(other, list):
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+            yield from compare_values(mine, theirs, f"{place}[{index}]")
+        if len(one) != len(other):
+            yield place, f"{_items(one)} -> {_items(other)}"
+    elif json.dumps(one) != json.dumps(other):
+        yield place, f"{_shown(one)} -> {_shown(other)}"
 
 
-def _undefined(tensor: TensorDifference) -> str:
-    return f"{tensor.undefined[0]:,} -> {tensor.undefined[1]:,}" if any(tensor.undefined) else ""
+def _items(of: list[Any]) -> str:
+    return f"{len(of)} item{'s' * (len(of) != 1)}"
+
+
+def _shown(value: Any) -> str:
+    return shorten(json.dumps(value), _LONGEST)

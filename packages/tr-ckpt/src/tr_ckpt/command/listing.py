@@ -15,7 +15,6 @@ from typing import Any
 
 from tr_ckpt import discovery, names, part_files, reads
 from tr_ckpt.command import selection
-from tr_ckpt.command import selection as trainer_state
 from tr_ckpt.command.selection import COMPLETE, DAMAGED, UNREADABLE, Entry
 from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, size_text, terminal_width
 from tr_ckpt.errors import UnreadableError, printable
@@ -63,7 +62,7 @@ def describe(directory: Path, entries: list[Entry], good: str) -> list[dict[str,
     newest = selection.newest(entries)
     # The checkpoint with the longest history decides which is best.
     knowing = newest or next((entry for entry in reversed(entries) if entry.condition == selection.FOREIGN), None)
-    best = None if knowing is None else trainer_state.best_step(trainer_state.read_state(knowing.found.path))
+    best = None if knowing is None else selection.best_step(selection.read_state(knowing.found.path))
     listed = [_describe(entry, good) for entry in sorted(entries, key=_by_step)]
     for each in listed:
         # A checkpoint that was named alone is not known to be the newest.
@@ -78,7 +77,7 @@ def _by_step(entry: Entry) -> int:
 
 def _describe(entry: Entry, good: str) -> dict[str, Any]:
     folder, described = entry.found.path, entry.described
-    metric = trainer_state.key_metric(folder, trainer_state.read_state(folder), entry.step)
+    metric = selection.key_metric(folder, selection.read_state(folder), entry.step)
     return {
         "name": entry.found.name,
         "path": str(folder),
@@ -141,10 +140,10 @@ def _parts(listed: list[dict[str, Any]]) -> list[str]:
             holders.setdefault(" ".join(each["parts"]), []).append(each["name"])
     if len(holders) == 1:
         return [f"parts: {parts}" for parts in holders]
-    return [f"parts of {_some(names)}: {parts}" for parts, names in holders.items()]
+    return [f"parts of {_range(names)}: {parts}" for parts, names in holders.items()]
 
 
-def _some(of: list[str]) -> str:
+def _range(of: list[str]) -> str:
     return ", ".join(of) if len(of) <= 3 else f"{of[0]}, {of[1]} … {of[-1]} ({len(of)})"
 
 
@@ -153,7 +152,7 @@ def _problems(listed: list[dict[str, Any]]) -> list[str]:
     for each in listed:
         if each["problem"]:
             having.setdefault(each["problem"], []).append(each["name"])
-    return [f"{_some(names)}: {problem}" for problem, names in having.items()]
+    return [f"{_range(names)}: {problem}" for problem, names in having.items()]
 
 
 def _order(entries: list[Entry]) -> list[str]:

@@ -65,11 +65,11 @@ def _add_reading(actions: Any) -> None:
 
 
 def _add_diff(actions: Any) -> None:
-    diff = _action(actions, "diff", "show what differs between two checkpoints")
+    diff = _action(actions, "diff", "say how much differs between two checkpoints, and what first")
     diff.add_argument("first", metavar="A", help=_CHECKPOINT)
     diff.add_argument("second", metavar="B", help="the same for the other checkpoint")
     _add_prefix(diff)
-    diff.add_argument("--all", action="store_true", help="show every difference, not the ten largest of each part")
+    diff.add_argument("--all", action="store_true", help="show every difference, not only the first of each part")
     diff.add_argument("--part", action="append", metavar="NAME", help="compare this part only; may be repeated")
     diff.add_argument(
         "--ignore",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tr_ckpt import discovery, files, manifest, names, retention, staging, tensor_file, untrusted
 from tr_ckpt.command import selection
-from tr_ckpt.command import selection as trainer_state
 from tr_ckpt.command.listing import verify
 from tr_ckpt.command.selection import COMPLETE, Entry, bytes_below
 from tr_ckpt.command.terminal import Column, render, say, say_lines, size_text, terminal_width
@@ -56,8 +55,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         say(f"{len(left)} that an earlier removal left half done, {size_text(size)} to free")
     if not (going or left) or arguments.dry_run:
         return 0
-    if not arguments.yes and not _removal_confirmed(len(going) + len(left)):
-        say("nothing was removed")
+    if not arguments.yes and not _confirmed(f"remove {len(going) + len(left)}?", "nothing was removed"):
         return 0
     with locked(directory.absolute()):
         for path in (*left, *staging.cut_short(directory, "lock")):
@@ -66,7 +64,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _best(newest: Entry) -> int:
-    best = trainer_state.best_step(trainer_state.read_state(newest.found.path))
+    best = selection.best_step(selection.read_state(newest.found.path))
     if best is None:
         raise CheckpointError(
             f"nothing was removed: {newest.found.name} knows of no best step, so --keep-best cannot keep it; "
@@ -113,15 +111,17 @@ def _fate(entry: Entry, leaving: set[str], kept: dict[str, str]) -> str:
     return kept.get(entry.found.name, "stays")
 
 
-def _removal_confirmed(number: int) -> bool:
+def _confirmed(question: str, refusal: str) -> bool:
+    """Ask on the terminal; say `refusal` if the answer is not yes."""
     if not sys.stdin.isatty():
-        raise CheckpointError("nothing was removed: there is no terminal to ask on; give --yes")
+        raise CheckpointError(f"{refusal}: there is no terminal to ask on; give --yes")
     try:
-        answer = input(f"remove {number}? [y/N] ")
+        if input(f"{question} [y/N] ").strip().lower() in ("y", "yes"):
+            return True
     except EOFError:
         say()
-        return False
-    return answer.strip().lower() in ("y", "yes")
+    say(refusal)
+    return False
 
 
 def _remove(going: list[Found]) -> int:
@@ -164,8 +164,7 @@ def run_seal(arguments: argparse.Namespace) -> int:
     say(f"{folder}, step {described.step}:")
     for line in changed:
         say(f"  {line}")
-    if not arguments.yes and not _change_confirmed():
-        say("nothing was written")
+    if not arguments.yes and not _confirmed("accept it as it is now?", "nothing was written"):
         return 0
     held = {name: now[name] if name in other else described.files[name] for name in now}
     with locked(folder.absolute().parent):
@@ -190,17 +189,6 @@ def _check_readable(folder: Path, changed: Iterable[str]) -> None:
                 tensor_file.read(folder / name)
         except (CheckpointError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be accepted: {name} cannot be read: {error}") from error
-
-
-def _change_confirmed() -> bool:
-    if not sys.stdin.isatty():
-        raise CheckpointError("nothing was written: there is no terminal to ask on; give --yes")
-    try:
-        answer = input("accept it as it is now? [y/N] ")
-    except EOFError:
-        say()
-        return False
-    return answer.strip().lower() in ("y", "yes")
 
 
 def _write_manifest(folder: Path, described: Manifest) -> FileRecord:

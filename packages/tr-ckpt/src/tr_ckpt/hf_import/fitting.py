@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_ckpt.errors import CheckpointError
+from tr_ckpt.errors import CheckpointError, first_three
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ def complete_weights(saved: Mapping[str, torch.Tensor], model: nn.Module) -> dic
     _add_never_saved(own, found, model)
     if lacking := [name for name in own if name not in found]:
         raise CheckpointError(
-            f"the weights lack {_some(lacking)} of {type(model).__name__}: give the model of the run that saved them, "
-            "of the same version"
+            f"the weights lack {first_three(lacking)} of {type(model).__name__}: give the model of the run that saved "
+            "them, of the same version"
         )
     return {name: found[name] for name in own}
 
@@ -50,8 +50,8 @@ def _check_extra(extra: list[str], model: nn.Module) -> None:
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     if unknown := [name for name in extra if not any(re.search(each, name) for each in (*_COMPUTED_BUFFERS, *own))]:
         raise CheckpointError(
-            f"the weights hold {_some(unknown)}, which {type(model).__name__} does not have: give the model of the run "
-            "that saved them, of the same version"
+            f"the weights hold {first_three(unknown)}, which {type(model).__name__} does not have: give the model of "
+            "the run that saved them, of the same version"
         )
 
 
@@ -63,7 +63,7 @@ def _add_never_saved(own: Mapping[str, torch.Tensor], found: dict[str, torch.Ten
     ]
     kept = [name for name in own if name not in found and any(re.search(each, name) for each in patterns)]
     if kept:
-        logger.info("%s of the model are not saved by design, and stay unchanged", _some(kept))
+        logger.info("%s of the model are not saved by design, and stay unchanged", first_three(kept))
     found |= {name: own[name] for name in kept}
 
 
@@ -71,11 +71,6 @@ def _memory_of(tensor: torch.Tensor) -> Hashable:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # Moments with the shape of their parameter. The shapes of other states are not checked.

@@ -17,11 +17,7 @@ import torch
 from tr_ckpt import files, reads, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from tr_ckpt.hf_import import unpickling
-from tr_ckpt.hf_import.unpickling import Strided
-
-# The limit for the bytes of all tensors, each counted in full: this much in any case, or this many times the file.
-MOST_BYTES = 64_000_000
-TIMES_THE_FILE = 16
+from tr_ckpt.hf_import.unpickling import MOST_BYTES, TIMES_THE_FILE, Strided
 
 
 def read_archive(path: Path) -> Any:

@@ -26,8 +26,8 @@ from tr_ckpt.hf_import.pickle_machine import Machine
 # Deeper than any state of an optimizer, schedule or generator.
 MOST_DEPTH = 100
 
-# The limit for a state with all shared values expanded: this much in any case, or this many times the bytes
-# that hold it.
+# The limit for a state with all shared values expanded, and for its tensors, each counted in full: this much in any
+# case, or this many times the bytes that hold it.
 MOST_VALUES = 1_000_000
 MOST_BYTES = 64_000_000
 TIMES_THE_FILE = 16
@@ -63,9 +63,9 @@ class Finishing:
         done, (values, size) = self._visit(value, 0)
         if values > self._limits[0] or size > self._limits[1]:
             raise CheckpointError(
-                f"it stands for {_some(values)} values with {_some(size)} bytes of text, and what {self._size_bytes:,} "
-                f"bytes hold may stand for {self._limits[0]:,} and {self._limits[1]:,}: the same ones are in it again "
-                "and again"
+                f"it stands for {_count(values)} values with {_count(size)} bytes of text, and what "
+                f"{self._size_bytes:,} bytes hold may stand for {self._limits[0]:,} and {self._limits[1]:,}: the same "
+                "ones are in it again and again"
             )
         return done
 
@@ -118,7 +118,7 @@ def _sum(weights: Any) -> _Weight:
     return values, size
 
 
-def _some(number: int) -> str:
+def _count(number: int) -> str:
     return f"{number:,}" if number < 10**15 else "more than 10^15"
 
 
