@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tr_args import Duration, TrainingArguments
@@ -61,7 +62,7 @@ def trackers(args: TrainingArguments) -> list[Any]:
         ImportError: the library of a named one is not installed.
     """
     if "all" not in args.report_to:
-        return [plugins.load("tr.callbacks", name)(args) for name in args.report_to if name != "none"]
+        return [_tracker(name)(args) for name in args.report_to if name != "none"]
     usable = []
     for name in sorted(plugins.available("tr.callbacks")):
         if name in NOT_TRACKERS:
@@ -71,3 +72,10 @@ def trackers(args: TrainingArguments) -> list[Any]:
         except ImportError as error:
             logger.info("report_to='all' leaves out %s: %s", name, error)
     return usable
+
+
+def _tracker(name: str) -> Callable[[TrainingArguments], Any]:
+    try:
+        return plugins.load("tr.callbacks", name)
+    except plugins.PluginError as error:
+        raise plugins.PluginError(f"report_to={name!r}: {error}") from None
