@@ -1,6 +1,7 @@
 """Build Trainers of small models for every test of this package."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from support.data import samples
 from support.models import Classifier
 from support.reads import read_counter  # noqa: F401  a fixture
+from support.runs import saving_trainer
 
-from tr_core import Trainer, TrainingArguments
+from tr_core import Trainer, TrainingArguments, plugins
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +59,23 @@ def make_trainer(make_args, model):
         return trainer_class(args=make_args(**changes), **parts)
 
     return build
+
+
+@pytest.fixture
+def saving(make_trainer, tmp_path):
+    """Build a Trainer of ten steps that keeps its checkpoints in memory."""
+    return partial(saving_trainer, make_trainer, tmp_path)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Set which entry points installed packages offer: those that are passed, or these beside the real ones."""
+    real = plugins._entries
+
+    def replace(*entries, beside=False):
+        def offered(group):
+            return (*(real(group) if beside else ()), *(entry for entry in entries if entry.group == group))
+
+        monkeypatch.setattr(plugins, "_entries", offered)
+
+    return replace

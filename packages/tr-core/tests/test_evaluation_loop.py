@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.data import samples, stack
 from support.models import Classifier
+from support.runs import accuracy
 from torch import nn
 
 from tr_core import EvalPrediction, Trainer, TrainerCallback
@@ -38,10 +39,6 @@ def assert_same_trees(one, other):
     else:
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
-
-
-def accuracy(prediction):
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def test_the_loss_of_nine_samples_in_batches_of_eight_is_the_true_mean(make_trainer, model):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.runs import ScaledDevice
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments
@@ -168,14 +169,6 @@ def test_a_left_out_step_is_one_that_is_not_made(tmp_path):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-class Scaled(SingleDevice):
-    """One device with a loss scaler, as under float16."""
-
-    def __init__(self):
-        super().__init__("cpu")
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-
-
 def test_a_loss_scaler_sees_overflows_where_no_gradient_is_left(tmp_path):
     class Unscaling(HookedSGD):
         def backward(self, loss, *, last=True, scale=None):
@@ -202,10 +195,10 @@ def test_a_loss_scaler_sees_overflows_where_no_gradient_is_left(tmp_path):
 
     trainer = build(tmp_path, Unscaling, callbacks=[Applied()], max_steps=3)
     trainer.model = Overflow()
-    trainer.strategy = Scaled()
+    trainer.strategy = ScaledDevice(8.0)
     trainer.train()
     assert applied == [True, False, True]
-    assert trainer.strategy._scaler.get_scale() == 4.0
+    assert trainer.strategy.scale == 4.0
 
 
 def test_an_optimizer_that_only_says_so_is_refused(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.data import samples
 from support.models import Base, Classifier, CountedSum, ReturnsTuple
-from support.runs import log_of
+from support.runs import ScaledDevice, log_of
 from torch import nn
 
-from tr_core import SingleDevice, Trainer, TrainerCallback
+from tr_core import Trainer, TrainerCallback
 
 
 class Watch(TrainerCallback):
@@ -74,8 +74,7 @@ def test_the_losses_of_micro_batches_add_up_to_those_of_steps_which_are_logged(m
 def test_under_float16_the_loss_is_not_the_scaled_one(make_trainer):
     watch = WatchLoss()
     trainer = make_trainer(8, callbacks=[watch])
-    trainer.strategy = SingleDevice("cpu")
-    trainer.strategy._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.strategy = ScaledDevice()
     trainer.train()
     logged = log_of(trainer, "loss")
     assert [loss.item() for loss in watch.micro_batches] == pytest.approx(logged, rel=1e-6)

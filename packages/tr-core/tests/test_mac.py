@@ -7,7 +7,7 @@ from tr_core import SingleDevice, TrainingArguments, plugins
 from tr_core.choose_strategy import choose_strategy
 from tr_core.data.loaders import train_loader
 from tr_core.optim.nonfinite import skips_on_device
-from tr_core.runtime.memory import _device_gauge
+from tr_core.runtime.memory import MemoryMeter
 from tr_core.single_device import choose_device
 
 
@@ -36,8 +36,8 @@ def test_a_macs_device_is_chosen_by_default(mac, asked, monkeypatch, tmp_path, i
     assert asked == [expected]
 
 
-def test_a_strategy_that_is_not_installed_is_named_with_its_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(plugins, "_entries", lambda group: ())
+def test_a_strategy_that_is_not_installed_is_named_with_its_package(installed, tmp_path):
+    installed()
     with pytest.raises(plugins.PluginError, match="tr-dist"):
         choose_strategy(TrainingArguments(output_dir=str(tmp_path), strategy="mps"))
 
@@ -60,8 +60,9 @@ def test_one_device_without_the_strategy_trains_in_bfloat16_from_macos_14_and_ne
 def test_memory_of_a_mac_has_no_peak(monkeypatch):
     held = iter([100, 250])
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: next(held))
-    read = _device_gauge(torch.device("mps"))
-    assert read() == {"gpu_alloc_delta": 150}
+    with MemoryMeter(torch.device("mps"), is_on=True).stage("train") as read:
+        found = {name: value for name, value in read().items() if "_gpu_" in name}
+    assert found == {"train_mem_gpu_alloc_delta": 150}
 
 
 def test_memory_is_not_pinned_for_a_mac(tmp_path):

@@ -9,7 +9,7 @@ from support.models import Classifier
 
 from tr_core import Trainer
 from tr_core.runtime import memory
-from tr_core.runtime.memory import MemoryMeter
+from tr_core.runtime.memory import MemoryMeter, is_out_of_memory
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -106,6 +106,12 @@ def test_after_an_exception_the_next_stage_is_measured(make_trainer):
     with pytest.raises(KeyError):
         trainer.train()
     assert names_in(trainer.evaluate()) == [f"eval_{name}" for name in NAMES]
+
+
+def test_errors_of_memory_are_distinguished_from_others_by_kind_and_message():
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+    assert is_out_of_memory(MemoryError())
 
 
 @pytest.mark.cuda

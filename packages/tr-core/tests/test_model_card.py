@@ -7,14 +7,11 @@ from importlib.metadata import version
 import pytest
 from support.data import samples
 from support.models import Classifier
+from support.runs import accuracy
 
 from tr_core import TrainerState
 from tr_core.model_card.front_matter import front_matter
 from tr_core.model_card.model_card import MARKER, evaluations, of_the_model
-
-
-def accuracy(prediction):
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def card(trainer):
@@ -250,11 +247,11 @@ def test_front_matter_is_json_where_json_has_a_form_for_it():
     assert [json.loads(line.removeprefix("- ")) for line in lines] == words
 
 
-def test_publishing_needs_its_package(make_trainer, monkeypatch):
+def test_publishing_needs_its_package(make_trainer, installed):
     from tr_core import plugins
 
     trainer = make_trainer()
-    monkeypatch.setattr(plugins, "_entries", lambda group: ())
+    installed()
     for call in (trainer.init_hf_repo, lambda: trainer.init_hf_repo(token="x"), trainer.push_to_hub):
         with pytest.raises(plugins.PluginError, match="no callback named 'hub'.* pip install tr-log tr-ckpt tr-optim"):
             call()

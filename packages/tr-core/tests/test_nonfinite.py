@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.data import samples
 from support.models import Base, Classifier
-from support.runs import log_of
+from support.runs import ScaledDevice, log_of
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
@@ -423,15 +423,8 @@ def test_a_run_that_is_finite_is_the_same_bit_for_bit(make_trainer, policy):
 # float16
 
 
-def scaled():
-    """A device with scaled gradients on the CPU, where torch's scaler works though float16 is refused."""
-    device = SingleDevice("cpu")
-    device._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return device
-
-
 def with_scaler(trainer):
-    trainer.strategy = scaled()
+    trainer.strategy = ScaledDevice()
     return trainer
 
 

@@ -7,7 +7,6 @@ from support.models import Classifier
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback
-from tr_core.optim.optimizers import parameter_groups
 from tr_core.optim.parameter_rules import learning_rates, read_rules
 
 
@@ -254,13 +253,10 @@ def test_an_override_that_calls_the_original_keeps_the_rules(make_trainer):
     assert "learning_rate/head" in trainer.state.log_history[0]
 
 
-def test_a_saved_state_of_other_rules_is_refused_though_its_shapes_fit():
+def test_a_saved_state_of_other_rules_is_refused_though_its_shapes_fit(make_trainer):
     def optimizer(rules):
-        model = Encoder()
-        groups = parameter_groups(model, 0.0, None, read_rules(rules, 1.0))
-        from tr_core.optim.optimizers import build_optimizer
-
-        return build_optimizer(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9}, groups, read_rules(rules, 1.0))
+        options = {"optim": "sgd", "optim_args": "momentum=0.9", "weight_decay": 0.0}
+        return make_trainer(model=Encoder(), parameter_rules=rules, **options).create_optimizer()
 
     first = [{"params": "encoder.first", "lr_scale": 0.1}]
     second = [{"params": "encoder.second", "lr_scale": 0.1}]

@@ -2,21 +2,15 @@
 
 import pickle
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
 from support.callbacks import SignalAt
 from support.checkpointer import MemoryCheckpointer
-from support.runs import Heard, assert_ends_alike, handlers, interrupt, saving_trainer
+from support.runs import Heard, assert_ends_alike, handlers, interrupt
 
 from tr_core import Trainer, TrainerCallback
 from tr_core.preemption.signals import Interrupted, KeyboardInterrupted
-
-
-@pytest.fixture
-def saving(make_trainer, tmp_path):
-    return partial(saving_trainer, make_trainer, tmp_path)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])

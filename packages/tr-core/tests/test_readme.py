@@ -9,7 +9,7 @@ from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Classifier
 
-from tr_core import SingleDevice, Trainer, TrainingArguments, plugins
+from tr_core import SingleDevice, Trainer, TrainingArguments
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -55,7 +55,7 @@ def test_parts_may_be_objects_instead_of_names(tmp_path):
     assert (watch.step, keeper.saves) == (2, [2])
 
 
-def test_an_optimizer_of_ones_own_is_offered_by_an_entry_point(make_trainer, monkeypatch):
+def test_an_optimizer_of_ones_own_is_offered_by_an_entry_point(make_trainer, installed):
     given = []
 
     def build(params, args):
@@ -63,9 +63,8 @@ def test_an_optimizer_of_ones_own_is_offered_by_an_entry_point(make_trainer, mon
         return torch.optim.SGD(params, lr=args.learning_rate)
 
     origin = SimpleNamespace(name="mine", version="1.0")
-    offered = SimpleNamespace(name="mine", value="mine:build", dist=origin, load=lambda: build)
-    entries = plugins._entries
-    monkeypatch.setattr(plugins, "_entries", lambda group: (*entries(group), *[offered][: group == "tr.optimizers"]))
+    offered = SimpleNamespace(name="mine", value="mine:build", group="tr.optimizers", dist=origin, load=lambda: build)
+    installed(offered, beside=True)
     trainer = make_trainer(optim="mine", weight_decay=0.1)
     trainer.train()
     assert all({"params", "weight_decay"} <= set(group) and args is trainer.args for group, args in given)

@@ -8,8 +8,9 @@ import torch
 from support.callbacks import Stop, StopAt
 from support.checkpointer import MemoryCheckpointer
 from support.models import Classifier
+from support.runs import ScaledDevice
 
-from tr_core import SingleDevice, Trainer, TrainerCallback
+from tr_core import Trainer, TrainerCallback
 
 
 def fresh_model():
@@ -74,27 +75,19 @@ def test_the_argument_of_train_goes_before_that_of_the_arguments(make, given):
     assert stop_at(make(StopAt(0), resume_from_checkpoint="true"), resume_from_checkpoint=False).state.global_step == 0
 
 
-class Scaled(SingleDevice):
-    """One device with a loss scale, as under fp16."""
-
-    def __init__(self):
-        super().__init__("cpu")
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-
-
 def test_a_loss_scale_that_was_not_saved_starts_over_and_one_too_many_is_skipped(make, caplog):
     caplog.set_level(logging.INFO, logger="tr_core")
     stop_at(make(StopAt(3)))
     resumed = stop_at(
-        make(StopAt(5), trainer_class=partial(Trainer, strategy=Scaled()), log_level="info"),
+        make(StopAt(5), trainer_class=partial(Trainer, strategy=ScaledDevice(8.0)), log_level="info"),
         resume_from_checkpoint=True,
     )
     assert "holds no loss scale, as it was saved without fp16: it starts over" in caplog.text
-    assert make.kept.saved[5]["scaler"]["scale"] == resumed.strategy._scaler.get_scale()
+    assert make.kept.saved[5]["scaler"]["scale"] == resumed.strategy.scale
     assert stop_at(make(StopAt(6)), resume_from_checkpoint=True).state.global_step == 6
     caplog.clear()
     stop_at(
-        make(StopAt(5), trainer_class=partial(Trainer, strategy=Scaled()), log_level="info"),
+        make(StopAt(5), trainer_class=partial(Trainer, strategy=ScaledDevice(8.0)), log_level="info"),
         resume_from_checkpoint="memory/checkpoint-5",
     )
     assert "loss scale" not in caplog.text

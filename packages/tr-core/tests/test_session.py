@@ -1,7 +1,6 @@
 """An evaluation that a signal skips or that a dying run does not complete is made by the resumed run."""
 
 import signal
-from functools import partial
 
 import pytest
 import torch
@@ -9,17 +8,11 @@ from support.callbacks import SignalAt, evaluated
 from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Classifier
-from support.runs import assert_ends_alike, interrupt, saving_trainer, steps_with
+from support.runs import assert_ends_alike, interrupt, steps_with
 
 from tr_core import EarlyStoppingCallback, TrainerCallback
 from tr_core.data.position import DataPosition
 from tr_core.session import _is_within_epoch
-
-
-@pytest.fixture
-def saving(make_trainer, tmp_path):
-    return partial(saving_trainer, make_trainer, tmp_path)
-
 
 LEFT_OUT = [  # eval_strategy, and where the signal comes
     ("steps", "on_step_begin", 3, 4),

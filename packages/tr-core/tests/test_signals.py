@@ -7,11 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 from support.callbacks import SignalAt
-from support.runs import Heard, assert_ends_alike, handlers, interrupt, saving_trainer
+from support.runs import Heard, assert_ends_alike, handlers, interrupt
 
 from tr_core import TrainerCallback
 from tr_core.preemption import preemption as interruption_module
@@ -224,11 +223,6 @@ def test_the_first_signal_is_answered_at_once(saving, capfd):
     assert error.step == 5
     told = capfd.readouterr().err
     assert told.count("SIGINT: saving and stopping when this step is done; a second one stops at once\n") == 1
-
-
-@pytest.fixture
-def saving(make_trainer, tmp_path):
-    return partial(saving_trainer, make_trainer, tmp_path)
 
 
 DEAF = """

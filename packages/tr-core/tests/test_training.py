@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tr_core import EarlyStoppingCallback, Trainer, TrainerCallback
-from tr_core.callback import EVENTS
 
 
 class Recorder:
@@ -20,7 +19,10 @@ class Recorder:
         self.events = []
 
 
-for _event in [event for event in EVENTS if event != "on_micro_batch_end"]:  # see test_loop.py
+for _event in {name for name in vars(TrainerCallback) if name.startswith("on_")} - {
+    "on_micro_batch_end",
+    "on_checkpoint",
+}:  # see test_loop.py
 
     def _note(self, args, state, control, _event=_event, **kwargs):
         self.events.append(_event.removeprefix("on_"))

@@ -157,8 +157,8 @@ def test_what_cannot_be_trained_is_refused_when_training_begins(make_trainer, ca
         trainer.train()
 
 
-def test_saving_without_a_checkpointer_says_what_to_install_or_set(make_trainer, monkeypatch):
-    monkeypatch.setattr(plugins, "_entries", lambda group: ())
+def test_saving_without_a_checkpointer_says_what_to_install_or_set(make_trainer, installed, monkeypatch):
+    installed()
     with pytest.raises(plugins.PluginError, match="no strategy named 'single'; installed: none"):
         make_trainer(save_strategy="steps")
     monkeypatch.setattr("tr_core.choose_strategy.choose_strategy", lambda args: SingleDevice("cpu"))
@@ -166,9 +166,9 @@ def test_saving_without_a_checkpointer_says_what_to_install_or_set(make_trainer,
         make_trainer(save_strategy="steps")
 
 
-def test_an_optimizer_that_is_not_installed_names_the_package_that_brings_it(make_trainer, monkeypatch):
+def test_an_optimizer_that_is_not_installed_names_the_package_that_brings_it(make_trainer, installed):
     trainer = make_trainer(optim="adafactor")
-    monkeypatch.setattr(plugins, "_entries", lambda group: ())
+    installed()
     with pytest.raises(plugins.PluginError, match="no optimizer named 'adafactor'; .* pip install tr-optim"):
         trainer.train()
 

@@ -9,7 +9,7 @@ from torch import nn
 from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Classifier
-from tr_core import Trainer
+from tr_core import SingleDevice, Trainer
 from tr_core.preemption.signals import SIGNALS, Interrupted
 
 
@@ -21,6 +21,22 @@ def log_of(trainer, name):
 def steps_with(trainer, name):
     """Return the steps whose entries in the log have a name."""
     return [entry["step"] for entry in trainer.state.log_history if name in entry]
+
+
+class ScaledDevice(SingleDevice):
+    """A CPU with a loss scaler, as GPUs have under float16: torch's scaler works there."""
+
+    def __init__(self, scale=1024.0):
+        super().__init__("cpu")
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    @property
+    def scale(self):
+        return self._scaler.get_scale()
+
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def first_gradient(make_trainer, model, accumulation, batch_size, trainer_class=Trainer, **parts):
