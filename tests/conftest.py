@@ -1,10 +1,13 @@
-"""Keep what one test does to the packages' loggers from the tests that follow, whichever package those are of."""
+"""Let tests import `shared`, and keep what one test does to the packages' loggers from the tests that follow."""
 
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 def of_the_packages() -> list[logging.Logger]:
@@ -27,5 +30,7 @@ def loggers_as_in_a_new_process() -> Iterator[None]:
     for logger in of_the_packages():
         logger.level, logger.propagate, logger.handlers = logging.NOTSET, True, before.get(logger, [])
     logging.Logger.manager._clear_cache()
-    if once := sys.modules.get("tr_log.loggers"):
-        once._log_once.cache_clear()
+    if "tr_log" in sys.modules:
+        from tr_log.testing import forget_once
+
+        forget_once()

@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 from optimizer_settings import SETTINGS, Setting
 
+import tr_core.testing
+import tr_dist.testing
 from tr_core import SingleDevice, Trainer, TrainingArguments, set_seed
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
-from tr_log.progress_callback import PrinterCallback
+from tr_log import PrinterCallback
 from tr_optim import LossScaler
 
 STEPS, ROWS_OF_A_STEP, WORDS, WIDTH = 7, 12, 20, 16
@@ -217,11 +219,8 @@ def trainer_of(combination, setting, folder, strategy=None, callbacks=(), **chan
 def scaling(strategy):
     """Have a strategy scale losses as under float16, which the CPU does not compute in."""
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    if isinstance(strategy, SingleDevice):
-        strategy._scaler = scaler
-    else:
-        strategy._precision.scaler = scaler
-    return strategy
+    package = tr_core.testing if isinstance(strategy, SingleDevice) else tr_dist.testing
+    return package.set_loss_scaler(strategy, scaler)
 
 
 def train(combination):

@@ -8,8 +8,7 @@ from pathlib import Path
 from combination_runs import Combination, build, draw_combination, fingerprint
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tr_core.callbacks.wall_time import WallTimeCallback
-from tr_core.preemption.signals import Interrupted
+from tr_core.testing import Interrupted, set_clock
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_step_end", "on_prediction_step", "on_evaluate", "on_save", "on_log")
 
@@ -164,9 +163,8 @@ def make(saving, folder, callbacks=(), *, strategy=None, **changes):
     if saving.frozen:
         for name, parameter in trainer.model.named_parameters():
             parameter.requires_grad_(name.startswith(("blocks.1", "head")))
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, WallTimeCallback):  # a second passes with every step
-            callback._clock = lambda: float(trainer.state.global_step)
+    # A second passes with every step.
+    set_clock(trainer.callback_handler.callbacks, lambda: float(trainer.state.global_step))
     return trainer, last
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments
+from tr_core.testing import set_loss_scaler
 
 NAMES = ["adamw_8bit", "galore_adamw_8bit", "galore_adamw_8bit_layerwise"]
 EXACT = {
@@ -159,14 +160,6 @@ def test_steps_that_are_not_finite_are_left_out(tmp_path, name):
     assert weights(trainer).isfinite().all()
 
 
-class OneOverflow(SingleDevice):
-    """One device with a loss scaler, as under float16."""
-
-    def __init__(self, scaler):
-        super().__init__("cpu")
-        self._scaler = scaler
-
-
 class KeepWeights(TrainerCallback):
     def __init__(self):
         self.weights, self.states, self.applied = [], [], []
@@ -183,7 +176,7 @@ def test_a_step_that_overflows_under_loss_scaling_leaves_everything_untouched(tm
     model.bad_call = 3
     trainer = trainer_of(tmp_path, name, model=model, max_steps=6, callbacks=[keep])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    trainer.strategy = OneOverflow(scaler)
+    trainer.strategy = set_loss_scaler(SingleDevice("cpu"), scaler)
     trainer.train()
     assert keep.applied == [True, True, False, True, True, True]
     assert torch.equal(keep.weights[1], keep.weights[2])

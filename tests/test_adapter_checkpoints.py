@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tr_all import Trainer, TrainingArguments
-from tr_core.checkpoint.settings import fingerprint
+from tr_core.testing import fingerprint
 
 # PEFT asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -139,13 +139,11 @@ def test_checkpoints_have_the_models_own_use_cache(tmp_path):
     assert json.loads(config.read_text())["use_cache"] is True
 
 
-def test_liger_kernels_know_no_plain_module():
+def test_liger_kernels_know_no_plain_module(tmp_path):
     """The package itself, where it is installed."""
     pytest.importorskip("liger_kernel.transformers")
-    from tr_core.runtime.liger import apply_liger_kernel
-
     with pytest.raises(ValueError, match="liger-kernel has no kernels for Linear"):
-        apply_liger_kernel(torch.nn.Linear(2, 2), None)
+        train(tmp_path, torch.nn.Linear(2, 2), use_liger_kernel=True)
 
 
 def test_a_generation_of_a_compiled_run_is_not_compiled(tmp_path):

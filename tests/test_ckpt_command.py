@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 import transformers
+from shared.commands import command
 
-from tr_all.cli import main
 from tr_core import Trainer, TrainingArguments
 
+ckpt = command("ckpt")
 SIZES = {
     "vocab_size": 64,
     "n_positions": 16,
@@ -76,7 +77,7 @@ def table(output):
 def test_a_run_s_checkpoints_are_listed_with_their_losses(ours, capsys):
     folder, _ = ours
     capsys.readouterr()
-    assert main(["ckpt", "verify", str(folder)]) == 0
+    assert ckpt(["verify", str(folder)]) == 0
     heading, first, second = table(capsys.readouterr().out)
     assert heading == ["checkpoint", "step", "size", "ranks", "saved at (UTC)", "eval_loss", "mark", "condition"]
     state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
@@ -88,7 +89,7 @@ def test_a_run_s_checkpoints_are_listed_with_their_losses(ours, capsys):
 
 def test_an_exported_model_is_what_from_pretrained_loads(ours, tmp_path, capsys):
     folder, trained = ours
-    assert main(["ckpt", "export", str(folder), str(tmp_path / "model")]) == 0
+    assert ckpt(["export", str(folder), str(tmp_path / "model")]) == 0
     assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), trained, torch.float32)
 
 
@@ -96,7 +97,7 @@ def test_an_exported_model_is_what_from_pretrained_loads(ours, tmp_path, capsys)
 def test_an_exported_model_in_another_dtype_and_in_shards_loads_as_such(ours, tmp_path, word, dtype, capsys):
     folder, trained = ours
     words = ["--dtype", word, "--max-shard-size", "5kB"]
-    assert main(["ckpt", "export", str(folder), str(tmp_path / "model"), *words]) == 0
+    assert ckpt(["export", str(folder), str(tmp_path / "model"), *words]) == 0
     assert len(list((tmp_path / "model").glob("model-*-of-*.safetensors"))) > 2
     assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), trained, dtype)
 
@@ -112,7 +113,7 @@ def assert_same(loaded, trained, dtype):
 def test_a_run_of_transformers_trainer_is_listed_as_another_program_s(theirs, capsys):
     folder, _ = theirs
     capsys.readouterr()
-    assert main(["ckpt", "ls", str(folder)]) == 0
+    assert ckpt(["ls", str(folder)]) == 0
     output = capsys.readouterr().out
     heading, first, second = table(output)
     assert "eval_loss" in heading
@@ -123,13 +124,13 @@ def test_a_run_of_transformers_trainer_is_listed_as_another_program_s(theirs, ca
 
 def test_an_imported_checkpoint_is_one_of_ours_and_exports_the_same_model(theirs, tmp_path, capsys):
     folder, trained = theirs
-    assert main(["ckpt", "import", str(folder / "checkpoint-4"), str(tmp_path / "new")]) == 0
+    assert ckpt(["import", str(folder / "checkpoint-4"), str(tmp_path / "new")]) == 0
     assert f"{tmp_path / 'new' / 'checkpoint-4'}: step 4, " in capsys.readouterr().out
-    assert main(["ckpt", "verify", str(tmp_path / "new")]) == 0
-    assert main(["ckpt", "export", str(tmp_path / "new"), str(tmp_path / "model")]) == 0
+    assert ckpt(["verify", str(tmp_path / "new")]) == 0
+    assert ckpt(["export", str(tmp_path / "new"), str(tmp_path / "model")]) == 0
     assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), trained, torch.float32)
     capsys.readouterr()
-    assert main(["ckpt", "import", str(folder / "checkpoint-4"), str(tmp_path / "new")]) == 2
+    assert ckpt(["import", str(folder / "checkpoint-4"), str(tmp_path / "new")]) == 2
     assert "trainer ckpt import: " in capsys.readouterr().err
 
 
@@ -140,14 +141,14 @@ def test_two_equal_runs_differ_in_their_times_alone(ours, tmp_path, capsys):
     times = ["*_runtime", "*_per_second", "*output_dir", "*logging_dir", "*run_name", "*start_s"]
     words = [word for pattern in times for word in ("--ignore", pattern)]
     capsys.readouterr()
-    code = main(["ckpt", "diff", str(folder), str(tmp_path / "again"), *words])
+    code = ckpt(["diff", str(folder), str(tmp_path / "again"), *words])
     assert code == 0, capsys.readouterr().out
 
 
 def test_two_steps_of_a_run_differ_in_each_part(ours, capsys):
     folder, _ = ours
     capsys.readouterr()
-    assert main(["ckpt", "diff", str(folder / "checkpoint-2"), str(folder / "checkpoint-4"), "--all"]) == 1
+    assert ckpt(["diff", str(folder / "checkpoint-2"), str(folder / "checkpoint-4"), "--all"]) == 1
     output = capsys.readouterr().out
     assert "  scheduler.last_epoch: 2 -> 4\n" in output
     assert "  trainer_state.global_step: 2 -> 4\n" in output
@@ -162,10 +163,10 @@ def test_the_best_of_a_run_can_be_kept(tmp_path, capsys):
     trainer.train()
     best = trainer.state.best_global_step
     assert best not in (None, 4)
-    assert main(["ckpt", "prune", str(tmp_path / "run"), "--keep", "1", "--keep-best", "--yes"]) == 0
+    assert ckpt(["prune", str(tmp_path / "run"), "--keep", "1", "--keep-best", "--yes"]) == 0
     assert trainer.checkpointer().steps() == sorted({best, 4})
     capsys.readouterr()
-    main(["ckpt", "ls", str(tmp_path / "run")])
+    ckpt(["ls", str(tmp_path / "run")])
     assert {row[0]: row[-2] for row in table(capsys.readouterr().out)[1:]} == {
         f"checkpoint-{best}": "best",
         "checkpoint-4": "newest",

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
-from tr_core.preflight.checks import check
-from tr_optim.engine.gradient_store import GradientStore
+from tr_core.preflight import check
+from tr_optim.testing import watch_gradients
 
 
 class Network(nn.Module):
@@ -71,22 +71,15 @@ def test_the_gradients_that_a_preflight_reckons_are_those_of_the_mode(tmp_path):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_no_step_keeps_more_of_the_gradients_than_a_preflight_reckons(tmp_path, monkeypatch, accumulation):
+def test_no_step_keeps_more_of_the_gradients_than_a_preflight_reckons(tmp_path, request, accumulation):
     options = {"gradient_accumulation_steps": accumulation, "max_steps": 4}
-    expected, kept, finish = (
-        gradients(tmp_path, "galore_adamw_layerwise", **options),
-        [],
-        GradientStore._finish_backward,
-    )
+    expected, kept = gradients(tmp_path, "galore_adamw_layerwise", **options), []
     made = trainer(tmp_path, "galore_adamw_layerwise", **options)
 
-    def note(gathering):
-        grads = [p.grad for p in made.model.parameters() if p.grad is not None]
-        window = gathering.window
-        kept.append(sum(t.nbytes for t in [*window.projected.values(), *window.whole.values(), *grads]))
-        finish(gathering)
+    def note(beside):
+        kept.append(beside + sum(p.grad.nbytes for p in made.model.parameters() if p.grad is not None))
 
-    monkeypatch.setattr(GradientStore, "_finish_backward", note)
+    request.addfinalizer(watch_gradients(note))
     made.train()
     two = 2 * made.model.attn.weight.nbytes
     assert len(kept) == 4 * accumulation

@@ -7,7 +7,7 @@ from torch import nn
 from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
-from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
+from tr_optim import GaLoreAdafactor, GaLoreAdamW
 
 STEPS, SIZE = 9, 12
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments
+from tr_core.testing import set_loss_scaler
 
 NAMES = ["galore_adamw", "galore_adafactor"]
 
@@ -257,15 +258,6 @@ def test_immediate_updates_cannot_be_left_out(tmp_path):
         train(tmp_path, optim_args=optim_args, on_nonfinite="skip", max_grad_norm=0)
 
 
-class OneOverflow(SingleDevice):
-    """One device with a loss scaler, as under float16, whose third backward overflows."""
-
-    def __init__(self, scaler):
-        super().__init__("cpu")
-        self._scaler = scaler
-        self.backwards = 0
-
-
 class Overflowing(Network):
     def __init__(self, step):
         super().__init__()
@@ -297,7 +289,7 @@ def test_a_step_that_overflows_under_loss_scaling_leaves_everything_untouched(tm
         keep = KeepWeights()
         trainer = trainer_of(tmp_path, model=Overflowing(step), optim=optim, max_steps=6, callbacks=[keep])
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        trainer.strategy = OneOverflow(scaler)
+        trainer.strategy = set_loss_scaler(SingleDevice("cpu"), scaler)
         trainer.train()
         assert keep.applied == [number != step for number in range(1, 7)]
         assert torch.equal(keep.weights[step - 2], keep.weights[step - 1])
@@ -313,7 +305,7 @@ def test_a_first_step_that_overflows_begins_no_state(tmp_path, name):
     for optim in (name, f"{name}_layerwise"):
         keep = KeepWeights()
         trainer = trainer_of(tmp_path, model=Overflowing(1), optim=optim, max_steps=3, callbacks=[keep])
-        trainer.strategy = OneOverflow(torch.amp.GradScaler("cpu", init_scale=1024.0))
+        trainer.strategy = set_loss_scaler(SingleDevice("cpu"), torch.amp.GradScaler("cpu", init_scale=1024.0))
         trainer.train()
         assert keep.applied == [False, True, True]
         assert keep.states[0] == []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 
+from tr_ckpt.testing import set_hub_delays
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 
 # The client's own way of sending a file.
@@ -135,7 +136,7 @@ def test_each_strategy_pushes_exactly_its_files(strategy, save_async, hub, tmp_p
 def test_with_every_commit_failing_the_run_ends_normally_and_says_what_was_not_pushed(hub, tmp_path, caplog):
     hub.fail("POST", "/commit/", status=500, times=10**6)
     trainer = make_trainer(tmp_path / "run", hub, hub_strategy="checkpoint")
-    hub_callback(trainer).repository._retrying._delays_s = (0,)
+    set_hub_delays(hub_callback(trainer).repository, (0,))
     assert trainer.train().global_step == 6
     assert hub.titles("ci/run") == ["initial commit"]
     [summary] = [record.message for record in caplog.records if record.message.startswith("not all of the run is at")]
@@ -357,7 +358,7 @@ def test_a_token_that_the_hub_refuses_is_an_error_before_training(hub, tmp_path)
 def test_a_dead_hub_keeps_nobody_from_training(hub, tmp_path, caplog):
     hub.stop()
     trainer = make_trainer(tmp_path / "run", hub, max_steps=2)
-    hub_callback(trainer).repository._retrying._delays_s = ()
+    set_hub_delays(hub_callback(trainer).repository, ())
     assert trainer.train().global_step == 2
     assert "not all of the run is at" in caplog.text
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
-from tr_core.preemption.signals import Interrupted
+from tr_core.testing import Interrupted
 from tr_dist.testing import run_ranks
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
-from tr_core.preemption.signals import Interrupted
+from tr_core.testing import Interrupted
 
 
 class Network(nn.Module):
@@ -90,19 +90,8 @@ def test_an_interrupted_trial_stays_a_running_one_and_goes_on_from_its_checkpoin
     assert states(tmp_path / "cut") == {0: "complete", 1: "complete", 2: "complete"}
 
 
-def test_the_log_says_how_a_search_goes_on(tmp_path, monkeypatch):
-    lines = []
-    monkeypatch.setattr("tr_core.preemption.preemption._how_to_resume", spy(lines))
+def test_the_log_says_how_a_search_goes_on(tmp_path, caplog):
     with pytest.raises(Interrupted):
-        search(tmp_path, SignalAt(0, "on_step_begin", 2))
-    assert lines == ["hyperparameter_search(resume=True) with the same arguments goes on from there"]
-
-
-def spy(lines):
-    from tr_core.preemption.preemption import _how_to_resume
-
-    def told(*args, **kwargs):
-        lines.append(_how_to_resume(*args, **kwargs))
-        return lines[-1]
-
-    return told
+        search(tmp_path, SignalAt(0, "on_step_begin", 2), log_level="warning")
+    [said] = [record.getMessage() for record in caplog.records if "SIGTERM" in record.getMessage()]
+    assert said.endswith("hyperparameter_search(resume=True) with the same arguments goes on from there")

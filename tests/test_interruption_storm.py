@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
-from tr_core.callback import EVENTS
-from tr_core.preemption.signals import Interrupted
+from tr_core.testing import EVENTS, Interrupted
 
 STEPS = 8
 

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 
 from lomo_runs import Network, Rates, Stop, StopAt, logged, train_as_rank, trained, trainer, weights_of
 
+from tr_core import SingleDevice
 from tr_core.preflight import check
-from tr_core.single_device import SingleDevice
-from tr_core.testing import check_in_backward
+from tr_core.testing import check_in_backward, set_loss_scaler
 from tr_dist.testing import run_ranks
 from tr_optim import AdaLomo, Lomo
 
@@ -202,23 +202,16 @@ def test_skipping_needs_the_optimizer_that_can(tmp_path):
         made.train()
 
 
-class Scaling(SingleDevice):
-    """Scales losses as under float16, which the CPU does not compute in."""
-
-    def __init__(self):
-        super().__init__(use_cpu=True)
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_with_a_loss_scale_a_run_is_that_of_the_ordinary_optimizer(tmp_path, name, max_grad_norm):
     def run(**options):
-        strategy = Scaling()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        strategy = set_loss_scaler(SingleDevice(use_cpu=True), scaler)
         made = trained(
             tmp_path, model=Spoiling({3, 6}), strategy=strategy, max_steps=9, max_grad_norm=max_grad_norm, **options
         )
-        return made, strategy._scaler.state_dict()
+        return made, scaler.state_dict()
 
     (found, scaler), (expected, torchs) = run(optim=name), run(**ORDINARY[name])
     assert_close(found, expected)

@@ -2,12 +2,14 @@
 
 import errno
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
-from tr_ckpt import UnreadableError, reads
+from tr_ckpt import UnreadableError
+from tr_ckpt.testing import READS, replace_operations, shorten_waits
 from tr_core import Trainer, TrainingArguments, set_seed
 
 ERRNOS = (errno.EIO, errno.EACCES, errno.ESTALE)
@@ -51,11 +53,19 @@ def stopped(tmp_path):
     return tmp_path
 
 
-def failing(monkeypatch, number, times):
+@contextmanager
+def replaced_reads(replace, delays_s=(), names=READS):
+    undo = [shorten_waits(delays_s), replace_operations(replace, names)]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+
+
+def failing(number, times):
     """Let every kind of read fail, `times` times each, 0 for always."""
-    monkeypatch.setattr(reads, "DELAYS_S", (0.001, 0.002, 0.003))
-    for name in reads.READS:
-        monkeypatch.setattr(reads, name, replaced(getattr(reads, name), number, [times]))
+    return replaced_reads(lambda name, original: replaced(original, number, [times]), (0.001, 0.002, 0.003))
 
 
 def replaced(original, number, left):
@@ -75,8 +85,7 @@ def replaced(original, number, left):
 def test_a_momentary_error_of_reading_changes_nothing_of_a_resumed_run(number, resume, stopped, tmp_path_factory):
     alone = trainer(tmp_path_factory.mktemp("alone"), 10)
     alone.train()
-    with pytest.MonkeyPatch.context() as patched:
-        failing(patched, number, times=2)
+    with failing(number, times=2):
         resumed = trainer(stopped, 10)
         resumed.train(resume_from_checkpoint=resume)
     assert torch.equal(resumed.model.layer.weight, alone.model.layer.weight)
@@ -85,25 +94,23 @@ def test_a_momentary_error_of_reading_changes_nothing_of_a_resumed_run(number, r
 
 @pytest.mark.parametrize("number", ERRNOS)
 @pytest.mark.parametrize("resume", ["auto", True, False])
-def test_a_lasting_error_of_reading_ends_the_run_and_nothing_is_removed(number, resume, stopped, monkeypatch):
-    with monkeypatch.context() as patched:
-        failing(patched, number, times=0)
-        with pytest.raises(ValueError, match=rf"cannot be read: {os.strerror(number)} \({errno.errorcode[number]}\)"):
-            trainer(stopped, 10).train(resume_from_checkpoint=resume)
+def test_a_lasting_error_of_reading_ends_the_run_and_nothing_is_removed(number, resume, stopped):
+    message = rf"cannot be read: {os.strerror(number)} \({errno.errorcode[number]}\)"
+    with failing(number, times=0), pytest.raises(ValueError, match=message):
+        trainer(stopped, 10).train(resume_from_checkpoint=resume)
     assert steps_of(stopped) == [4, 6]
 
 
 @pytest.mark.parametrize("place", ["checkpoint-6", "checkpoint-4", "manifest.json", "model.safetensors"])
-def test_one_file_that_cannot_be_read_is_neither_damage_nor_a_reason_to_begin_at_step_0(place, stopped, monkeypatch):
-    monkeypatch.setattr(reads, "DELAYS_S", ())
-    original = reads.open_file
+def test_one_file_that_cannot_be_read_is_neither_damage_nor_a_reason_to_begin_at_step_0(place, stopped):
+    def refusing(name, original):
+        def open_file(path):
+            if place in str(path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return original(path)
 
-    def open_file(path):
-        if place in str(path):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(path)
+        return open_file
 
-    monkeypatch.setattr(reads, "open_file", open_file)
-    with pytest.raises(UnreadableError, match=place):
+    with replaced_reads(refusing, names=["open_file"]), pytest.raises(UnreadableError, match=place):
         trainer(stopped, 10).train(resume_from_checkpoint="auto")
     assert steps_of(stopped) == [4, 6]

@@ -12,7 +12,7 @@ from tr_core.random_state import RandomState
 from tr_core.testing import check_checkpointer, check_in_backward, check_strategy
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
-from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
+from tr_optim import GaLoreAdafactor, GaLoreAdamW
 
 
 def ddp_keeps_its_promises():

@@ -6,15 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from shared.commands import TRAINER
 
 from tr_args import ArgumentParser, ArgumentsError, TrainingArguments
-from tr_args.masking import is_secret_name, mask_secrets, mask_words
 
 LIMIT_S = 150
 TOKEN = "hf_" + "SeCrEt" * 6
 PASSWORD = "correct-horse-battery"
 ADDRESS = f"https://somebody:{PASSWORD}@hub.example/owner/name?token={PASSWORD}"
-CLI = "import sys; from tr_all.cli import main; sys.exit(main(sys.argv[1:]))"
 SCRIPT = """
 import sys, torch
 from torch import nn
@@ -138,33 +137,9 @@ def test_a_command_shows_no_secret(tmp_path, command):
         "check": ["check", "train.py", *flags, "--bf16", TOKEN],
         "launch": ["launch", "--config_file", "file.json", "train.py", *flags],
     }[command]
-    code, said = run(["-c", CLI, *words], tmp_path, MASTER_ADDR=f"https://x:{PASSWORD}@host")
+    code, said = run([TRAINER, *words], tmp_path, MASTER_ADDR=f"https://x:{PASSWORD}@host")
     assert clean(said), said
     if command == "dry run":
         assert code == 0
         assert "--hub_token '***'" in said
     assert said
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("--hub_token", True), ("HF_TOKEN", True), ("WANDB_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True),
-     ("--password", True), ("--pad_token", False), ("--eos_token_id", False), ("--max_new_tokens", False),
-     ("--include_num_input_tokens_seen", False), ("--tokenizer_name", False), ("--key_length", False)],
-)  # fmt: skip
-def test_secrets_are_known_by_their_names(name, expected):
-    assert is_secret_name(name) is expected
-
-
-def test_what_is_no_secret_is_shown():
-    words = [
-        "train.py",
-        "--lr",
-        "1e-4",
-        "--data=s3://bucket/x",
-        "https://hub.example/a?b=c",
-        "user@host",
-        "sk-learn-run",
-    ]
-    assert mask_words(words) == words
-    assert mask_secrets(f"a {ADDRESS} b") == "a https://***@hub.example/owner/name?token=*** b"

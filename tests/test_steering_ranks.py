@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
-from tr_core.callbacks.wall_time import WallTimeCallback
+from tr_core.testing import set_clock
 from tr_dist.testing import run_ranks
 
 
@@ -86,8 +86,7 @@ def train_by_time(folder, resume, **changes):
     watch = Watch(60.0 if trainer.strategy.rank == 0 else 0.0)
     trainer.remove_callback(Watch)
     trainer.add_callback(watch)
-    trainer.remove_callback(WallTimeCallback)
-    trainer.add_callback(WallTimeCallback(trainer.args, trainer.strategy, watch.clock))
+    set_clock(trainer.callback_handler.callbacks, watch.clock)
     trainer.train(resume_from_checkpoint=resume)
     trainer.strategy.close()
     return watch.done, trainer.state.global_step

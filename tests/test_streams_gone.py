@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared.commands import TRAINER
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="descriptors as POSIX has them")
 
 SCRIPT = Path(__file__).parent / "streams_run.py"
-LAUNCH = "import sys; from tr_all.cli import main; sys.exit(main(sys.argv[1:]))"
 LIMIT_S = 150
 sys.path.insert(0, str(SCRIPT.parent))
 from streams_run import CASES, CONDITIONS  # noqa: E402
@@ -72,7 +72,7 @@ def test_a_run_ends_well_whatever_becomes_of_its_streams(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_two_ranks_end_well_whatever_becomes_of_their_streams(tmp_path, condition):
-    launch = [sys.executable, "-c", LAUNCH, "launch", "--nproc", "2", str(SCRIPT), str(tmp_path / "out"), condition]
+    launch = [sys.executable, TRAINER, "launch", "--nproc", "2", str(SCRIPT), str(tmp_path / "out"), condition]
     assert run(launch, condition, tmp_path) == 0
     check_all_is_there(tmp_path / "out")
 
@@ -82,28 +82,13 @@ def test_two_ranks_end_well_whatever_becomes_of_their_streams(tmp_path, conditio
     ("condition", "expected"), [("reader gone", 141), ("no descriptors", 0), ("ascii", 0), ("full disk", 1)]
 )
 def test_the_command_ends_quietly_where_nobody_reads_it(tmp_path, condition, expected, words):
-    assert run([sys.executable, "-c", LAUNCH, *words], condition, tmp_path) == expected
+    assert run([sys.executable, TRAINER, *words], condition, tmp_path) == expected
 
 
 def test_nothing_is_said_of_a_reader_that_went_away(tmp_path):
-    command = f'"{sys.executable}" -c "$0" --help | true; echo "${{PIPESTATUS[0]}}"'
+    command = f'"{sys.executable}" "$0" --help | true; echo "${{PIPESTATUS[0]}}"'
     done = subprocess.run(
-        ["bash", "-c", command, LAUNCH], capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT_S, check=True
+        ["bash", "-c", command, TRAINER], capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT_S, check=True
     )
     assert done.stderr == ""
     assert done.stdout.strip() in ("0", "141")
-
-
-def test_files_do_not_take_the_place_of_streams_that_are_closed(tmp_path):
-    """What compiled code prints to descriptor 1 must not end up in the file that was opened next."""
-    code = (
-        "import os; from tr_log.streams import usable_streams\n"
-        "with usable_streams():\n"
-        "    file = open('file', 'w')\n"
-        "    os.write(1, b'printed'), os.write(2, b'printed')\n"
-        "    file.write('content')\n"
-        "file.close()"
-    )
-    words = [sys.executable, "-c", code]
-    assert run(words, "no descriptors", tmp_path) == 0
-    assert (tmp_path / "file").read_text() == "content"

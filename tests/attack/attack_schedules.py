@@ -28,8 +28,7 @@ from crash_training import train
 from schedule_ranks import REFERENCE, in_two_ranks
 from schedule_storms import PASSING, Storm, draw
 
-from tr_ckpt import CheckpointError, discovery, part_files
-from tr_ckpt.discovery import Age
+from tr_ckpt.testing import verified
 
 SCHEDULES = {"schedules, one process": 500, "schedules, two ranks": 500}
 QUICK = 25  # of a quick attack, one schedule in so many
@@ -65,15 +64,9 @@ def _counted(group: str, tried: int, tally: Tally) -> Count:
     return count
 
 
-def newest_verified(run: Path) -> Age:
+def newest_verified(run: Path) -> tuple[int, int]:
     """Return the age of the newest checkpoint that is whole, every byte read; (0, 0) if there is none."""
-    ages = [(0, 0)]
-    for found in discovery.find(run, "checkpoint"):
-        with contextlib.suppress(CheckpointError):
-            described = discovery.check_quickly(found)
-            part_files.verify(found.path, described)
-            ages.append((described.sequence, described.step))
-    return max(ages)
+    return max(verified(run), default=(0, 0))
 
 
 def _one_process(alone: str, drawn: tuple[int, int], folder: Path) -> Tally:

@@ -2,7 +2,7 @@
 
 Real runs, on one process, on two ranks of a loop by hand, and on two of the Trainer, new ones and resumed ones, saving
 in the foreground and in the background. Each runs in a process whose calls go through failing_disk.c; where there is no
-C compiler, only the operations of `tr_ckpt.files` are replaced. After each fault it is judged what is left, how the run
+C compiler, only the operations on files are replaced. After each fault it is judged what is left, how the run
 ended, and how the run ends that goes on from there.
 """
 
@@ -51,7 +51,7 @@ def attack(options: Options) -> Iterator[Count]:
     """Yield what came of the faults, by group."""
     library = failing_disk.compiled(options.folder)
     if library is None:
-        print("  no C compiler, or no Linux: only the operations of tr_ckpt.files are replaced", flush=True)
+        print("  no C compiler, or no Linux: only the operations on files are replaced", flush=True)
     # In memory, where there is such a place: nothing of this is about a real disk.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else options.folder) as place:

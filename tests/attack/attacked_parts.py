@@ -11,7 +11,7 @@ from strikes import Striker
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback
-from tr_core.callback import EVENTS
+from tr_core.testing import EVENTS
 
 
 class Rows(torch.utils.data.Dataset):

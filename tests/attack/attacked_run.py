@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import importlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "robustness"))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -63,10 +63,10 @@ def read_options() -> argparse.Namespace:
 
 
 def _command(options: argparse.Namespace, striker: Striker) -> int:
-    from tr_ckpt.command import main as ckpt
+    from shared.commands import command
 
     watch_files(striker)
-    return ckpt(options.command)
+    return command("ckpt")(options.command)
 
 
 def train(options: argparse.Namespace, striker: Striker) -> None:
@@ -113,7 +113,7 @@ def train(options: argparse.Namespace, striker: Striker) -> None:
 
 def watch_files(striker: Striker) -> None:
     """Have every operation on files be a place: `file`, and `file:` with its name, or `folder` if of no checkpoint."""
-    files: Any = importlib.import_module("tr_ckpt.files")
+    from tr_ckpt.testing import replace_operations
 
     def reaching(name: str, operation: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -124,8 +124,7 @@ def watch_files(striker: Striker) -> None:
 
         return call
 
-    for name in files.OPERATIONS:
-        setattr(files, name, reaching(name, getattr(files, name)))
+    replace_operations(reaching)
 
 
 def _path_of(argument: Any) -> str:

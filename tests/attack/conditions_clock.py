@@ -14,7 +14,7 @@ from attack_counts import LOST, WRONG_END, Count
 from conditions_disk import judged
 from storage_stages import STAGES, Attacked, newest
 
-from tr_ckpt import names
+from tr_ckpt.testing import this_process
 
 HOUR, YEAR = 3600, 365 * 24 * 3600
 
@@ -63,7 +63,7 @@ def numbers_used_again(root: Path, quick: bool) -> Count:
 
 
 def _processes() -> Iterator[tuple[str, Callable[[], str]]]:
-    here = names.this_process()
+    here = this_process()
     gone = os.fork()
     if gone == 0:
         os._exit(0)

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attack_counts import HUNG, WRONG_END, Count
+from shared.commands import command
 from storage_processes import End, in_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tr_ckpt import Checkpointer, discovery, manifest, parts
-from tr_ckpt.command import main as command
+from tr_ckpt import Checkpointer, manifest, parts
 from tr_ckpt.sharded import export
 from tr_ckpt.sharded.capturing import CapturedShards, TakenState
+from tr_ckpt.testing import verify
 
 RANKS, ROWS, COLUMNS = 1000, 2, 4
 OPEN_FILES = 256
@@ -47,11 +48,11 @@ def many_shards(folder: Path) -> Count:
     _try(count, folder, "saved", lambda: _save(saved))
     whole = torch.arange(RANKS * ROWS * COLUMNS, dtype=torch.float32).reshape(-1, COLUMNS)
     _try(count, folder, "listed", lambda: _expect(Checkpointer(folder / "run").steps(), [2]))
-    _try(count, folder, "verified", lambda: discovery.verify(saved, manifest.read(saved)))
+    _try(count, folder, "verified", lambda: verify(saved))
     _try(count, folder, "restored", lambda: _restore(folder / "run", whole))
     _try(count, folder, "exported", lambda: export(saved, folder / "model"))
-    _try(count, folder, "shown by the command", lambda: _expect(command(["ls", str(folder / "run")]), 0))
-    _try(count, folder, "verified by the command", lambda: _expect(command(["verify", str(saved)]), 0))
+    _try(count, folder, "shown by the command", lambda: _expect(command("ckpt")(["ls", str(folder / "run")]), 0))
+    _try(count, folder, "verified by the command", lambda: _expect(command("ckpt")(["verify", str(saved)]), 0))
     return count
 
 

@@ -64,7 +64,7 @@ class Aim:
         mode: `FAIL` gives the error, `WAIT` waits `value` microseconds, `SHORT` does half of what was asked for,
             `QUOTA` gives the error once `value` bytes have been written.
         value: see there.
-        of_files: whether operations of `tr_ckpt.files` are meant, and not calls of the system.
+        of_files: whether operations on files are meant, and not calls of the system.
     """
 
     kinds: frozenset[str] = ALL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -12,15 +12,10 @@ from typing import Literal
 from fuzz_batches import Parser
 
 from tr_args import ArgumentParser, ArgumentsError, TrainingArguments
-from tr_args.conversion import convert_field
-from tr_args.errors import RefusedError
-from tr_args.files import read_mapping
-from tr_args.schema import schema
-from tr_core.search.journal import Journal
-from tr_core.state import TrainerState
-from tr_dist.deepspeed.configuration import read_configuration
-from tr_dist.launching.accelerate_file import interpret, read_file
-from tr_dist.launching.launch import Launch, LaunchError
+from tr_args.testing import convert_text, read_mapping
+from tr_core import TrainerState
+from tr_core.testing import read_trials
+from tr_dist.testing import described_launch, filled_configuration
 
 YAML = b"""# a run
 output_dir: out/run-1
@@ -152,7 +147,8 @@ _TOML = (
     b"25:61:00", b"0xffff_", b"[a]\n[a]\n", b"a.b = 1\na.b.c = 2\n", b"{a.b = 1, a.b.c = 2}", b"1_", b"\r", b"inf",
     b"-nan",
 )  # fmt: skip
-_FLAGS = tuple(f"\n--{name}\n".encode() for name in schema(TrainingArguments))
+_NAMES = [each.name for each in fields(TrainingArguments) if each.init]
+_FLAGS = tuple(f"\n--{name}\n".encode() for name in _NAMES)
 _WORDS = (
     b"\n--", b"\n--\n", b"\n", b"=", b"\n-s\n", b"\n--no_bf16\n", b"\n--no_seed\n", b"\n--lr\n",
     b"\n--learning_rat\n", b"\n--config\n",
@@ -254,7 +250,7 @@ def _args_files() -> Parser:
 
 def _values() -> Parser:
     """Text for each field, by turns, as a command line or a variable gives it."""
-    fields = list(schema(TrainingArguments).values()) + list(schema(Own).values())
+    named = [(kind, each.name) for kind in (TrainingArguments, Own) for each in fields(kind) if each.init]
     texts = (
         b"1e-4",
         b"betas=(0.9, 0.95),eps=1e-8,x='a,b'",
@@ -267,13 +263,10 @@ def _values() -> Parser:
     )
 
     def prepare(data: bytes, number: int) -> tuple[int, str]:
-        return number % len(fields), data.decode("utf-8", "surrogateescape")
+        return number % len(named), data.decode("utf-8", "surrogateescape")
 
     def parse(given: tuple[int, str]) -> None:
-        try:
-            convert_field(fields[given[0]], given[1])
-        except RefusedError as refusal:
-            raise ArgumentsError([]) from refusal
+        convert_text(*named[given[0]], given[1])
 
     tokens = (*_COMMON, *_JSON, *_WORDS)
     return Parser("values of fields", texts, tokens, parse, prepare, (ArgumentsError,))
@@ -281,9 +274,7 @@ def _values() -> Parser:
 
 def _launchers() -> Parser:
     def parse(path: Path) -> None:
-        settings = interpret(read_file(str(path)), "x")
-        nodes = {"max_nodes": settings.nnodes, "endpoint": f"{settings.host}:{settings.port}"}
-        Launch(("x.py",), nproc=settings.nproc or 1, variables=settings.variables, **nodes).described()
+        described_launch(path)
 
     def prepare(data: bytes, number: int) -> Path:
         return _written(data, "x.json" if data.lstrip()[:1] == b"{" and number % 10 else "x.yaml")
@@ -300,7 +291,7 @@ def _launchers() -> Parser:
         b"NO",
         b"all",
     )
-    return Parser("launchers' files", (ACCELERATE, ACCELERATE_JSON), tokens, parse, prepare, (LaunchError,))
+    return Parser("launchers' files", (ACCELERATE, ACCELERATE_JSON), tokens, parse, prepare, (ValueError,))
 
 
 def _deepspeed() -> Parser:
@@ -309,7 +300,7 @@ def _deepspeed() -> Parser:
         "DeepSpeed's files",
         (seed,),
         (*_COMMON, *_JSON),
-        lambda path: read_configuration(path),
+        filled_configuration,
         lambda data, _: _written(data, "x.json"),
         (ValueError,),
     )
@@ -333,10 +324,7 @@ def _histories() -> Parser:
         if path.suffix == ".json":
             TrainerState.load_from_json(path)
         else:
-            opened = Journal(path)
-            opened.begin_search = lambda search: None  # of an empty file, which is written
-            opened.open(search["search"])
-            sorted(record.number for record in opened.finished)
+            read_trials(path, search["search"])
 
     tokens = (
         *_COMMON,

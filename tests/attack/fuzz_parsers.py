@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import re
@@ -17,17 +18,14 @@ from typing import Any
 
 import torch
 from fuzz_batches import Parser
+from safetensors.torch import save_file
 
-from tr_ckpt import Checkpointer, CheckpointError, HubRepository, PushError, manifest, parts, tensor_file
-from tr_ckpt.command import selection as shown_state
-from tr_ckpt.command.comparing import compare_values
-from tr_ckpt.hf_import import state_files, trainer_files, unpickling
-from tr_ckpt.hub import resume
-from tr_ckpt.hub.resume import commit_of
-from tr_ckpt.sharded import exporting, shard_index
-from tr_log.csv_file import CsvFile
-from tr_log.line_file import LineFile
-from tr_log.metrics_file import MetricsFile
+import tr_ckpt.testing as reading
+from tr_ckpt import Checkpointer, CheckpointError, HubRepository, PushError
+from tr_log import CsvFile, MetricsFile
+from tr_log.testing import lines_of_resumed
+
+MANIFEST = "manifest.json"
 
 _JSON = (
     b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"[" * 2000, b'{"a":' * 2000, b'"\\ud800"', b'"\\u001b[2J"',
@@ -121,15 +119,12 @@ def _manifest(saved: Path) -> Parser:
         if number % 8:  # else the digest says it all
             data = _OWN.sub(b'"manifest_sha256": "' + b"0" * 64 + b'"', data, count=1)
             data = data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1)
-        return _written(manifest.MANIFEST)(data, number)
+        return _written(MANIFEST)(data, number)
 
     def parse(path: Path) -> None:
-        manifest.read_age(path.parent)
-        described = manifest.read(path.parent)
-        assert described.total_bytes is not None
-        described.extra_files()
+        reading.read_manifest(path.parent)
 
-    seed = (saved / manifest.MANIFEST).read_bytes()
+    seed = (saved / MANIFEST).read_bytes()
     return Parser("manifest", (seed,), (*_JSON, b'"files"', b'"con"', b'"a."'), parse, prepare, (CheckpointError,))
 
 
@@ -140,14 +135,9 @@ def _tensors(saved: Path) -> Parser:
             data = max(0, end - 8).to_bytes(8, "little") + data[8:]
         return _written("t.safetensors")(data, number)
 
-    def parse(path: Path) -> None:
-        shard_index.of_plain_file(path)
-        tensor_file.check(path)
-        tensor_file.read(path)
-
     seed = (saved / "part.safetensors").read_bytes()
     tokens = (*_JSON, b'"F32"', b'"F4"', b'"data_offsets":[0,4]', b'"shape":[0]', b'"__metadata__":{"a":"b"}')
-    return Parser("safetensors header", (seed,), tokens, parse, prepare, (CheckpointError,))
+    return Parser("safetensors header", (seed,), tokens, reading.read_tensors, prepare, (CheckpointError,))
 
 
 def _part(saved: Path) -> Parser:
@@ -159,7 +149,7 @@ def _part(saved: Path) -> Parser:
         return place
 
     def parse(place: Path) -> None:
-        parts.encode("part", parts.read(place, "part", 0))  # what is read can be saved again
+        reading.read_part(place, "part")
 
     seeds = ((saved / "part.json").read_bytes(), b"[" + b", ".join((_TAGS[2], *_TAGS[4:6])) + b"]")
     return Parser("part JSON", seeds, (*_JSON, *_TAGS, *_TAGS), parse, prepare, (CheckpointError,))
@@ -171,7 +161,7 @@ def _shards(folder: Path) -> Parser:
     files = [f"w-shard-{rank}.safetensors" for rank in range(2)]
     chunks = []
     for rank, file in enumerate(files):
-        tensor_file.write(held / file, {"w": torch.ones(2, 3)})
+        save_file({"w": torch.ones(2, 3)}, held / file)
         chunks.append({"file": file, "offset": [2 * rank, 0], "size": [2, 3]})
     index = {"w": {"dtype": "F32", "shape": [4, 3], "distributed": True, "chunks": chunks}}
 
@@ -182,8 +172,8 @@ def _shards(folder: Path) -> Parser:
         return _written("w.shards.json")(data, number)
 
     def parse(path: Path) -> None:
-        for saved in shard_index.read(path, files).values():
-            torch.empty(saved.shape, dtype=saved.dtype)
+        for shape, dtype in reading.read_shard_index(path, files).values():
+            torch.empty(shape, dtype=dtype)
 
     seed = json.dumps({"format": 1, "tensors": index}, indent=1).encode()
     tokens = (
@@ -215,14 +205,8 @@ def _pickles(folder: Path) -> Iterator[Parser]:
         with zipfile.ZipFile(io.BytesIO(each)) as opened:
             inside.append(opened.read(next(name for name in opened.namelist() if name.endswith("data.pkl"))))
     plain = [pickle.dumps([1, {2: "x"}, (None, b"y", 2**70)], protocol=protocol) for protocol in (2, 3, 4)]
-    number = torch.empty(2)
 
-    def load(data: bytes) -> None:
-        state = unpickling.load(data, lambda described: number)
-        if isinstance(state, dict):
-            trainer_files.scheduler_part(state)
-
-    yield Parser("pickles", (*inside, *plain), _CODES, load, lambda data, _: data, (CheckpointError,))
+    yield Parser("pickles", (*inside, *plain), _CODES, reading.read_pickle, lambda data, _: data, (CheckpointError,))
 
     def prepare(data: bytes, number: int) -> Path:
         made = io.BytesIO()
@@ -232,15 +216,9 @@ def _pickles(folder: Path) -> Iterator[Parser]:
                 opened.writestr(f"x/data/{key}", bytes(6000))
         return _written("x.pt")(made.getvalue(), number)
 
-    def parse(path: Path) -> None:
-        state = state_files.read_archive(path)
-        parts.capture("part", 0, state)
-        if isinstance(state, dict):
-            trainer_files.read_random_states(path)
-
     tokens = (*_CODES, b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"../x", b"x/data/0")
-    yield Parser("zip archives", tuple(archives), tokens, parse, _written("x.pt"), (CheckpointError,))
-    yield Parser("tensors of archives", tuple(inside), _CODES, parse, prepare, (CheckpointError,))
+    yield Parser("zip archives", tuple(archives), tokens, reading.read_archive, _written("x.pt"), (CheckpointError,))
+    yield Parser("tensors of archives", tuple(inside), _CODES, reading.read_archive, prepare, (CheckpointError,))
 
 
 def _foreign_json(folder: Path) -> Iterator[Parser]:
@@ -252,28 +230,15 @@ def _foreign_json(folder: Path) -> Iterator[Parser]:
     }  # fmt: skip
 
     def parse(path: Path) -> None:
-        found = trainer_files.read_trainer_state(path.parent)
-        for part in (
-            trainer_files.trainer_state_part(found),
-            trainer_files.callbacks_part(found),
-            trainer_files.run_part(found, 1),
-        ):
-            parts.encode("part", part)
+        reading.read_foreign_state(path.parent)
 
     seed = json.dumps(state).encode()
     write = _written("trainer_state.json")
     yield Parser("foreign trainer state", (seed,), (*_JSON, b"NaN", b'"x"'), parse, write, (CheckpointError,))
 
     def show(path: Path) -> None:
-        read = shown_state.read_state(path.parent)
-        shown_state.best_step(read)
-        metric = shown_state.key_metric(path.parent, read, 3)
-        if metric is not None:
-            f"{metric[1]:.5g}"
-        try:
-            list(compare_values(parts.read_json(path), state, "state"))
-        except RecursionError as error:  # as the command says it
-            raise CheckpointError("nested too deeply") from error
+        reading.show_state(path.parent)
+        reading.compare_state(path, state)
 
     yield Parser("state in ls and diff", (seed,), (*_JSON, *_TAGS), show, write, (CheckpointError,))
 
@@ -283,7 +248,7 @@ def _foreign_json(folder: Path) -> Iterator[Parser]:
         "foreign index",
         (json.dumps(index).encode(),),
         tokens,
-        lambda path: state_files._weight_map(path),
+        reading.read_weight_map,
         _written("model.safetensors.index.json"),
         (CheckpointError,),
     )
@@ -321,27 +286,17 @@ def _hub(saved: Path) -> Iterator[Parser]:
         "commits": [{"commit_id": "1" * 40, "title": "one"}, {"commit_id": "2" * 40, "title": "two"}],
     }  # fmt: skip
     repository = HubRepository("run", token="x", endpoint=_Api.endpoint, retry_delays_s=())
-    described = manifest.read(saved)
-    logger = resume.logger
-    logger.disabled = True
+    logging.getLogger("tr_ckpt.hub.resume").disabled = True
 
     def parse(data: bytes) -> None:
-        held = repository.but(repo_id="run")
         try:
-            held._api = _Api(json.loads(data))
+            api = _Api(json.loads(data))
         except (ValueError, RecursionError):  # as in the client
-            held.ask("nothing was read", lambda api: json.loads(data))
-        try:
-            held.make()
-        except PushError:
-            held.repo_id = "run"
-        commit = commit_of(held)
-        for name in commit.folders((manifest.MANIFEST, "trainer_state.json")):
-            for path in commit.below(name):
-                inside = os.path.normpath(f"/a/b/{path}")
-                assert inside.startswith(f"/a/b/{name}/"), path
-            resume._check_sizes(commit, name, described)
-        resume._earlier_commits(commit)
+            repository.ask("nothing was read", lambda api: json.loads(data))
+            raise
+        for name, path in reading.check_answers(repository, api, saved):
+            inside = os.path.normpath(f"/a/b/{path}")
+            assert inside.startswith(f"/a/b/{name}/"), path
 
     seed = json.dumps(answers).encode()
     tokens = (
@@ -364,9 +319,7 @@ def _metrics() -> Parser:
 
     def parse(given: tuple[Path, bool]) -> None:
         path, is_table = given
-        file = LineFile(path)
-        file.replace = lambda lines: None  # pyright: ignore[reportAttributeAccessIssue]
-        (CsvFile() if is_table else MetricsFile()).wind_back(file, 3, [{"step": 2, "loss": 0.1}])
+        lines_of_resumed(CsvFile() if is_table else MetricsFile(), path, 3, [{"step": 2, "loss": 0.1}])
 
     tokens = (*_JSON, b'{"step": 2}\n', b'{"step": true}\n', b"\r\n", b"\n", b'"step"', b",,,", b"x" * 200_000)
     return Parser("metrics files", (lines, table), tokens, parse, prepare, ())
@@ -378,7 +331,7 @@ def _configuration(folder: Path) -> Parser:
         "configuration",
         (seed,),
         (*_JSON, b'"torch_dtype"', b'"dtype": 3'),
-        lambda data: exporting.config_with_dtype(data, torch.bfloat16),
+        lambda data: reading.config_with_dtype(data, torch.bfloat16),
         lambda data, _: data,
         (CheckpointError,),
     )

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from fuzz_parsers import Holding, plain_state
+from shared.commands import command
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, files, hf_import
-from tr_ckpt.command import main
-from tr_ckpt.manifest import MANIFEST
+from tr_ckpt import Checkpointer, CheckpointError, RNGState
+from tr_ckpt.hf_import import convert
+
+MANIFEST = "manifest.json"
 
 NAMES = (
     "../../x", "/etc/passwd", "a/../../x", "..", ".", "", "C:\\x", "a\\..\\x", "D:x", "nul", "com1.json", "x.", "x ",
@@ -144,8 +146,8 @@ def vouch(folder: Path, changes: Callable[[dict[str, Any]], None] = lambda conte
     """Have a manifest say that everything is as it was written, and whatever else."""
     content = json.loads((folder / MANIFEST).read_text())
     for name in content["files"]:
-        held = files.record(folder / name)
-        content["files"][name] = {"bytes": held.bytes, "sha256": held.sha256}
+        held = (folder / name).read_bytes()
+        content["files"][name] = {"bytes": len(held), "sha256": hashlib.sha256(held).hexdigest()}
     content["manifest_sha256"], content["sections"] = "0" * 64, {}
     changes(content)
     text = json.dumps(content)
@@ -273,7 +275,7 @@ def doors_of_theirs(folder: Path) -> dict[str, Callable[[], object]]:
     }
     return {
         "restore": lambda: Checkpointer(folder.parent / "own").restore(held, folder),
-        "convert": lambda: hf_import.convert(folder, folder.parent.parent / "converted"),
+        "convert": lambda: convert(folder, folder.parent.parent / "converted"),
         "ls": lambda: _command("ls", folder.parent),
         "import": lambda: _command("import", folder, folder.parent.parent / "imported"),
     }
@@ -282,7 +284,7 @@ def doors_of_theirs(folder: Path) -> dict[str, Callable[[], object]]:
 def _command(*arguments: object) -> int:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        code = main([str(each) for each in arguments])
+        code = command("ckpt")([str(each) for each in arguments])
     if not all(line.isprintable() for line in shown.getvalue().split("\n")):
         raise AssertionError(f"it prints what a terminal obeys: {shown.getvalue()!r:.200}")
     if code == 2:

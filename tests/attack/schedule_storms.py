@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from crash_process import die
 
-from tr_ckpt import files, rank_records, reads
+from tr_ckpt.testing import CHANGES, READS, replace_operations, shorten_waits
 
 READ_ERRORS = (errno.EIO, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE)
 WRITE_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ESTALE, errno.EROFS)
@@ -68,13 +69,12 @@ class Storm:
     @contextmanager
     def raging(self) -> Iterator[None]:
         """Let it strike inside the block, which is a process of its own."""
-        reads.DELAYS_S, rank_records.LIMIT_S = DELAYS_S, LIMIT_S
-        for module, names, kind in ((files, files.OPERATIONS, "write"), (reads, reads.READS, "read")):
-            for name in names:
-                setattr(module, name, self._replaced(getattr(module, name), name, kind))
+        shorten_waits(DELAYS_S, LIMIT_S)
+        for names, kind in ((CHANGES, "write"), (READS, "read")):
+            replace_operations(partial(self._replaced, kind), names)
         yield
 
-    def _replaced(self, original: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
+    def _replaced(self, kind: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def operation(first: Path | int, *rest: Any, **options: Any) -> Any:
             with self._lock:
                 path = self._paths.get(first, "") if isinstance(first, int) else str(first)

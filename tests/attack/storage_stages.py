@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 import crash_operations
 import crash_training
 
-from tr_ckpt import Checkpointer, rank_records, reads
+from tr_ckpt import Checkpointer
+from tr_ckpt.testing import shorten_waits
 
 STEPS, EVERY, KEPT = 8, 2, 2
 SHORT_DELAYS_S = (0.002, 0.004, 0.006, 0.01, 0.02)  # between attempts to read, in the place of seconds
@@ -208,8 +209,7 @@ class Attacked:
         """
 
         def work(rank: int, gather: Gathered) -> str:
-            rank_records.LIMIT_S = 5.0
-            reads.DELAYS_S = SHORT_DELAYS_S
+            shorten_waits(SHORT_DELAYS_S, 5.0)
             if prepare is not None:
                 prepare(run)
             options = {"world_size": self.stage.world_size, "until": until, **self.stage.options}
@@ -280,7 +280,7 @@ class Attacked:
 
 @contextmanager
 def aimed(run: Path, aim: Aim) -> Iterator[None]:
-    """Let calls, or operations of `tr_ckpt.files`, be struck in the block, and note which were."""
+    """Let calls, or operations on files, be struck in the block, and note which were."""
     if aim.of_files:
         operations = Operations(aim)
         with crash_operations.every_operation(operations):
@@ -304,7 +304,7 @@ def aimed(run: Path, aim: Aim) -> Iterator[None]:
 
 
 class Operations:
-    """Lets operations of `tr_ckpt.files` fail, where no library can be preloaded, and needs no compiler."""
+    """Lets operations on files fail, where no library can be preloaded, and needs no compiler."""
 
     def __init__(self, aim: Aim) -> None:
         self.aim = aim

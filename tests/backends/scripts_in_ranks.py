@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from tr_dist.testing import _load
+from tr_dist.testing import load_module
 
 _PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_core", "tr_dist", "tr_dist.testing", "tr_dist.fsdp"]
 _GRACE_S = 1.0  # that a launcher leaves to the others once one has failed
@@ -81,7 +81,7 @@ def _become(work, arguments, variables, output):
 
     torch.set_num_threads(1)
     module_name, file, name = work
-    function = getattr(_load(module_name, file), name)
+    function = getattr(load_module(module_name, file), name)
     code = 0
     try:
         function(*arguments)

@@ -18,11 +18,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from scripts_in_ranks import End, run_script, tracebacks
+from shared.commands import TRAINER, command
 
 from tr_args import HfArgumentParser
 from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP, rank_device, read_environment
-from tr_dist.launching.command import main as launch
 
 
 class Block(torch.nn.Module):
@@ -234,7 +234,7 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("line", LAUNCHES)
 def test_a_launch_that_cannot_be_is_refused_in_a_line(line, capsys):
-    assert launch([__file__ if word == "SCRIPT" else word for word in line.split()]) == 2
+    assert command("launch")([__file__ if word == "SCRIPT" else word for word in line.split()]) == 2
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith("trainer launch: ")
     assert LAUNCHES[line] in said
@@ -250,9 +250,8 @@ Sharding.from_config(["full_shard"], {"sharding_strategy": "no_shard"})
 def test_under_our_launcher_a_refusal_by_all_ranks_is_shown_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ALIKE)
-    begin = "import sys; from tr_dist.launching.command import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", begin, "--nproc", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    words = [sys.executable, TRAINER, "launch", "--nproc", "2", str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert tracebacks(done.stderr) == 1, done.stderr
     assert done.stderr.count("differ; give one of them") == 1

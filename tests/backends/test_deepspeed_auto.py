@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from tr_core import TrainingArguments
-from tr_dist.deepspeed.configuration import fill_from_arguments, fill_from_model, look_up
+from tr_dist.testing import filled_configuration
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
@@ -60,6 +60,13 @@ def model():
     return network
 
 
+def look_up(configuration, path):
+    """Return the setting at a dotted path; None if there is none."""
+    for step in path.split("."):
+        configuration = configuration.get(step) if isinstance(configuration, dict) else None
+    return configuration
+
+
 def filled_by_transformers(given, folder):
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -78,7 +85,7 @@ def filled_by_transformers(given, folder):
 def test_all_that_transformers_fills_is_filled_with_its_values(tmp_path):
     theirs = filled_by_transformers(configuration(), tmp_path)
     assert {path: look_up(theirs, path) for path in SETTINGS} == SETTINGS
-    ours = fill_from_model(fill_from_arguments(configuration(), arguments(tmp_path), 1), model())
+    ours = filled_configuration(configuration(), arguments(tmp_path), model=model())
     filled = {path: value for path, value in SETTINGS.items() if path not in OF_THE_LOOP}
     assert {path: look_up(ours, path) for path in filled} == filled
     assert all(look_up(ours, path) is None for path in OF_THE_LOOP)
@@ -95,10 +102,10 @@ def test_a_value_that_disagrees_with_the_arguments_is_refused_as_transformers_do
         with pytest.raises(ValueError, match=path.rpartition(".")[2]):
             filled_by_transformers(given, tmp_path)
     with pytest.raises(ValueError, match=path.replace(".", r"\.")):
-        fill_from_arguments(given, arguments(tmp_path), 1)
+        filled_configuration(given, arguments(tmp_path))
 
 
 @pytest.mark.parametrize("path", FROM_MODEL)
 def test_a_size_that_is_given_stays(path, tmp_path):
-    ours = fill_from_model(fill_from_arguments(configuration(**{path: 7}), arguments(tmp_path), 1), model())
+    ours = filled_configuration(configuration(**{path: 7}), arguments(tmp_path), model=model())
     assert look_up(ours, path) == 7

@@ -11,9 +11,9 @@ from test_numbers import ALONE, Network, Rows, Stop, StopAt
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
-from tr_core.callbacks.ema import WeightAverage
+from tr_core.testing import WeightAverage
 from tr_dist.fsdp import FSDP, Sharding
-from tr_dist.testing import run_ranks
+from tr_dist.testing import run_ranks, set_loss_scaler
 
 FORMS = {
     "full_shard": {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Sequential"]}},
@@ -150,7 +150,8 @@ def test_an_update_of_many_shards_is_as_many_calls_as_of_few():
 def train_scaled(folder, options, stop_at=None, resume=None):
     """Train with the loss scaler that float16 has on an accelerator."""
     strategy = FSDP(use_cpu=True)
-    scaler = strategy._precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    set_loss_scaler(strategy, scaler)
     result = train(folder, options, 12, stop_at, resume, strategy)
     return (*result, scaler.get_scale(), scaler.state_dict()["_growth_tracker"])
 

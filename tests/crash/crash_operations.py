@@ -14,7 +14,7 @@ from typing import Any
 
 from crash_process import die
 
-from tr_ckpt import files
+from tr_ckpt.testing import replace_operations
 
 # What needs space on the disk.
 NEEDS_SPACE = ("make_folder", "create", "write", "sync", "link")
@@ -22,7 +22,7 @@ NEEDS_SPACE = ("make_folder", "create", "write", "sync", "link")
 
 @dataclass
 class Breaker:
-    """Replaces every operation of `tr_ckpt.files`, in all threads, and lets the n-th fail.
+    """Replaces every operation that changes files, in all threads, and lets the n-th fail.
 
     Args:
         at: number of the operation that fails, from 1; None lets all pass.
@@ -61,18 +61,11 @@ class Breaker:
 @contextmanager
 def every_operation(hook: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
     """Call `hook(name, original, arguments)` in place of each operation."""
-    originals = {name: getattr(files, name) for name in files.OPERATIONS}
-
-    def replaced(name: str) -> Callable[..., Any]:
-        return lambda *arguments: hook(name, originals[name], arguments)
-
-    for name in originals:
-        setattr(files, name, replaced(name))
+    undo = replace_operations(lambda name, original: lambda *arguments: hook(name, original, arguments))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(files, name, original)
+        undo()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tr_optim import APOLLOAdamW, FiraAdamW
-from tr_optim.projection.basis import seeded_normal
+from tr_optim.testing import seeded_normal
 
 STEPS, GAP = 12, 4
 SHAPES = [(10, 16), (16, 10), (12, 12)]

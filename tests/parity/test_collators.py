@@ -11,7 +11,7 @@ import transformers
 from parity_harness import OURS, REFERENCE, Scenario, assert_same, run
 from parity_tokenizers import LETTERS, WORDS, piece_tokenizer, word_tokenizer
 
-from tr_core import collators
+import tr_core.collators as collators
 
 MASK, PAD = 4, 0
 

@@ -8,7 +8,7 @@ import torch
 from parity_harness import OURS, REFERENCE, Scenario, run
 from parity_tokenizers import WORDS, word_tokenizer
 
-from tr_core.data.length_grouping import measure_lengths
+from tr_core.testing import measure_lengths
 
 
 def rows(count=18):

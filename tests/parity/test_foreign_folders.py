@@ -10,7 +10,7 @@ import torch
 from parity_foreign import SAVING, begun, resumed
 from parity_harness import OURS, REFERENCE, Scenario, run, same_tensors
 
-from tr_ckpt import hf_import
+from tr_ckpt.hf_import import convert
 
 EVALUATION = data.classes(9, seed=8)
 
@@ -102,7 +102,7 @@ def test_another_optimizer_or_schedule_is_refused(tmp_path, changes, message):
 def test_a_converted_checkpoint_goes_on_likewise(tmp_path, step):
     scenario = Scenario(models.gpt2, data.tokens(), arguments={"learning_rate": 0.01, "num_train_epochs": 3})
     whole = begun(scenario, tmp_path)
-    folder = hf_import.convert(tmp_path / "begun" / f"checkpoint-{step}", tmp_path / "converted")
+    folder = convert(tmp_path / "begun" / f"checkpoint-{step}", tmp_path / "converted")
     assert folder == tmp_path / "converted" / f"checkpoint-{step}"
     ours = run(OURS, scenario, tmp_path / "ours", resume_from_checkpoint=str(folder))
     assert ours.losses == whole.losses
@@ -155,6 +155,6 @@ def test_an_adapter_goes_on(tmp_path):
         ours = resumed(OURS, scenario, tmp_path, step)
         assert ours.losses == whole.losses
         assert same_tensors(ours.weights, whole.weights)
-    folder = hf_import.convert(tmp_path / "begun" / "checkpoint-3", tmp_path / "converted")
+    folder = convert(tmp_path / "begun" / "checkpoint-3", tmp_path / "converted")
     ours = run(OURS, scenario, tmp_path / "ours", resume_from_checkpoint=str(folder))
     assert same_tensors(ours.weights, whole.weights)

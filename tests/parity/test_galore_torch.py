@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
+from tr_optim import GaLoreAdafactor, GaLoreAdamW
 
 STEPS = 12
 

@@ -9,7 +9,7 @@ import torch
 from parity_harness import OURS, REFERENCE, Scenario, run, run_both
 from transformers.optimization import GreedyLR as ReferenceGreedyLR
 
-from tr_core.optim.greedy import GreedyLR
+from tr_core import get_scheduler
 
 BOUNDS = {"min_lr": 1e-3, "max_lr": 1.0}
 CASES = [
@@ -27,12 +27,20 @@ CASES = [
 
 def rates(kind, options, results):
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.02)]
-    schedule = kind(torch.optim.SGD(groups, lr=1.0), **{**BOUNDS, **options})
+    schedule = kind(torch.optim.SGD(groups, lr=1.0), {**BOUNDS, **options})
     found = []
     for result in results:
         schedule.step(result)
         found.append([group["lr"] for group in schedule.optimizer.param_groups])
     return found
+
+
+def ours(optimizer, options):
+    return get_scheduler("greedy", optimizer, scheduler_specific_kwargs=options)
+
+
+def theirs(optimizer, options):
+    return ReferenceGreedyLR(optimizer, **options)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -43,7 +51,7 @@ def test_it_gives_the_rates_of_the_reference(options, seed):
     for index in range(300):  # falls, then rises, with noise: rows of both kinds
         level += -0.05 if index % 120 < 60 else 0.03
         results.append(level + generator.gauss(0, 0.02))
-    assert rates(GreedyLR, options, results) == rates(ReferenceGreedyLR, options, results)
+    assert rates(ours, options, results) == rates(theirs, options, results)
 
 
 def test_a_run_is_the_same(parity):

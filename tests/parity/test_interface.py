@@ -6,9 +6,9 @@ import parity_data as data
 import parity_models as models
 import pytest
 from parity_harness import OURS, REFERENCE, Scenario, build, run
+from shared.commands import command
 
 from tr_ckpt import CheckpointError
-from tr_ckpt.command import main
 
 QUIET = {"logging_steps": 1, "num_train_epochs": 1, "disable_tqdm": True, "report_to": []}
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_was_changed_by_hand_is_for_the_command_to_accept(tmp_
         if side is OURS:
             with pytest.raises(CheckpointError, match=r"trainer_state.json is .* `trainer ckpt seal .*checkpoint-2`"):
                 make(side, tmp_path / side.name, **arguments).train(resume_from_checkpoint=str(folder))
-            assert main(["seal", str(folder), "--yes"]) == 0
+            assert command("ckpt")(["seal", str(folder), "--yes"]) == 0
         trainer = make(side, tmp_path / side.name, **arguments)
         trainer.train(resume_from_checkpoint=str(folder))
         assert trainer.state.log_history[0]["loss"] == 42.0

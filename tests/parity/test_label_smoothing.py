@@ -5,7 +5,7 @@ import torch
 from parity_models import llama
 from transformers.trainer_pt_utils import LabelSmoother as ReferenceSmoother
 
-from tr_core.loss import LabelSmoother
+from tr_core.testing import LabelSmoother
 
 
 @pytest.mark.parametrize("counted", [False, True])

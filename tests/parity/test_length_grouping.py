@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from tr_core.data.length_grouping import LengthGrouping
+from tr_core.testing import LengthGrouping
 
 GROUPED = {"train_sampling_strategy": "group_by_length"}
 

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tr_core import Trainer, TrainingArguments
-from tr_core.model_io import shifts_targets
+from tr_core.testing import shifts_targets
 
 SIZES = {
     8: "head_dim rotary_dim mamba_d_state state_size qk_rope_head_dim qk_nope_head_dim v_head_dim",

@@ -159,9 +159,9 @@ def leave(options: argparse.Namespace, strategy: Any) -> None:
     if options.as_torch_does:
         import torch.distributed as dist
 
-        from tr_dist import ProcessGroup
+        from tr_dist.testing import abandon_group
 
-        ProcessGroup._made_here = False
+        abandon_group()
         dist.destroy_process_group()
     elif options.close:
         strategy.close()
@@ -250,7 +250,7 @@ def make_watch(fault: Fault, record: Record, step_s: float) -> Any:
 
 def break_files(fault: Fault, record: Record) -> None:
     """Have every operation of a save on files be a place: before it, or with `--how tear` in the middle of a write."""
-    from tr_ckpt import files
+    from tr_ckpt.testing import replace_operations
 
     def reaching(name: str, operation: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -264,8 +264,7 @@ def break_files(fault: Fault, record: Record) -> None:
 
         return call
 
-    for name in files.OPERATIONS:
-        setattr(files, name, reaching(name, getattr(files, name)))
+    replace_operations(reaching)
 
 
 class Record:

@@ -88,3 +88,19 @@ def test_what_cannot_be_written_does_not_spoil_the_exit_code():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, env=kept, timeout=60, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="descriptors as POSIX has them")
+def test_files_do_not_take_the_place_of_streams_that_are_closed(tmp_path):
+    """What compiled code prints to descriptor 1 must not end up in the file that was opened next."""
+    code = (
+        "import os; from tr_log.streams import usable_streams\n"
+        "with usable_streams():\n"
+        "    file = open('file', 'w')\n"
+        "    os.write(1, b'printed'), os.write(2, b'printed')\n"
+        "    file.write('content')\n"
+        "file.close()"
+    )
+    closing = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    subprocess.run(closing, cwd=tmp_path, timeout=60, check=True)
+    assert (tmp_path / "file").read_text() == "content"

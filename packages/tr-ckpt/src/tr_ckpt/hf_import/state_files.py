@@ -166,7 +166,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _sharded(folder: Path, index: str) -> dict[str, torch.Tensor]:
-    placed = _weight_map(folder / index)
+    placed = weight_map(folder / index)
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(set(placed.values())):
         if not reads.is_file(folder / file):
@@ -177,7 +177,12 @@ def _sharded(folder: Path, index: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def weight_map(path: Path) -> dict[str, str]:
+    """Read the index of weights in several files; returns the file of each weight.
+
+    Raises:
+        DamagedCheckpointError: it is not valid, or names what cannot be a file of weights beside it.
+    """
     untrusted.require_regular_file(path)
     try:
         placed = untrusted.read_json(path)["weight_map"]

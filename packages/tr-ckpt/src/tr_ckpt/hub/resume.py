@@ -289,7 +289,7 @@ def _newest_valid(commit: Commit, candidates: list[str], into: Path, prefix: str
                 logger.warning("skipped %s of %s: %s", name, commit, error)
         except CheckpointError as error:
             raise CheckpointError(f"{name} of {commit}: {error}") from error
-    raise DamagedCheckpointError(f"no valid checkpoint at {commit}: {'; '.join(damages)}{_earlier_commits(commit)}")
+    raise DamagedCheckpointError(f"no valid checkpoint at {commit}: {'; '.join(damages)}{earlier_commits(commit)}")
 
 
 def _download(commit: Commit, name: str, into: Path) -> Path:
@@ -299,13 +299,18 @@ def _download(commit: Commit, name: str, into: Path) -> Path:
         commit.download(f"{name}/*", listed, into)
         return folder
     described = manifest.read(folder)
-    _check_sizes(commit, name, described)  # before the large files are downloaded
+    check_sizes(commit, name, described)  # before the large files are downloaded
     commit.download(f"{name}/*", listed, into)
     part_files.verify(folder, discovery.check_quickly(Found(None, name, folder)))
     return folder
 
 
-def _check_sizes(commit: Commit, name: str, described: Manifest) -> None:
+def check_sizes(commit: Commit, name: str, described: Manifest) -> None:
+    """Compare the listing of a checkpoint with its manifest.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or of another size.
+    """
     wrong = []
     for file, record in described.files.items():
         size = commit.sizes.get(f"{name}/{file}")
@@ -316,7 +321,7 @@ def _check_sizes(commit: Commit, name: str, described: Manifest) -> None:
     discovery.raise_if_damaged(wrong)
 
 
-def _earlier_commits(commit: Commit) -> str:
+def earlier_commits(commit: Commit) -> str:
     """Return the end of a message that names earlier commits to resume from; empty if they cannot be listed."""
     repository = commit.repository
 

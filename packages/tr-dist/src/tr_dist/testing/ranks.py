@@ -197,7 +197,7 @@ def _run_rank(
     torch.set_num_threads(1)
     module_name, file, qualified_name, arguments = work
     try:
-        function = getattr(_load(module_name, file), qualified_name)
+        function = getattr(load_module(module_name, file), qualified_name)
         report = ("returned", pickle.dumps(function(*pickle.loads(arguments))), "")
     except BaseException as error:  # a rank that calls sys.exit has failed too
         report = ("raised", _pickled(error), "".join(traceback.format_exception(error)))
@@ -213,8 +213,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _load(module_name: str, file: str | None) -> Any:
-    """Import a module as the calling process did: by name, otherwise from its file under that name."""
+def load_module(module_name: str, file: str | None) -> Any:
+    """Import a module as the calling process did: by name, otherwise from its file under that name.
+
+    Raises:
+        ImportError: neither is possible.
+    """
     if module_name in sys.modules:
         return sys.modules[module_name]
     specification = None

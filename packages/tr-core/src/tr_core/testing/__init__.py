@@ -1,0 +1,39 @@
+"""Check implementations of the seams, and reach what tests of a plugin need and a run does not offer.
+
+The functions `check_...` raise `AssertionError` with the rule that an implementation breaks.
+"""
+
+from tr_core.callback import EVENTS
+from tr_core.callbacks.ema import WeightAverage
+from tr_core.checkpoint.settings import fingerprint
+from tr_core.data.length_grouping import LengthGrouping, measure_lengths
+from tr_core.loss import LabelSmoother
+from tr_core.model_io import shifts_targets
+from tr_core.preemption.signals import Interrupted
+from tr_core.testing.conditions import read_trials, set_clock, set_loss_scaler
+from tr_core.testing.conformance import (
+    check_checkpointer,
+    check_collectives,
+    check_evaluation_weights,
+    check_in_backward,
+    check_strategy,
+)
+
+__all__ = [
+    "EVENTS",
+    "Interrupted",
+    "LabelSmoother",
+    "LengthGrouping",
+    "WeightAverage",
+    "check_checkpointer",
+    "check_collectives",
+    "check_evaluation_weights",
+    "check_in_backward",
+    "check_strategy",
+    "fingerprint",
+    "measure_lengths",
+    "read_trials",
+    "set_clock",
+    "set_loss_scaler",
+    "shifts_targets",
+]
