@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tr_ckpt import Checkpointer, RNGState
-from tr_core.random_state import RandomState
-from tr_core.testing import check_checkpointer, check_in_backward, check_strategy
+from tr_core.testing import RandomState, check_checkpointer, check_in_backward, check_strategy
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
 from tr_optim import GaLoreAdafactor, GaLoreAdamW

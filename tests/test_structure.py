@@ -12,13 +12,34 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(path for path in (ROOT / "packages").iterdir() if (path / "src").is_dir())
 CORE = ROOT / "packages/tr-core/src/tr_core"
+PUBLIC_NAMES = {
+    path.name.replace("-", "_"): {*(path / "api.txt").read_text("utf-8").split(), "testing"} for path in PACKAGES
+}
 # What a newcomer would have to learn first; the field says it otherwise.
 PRIVATE_WORDS = re.compile(
     r"\b(told|reckon\w*|anew|owed|beforehand|likewise|of then|of now|passed over|as ever|cannot be had|stands in|"
     r"Have ranks|goes on with)\b",
     re.IGNORECASE,
 )
+# Below a root, what is documented for users as well; of `adapters`, the module of each library.
+PUBLIC_MODULES = re.compile(
+    r"tr_\w+\.testing|tr_core\.(collators|preflight)|tr_ckpt\.(hf_import|sharded)|"
+    r"tr_dist\.(deepspeed|fsdp|mps|xla)|tr_optim\.adapters\.(bitsandbytes|galore_torch|lomo_optim|torchao)"
+)
+# Tests that are about the inside of a package.
+KNOW_THE_INSIDE = {
+    "attack/conditions_shards.py": "writes the shards of 1,000 ranks in one process",
+    "backends/substitute_device.py": "lets another device be taken for a Mac's",
+    "crash/crash_mutations.py": "plants faults in saves",
+    "fuzz/faults.py": "plants faults in training",
+    "test_files_visited.py": "counts files from where a save and a resume begin",
+}
 MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 325, 118, 37_000, 5
+
+
+def sources(folder: Path) -> list[Path]:
+    """Return the files of a package, without what is there for tests."""
+    return [path for path in sorted(folder.rglob("*.py")) if "testing" not in (path.stem, path.parent.name)]
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -69,6 +90,23 @@ def code_lines(text: str) -> int:
         if token.type not in silent:
             lines |= set(range(token.start[0], token.end[0] + 1))
     return len(lines - docstrings)
+
+
+def inside_imports(path: Path):
+    """Yield what a file imports of the packages that is not public: as line, module and name."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            root = module.partition(".")[0]
+            if root not in PUBLIC_NAMES or (module == root and name in {"", *PUBLIC_NAMES[root]}):
+                continue
+            if module == root or not PUBLIC_MODULES.fullmatch(module) or name.startswith("_"):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {module} {name}".strip()
 
 
 def parameters(folder: Path):
@@ -131,15 +169,32 @@ def test_capabilities_are_declared_and_not_asked_for():
 
 
 def test_the_repository_has_its_size():
-    texts = [path.read_text("utf-8") for package in PACKAGES for path in (package / "src").rglob("*.py")]
+    texts = [path.read_text("utf-8") for package in PACKAGES for path in sources(package / "src")]
     assert len(texts) <= MOST_FILES
     assert sum(map(code_lines, texts)) <= MOST_CODE_LINES
 
 
 def test_tr_core_has_files_of_a_topic():
-    lines = [len(path.read_text("utf-8").splitlines()) for path in CORE.rglob("*.py")]
+    lines = [len(path.read_text("utf-8").splitlines()) for path in sources(CORE)]
     assert len(lines) <= MOST_FILES_OF_CORE
     assert 120 <= statistics.median(lines) <= 200
+
+
+def test_tests_across_packages_import_public_names_only():
+    folder = ROOT / "tests"
+    assert all((folder / name).exists() for name in KNOW_THE_INSIDE)
+    files = [
+        path for path in sorted(folder.rglob("*.py")) if path.relative_to(folder).as_posix() not in KNOW_THE_INSIDE
+    ]
+    assert [found for path in files for found in inside_imports(path)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_tests_of_a_package_import_public_names_only_of_the_others(package):
+    own = package.name.replace("-", "_")
+    files = sorted((package / "tests").rglob("*.py"))
+    found = [found for path in files for found in inside_imports(path)]
+    assert [each for each in found if not re.search(rf": {own}\b", each)] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

@@ -1,14 +1,10 @@
 """APOLLO and Fira with `compat` against the authors' packages, apollo-torch 1.0 and fira 1.0."""
 
-import importlib
-import importlib.machinery
-import importlib.util
-import sys
-from contextlib import contextmanager
 from itertools import count
 
 import pytest
 import torch
+from parity_libraries import modules_of
 from torch import nn
 
 from tr_optim import APOLLOAdamW, FiraAdamW
@@ -17,22 +13,6 @@ from tr_optim.testing import seeded_normal
 STEPS, GAP = 12, 4
 SHAPES = [(10, 16), (16, 10), (12, 12)]
 OWN = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-
-
-@contextmanager
-def modules_of(package, *names):
-    """Import modules of a package without its `__init__`, which imports what none of them uses."""
-    specification = importlib.machinery.PathFinder.find_spec(package)
-    if specification is None:
-        pytest.skip(f"{package} is not installed")
-    empty = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(package, None, is_package=True))
-    empty.__path__ = list(specification.submodule_search_locations)
-    sys.modules[package] = empty
-    try:
-        yield [importlib.import_module(f"{package}.{name}") for name in names]
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            del sys.modules[name]
 
 
 def starts():
@@ -65,20 +45,20 @@ def check(ours, theirs):
 )
 def test_apollo_is_apollo_torch_with_the_same_random_numbers(monkeypatch, scale_type, scale, proj):
     options = {"rank": 4, "scale": scale, "update_proj_gap": GAP, "scale_type": scale_type, "proj": proj}
-    with modules_of("apollo_torch", "apollo", "random_projector") as (apollo, projector):
-        numbers = {index + 1: count() for index in range(len(SHAPES))}  # by the seed that each parameter begins with
+    apollo, projector = modules_of("apollo_torch", "apollo", "random_projector")
+    numbers = {index + 1: count() for index in range(len(SHAPES))}  # by the seed that each parameter begins with
 
-        def ours_in_place_of_theirs(self, weights, rank, type, seed):
-            if not hasattr(self, "first_seed"):
-                self.first_seed = seed
-            key = (0, self.first_seed - 1, "basis", next(numbers[self.first_seed]))
-            columns = seeded_normal((weights.shape[type == "right"], rank), weights, key) / rank**0.5
-            return columns if type == "left" else columns.T
+    def ours_in_place_of_theirs(self, weights, rank, type, seed):
+        if not hasattr(self, "first_seed"):
+            self.first_seed = seed
+        key = (0, self.first_seed - 1, "basis", next(numbers[self.first_seed]))
+        columns = seeded_normal((weights.shape[type == "right"], rank), weights, key) / rank**0.5
+        return columns if type == "left" else columns.T
 
-        monkeypatch.setattr(projector.GradientProjector, "get_orthogonal_matrix", ours_in_place_of_theirs)
-        parameters = starts()
-        groups = [{"params": parameters, "proj_type": "std", **options}]
-        theirs = trained(parameters, apollo.AdamW(groups, **OWN))
+    monkeypatch.setattr(projector.GradientProjector, "get_orthogonal_matrix", ours_in_place_of_theirs)
+    parameters = starts()
+    groups = [{"params": parameters, "proj_type": "std", **options}]
+    theirs = trained(parameters, apollo.AdamW(groups, **OWN))
     parameters = starts()
     check(trained(parameters, APOLLOAdamW(parameters, **OWN, **options, compat="apollo-torch")), theirs)
 
@@ -86,9 +66,9 @@ def test_apollo_is_apollo_torch_with_the_same_random_numbers(monkeypatch, scale_
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_fira_is_the_package_of_that_name(scale):
     options = {"rank": 4, "update_proj_gap": GAP, "proj_type": "std"}
-    with modules_of("fira", "fira_adamw") as (fira,):
-        parameters = starts()
-        groups = [{"params": parameters, "alpha": scale, **options}]
-        theirs = trained(parameters, fira.AdamW(groups, **OWN, no_deprecation_warning=True))
+    [fira] = modules_of("fira", "fira_adamw")
+    parameters = starts()
+    groups = [{"params": parameters, "alpha": scale, **options}]
+    theirs = trained(parameters, fira.AdamW(groups, **OWN, no_deprecation_warning=True))
     parameters = starts()
     check(trained(parameters, FiraAdamW(parameters, **OWN, **options, scale=scale, compat="fira")), theirs)

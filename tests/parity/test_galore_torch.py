@@ -1,12 +1,8 @@
 """GaLore with compat="galore-torch" against galore-torch 1.0 itself."""
 
-import importlib
-import importlib.machinery
-import importlib.util
-import sys
-
 import pytest
 import torch
+from parity_libraries import modules_of
 from torch import nn
 
 from tr_optim import GaLoreAdafactor, GaLoreAdamW
@@ -17,21 +13,8 @@ STEPS = 12
 @pytest.fixture(scope="module")
 def galore_torch():
     """Return the reference's module of each optimizer, without its 8-bit ones, which import bitsandbytes."""
-    specification = importlib.machinery.PathFinder.find_spec("galore_torch")
-    if specification is None:
-        pytest.skip("galore-torch is not installed")
-    package = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("galore_torch", None, is_package=True))
-    package.__path__ = list(specification.submodule_search_locations)
-    before = sys.modules.get("galore_torch")
-    sys.modules["galore_torch"] = package
-    try:
-        names = ("adamw", "adafactor")
-        yield {name: importlib.import_module(f"galore_torch.{name}") for name in names}
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "galore_torch"]:
-            del sys.modules[name]
-        if before is not None:
-            sys.modules["galore_torch"] = before
+    names = ("adamw", "adafactor")
+    return dict(zip(names, modules_of("galore_torch", *names), strict=True))
 
 
 def net():

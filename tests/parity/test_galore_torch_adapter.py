@@ -5,10 +5,10 @@ import io
 import os
 import re
 
-import galore_torch_modules
 import pytest
 import torch
 from adapter_runs import check_resume_at_every_step, check_same_tensors, train, train_in_shards, trainer_of, weights
+from parity_libraries import modules_of
 from torch import nn
 
 from tr_dist.testing import run_ranks
@@ -25,7 +25,8 @@ OPTIONS = {"optim_target_modules": "all-linear", "optim_args": "rank=4, update_p
 
 @pytest.fixture(scope="module")
 def library():
-    return {GaLoreTorchAdamW: galore_torch_modules.AdamW, GaLoreTorchAdafactor: galore_torch_modules.Adafactor}
+    adamw, adafactor = modules_of("galore_torch", "adamw", "adafactor")
+    return {GaLoreTorchAdamW: adamw.AdamW, GaLoreTorchAdafactor: adafactor.Adafactor}
 
 
 def net(dtype=torch.float32):
@@ -111,7 +112,8 @@ def test_a_state_that_the_library_saved_is_read_without_running_what_is_in_it_an
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    with torch.serialization.safe_globals([galore_torch_modules.GaLoreProjector]):
+    [projector] = modules_of("galore_torch", "galore_projector")
+    with torch.serialization.safe_globals([projector.GaLoreProjector]):
         saved = torch.load(file, weights_only=True)
     copied = copy.deepcopy(model)
     resumed = GaLoreTorchAdamW(groups(copied, proj_type), **ADAMW)

@@ -7,7 +7,7 @@ import torch
 from support.data import samples
 from torch import nn
 
-from tr_args.types.choices import MetricSchedule
+from tr_args.testing import MetricSchedule
 from tr_core import (
     get_scheduler,
 )

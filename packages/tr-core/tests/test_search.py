@@ -8,8 +8,7 @@ import torch
 from support.data import samples
 from support.models import Classifier
 
-from tr_args.facts import Set
-from tr_args.schema import facts
+from tr_args.testing import Set, facts
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.search import BestRun, TrialPrunedError, default_compute_objective
 from tr_core.search.journal import Journal, TrialRecord

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import tr_core
-from tr_args.facts import Only
-from tr_args.schema import facts_of_kind
+from tr_args.testing import Only, facts_of_kind
 from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments, get_scheduler, plugins
 from tr_core.validation import why_not_writable
 

@@ -1,4 +1,4 @@
-"""Read single files and values as a parser does, without building arguments of them."""
+"""Read single files and values as a parser does, and the facts that arguments state of themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 from tr_args.conversion import convert_field
 from tr_args.errors import ArgumentsError, Problem, RefusedError
+from tr_args.facts import Only, Set
 from tr_args.files import read_mapping
-from tr_args.schema import schema
+from tr_args.schema import facts, facts_of_kind, schema
+from tr_args.types.choices import MetricSchedule
 
-__all__ = ["convert_text", "read_mapping"]
+__all__ = ["MetricSchedule", "Only", "Set", "convert_text", "facts", "facts_of_kind", "read_mapping"]
 
 
 def convert_text(cls: type, name: str, text: str) -> Any:

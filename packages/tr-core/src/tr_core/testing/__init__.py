@@ -10,6 +10,7 @@ from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.loss import LabelSmoother
 from tr_core.model_io import shifts_targets
 from tr_core.preemption.signals import Interrupted
+from tr_core.random_state import RandomState
 from tr_core.testing.conditions import read_trials, set_clock, set_loss_scaler
 from tr_core.testing.conformance import (
     check_checkpointer,
@@ -24,6 +25,7 @@ __all__ = [
     "Interrupted",
     "LabelSmoother",
     "LengthGrouping",
+    "RandomState",
     "WeightAverage",
     "check_checkpointer",
     "check_collectives",
