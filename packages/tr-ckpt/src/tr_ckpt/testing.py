@@ -20,7 +20,7 @@ from tr_ckpt.errors import CheckpointError, PushError
 from tr_ckpt.hf_import import state_files, trainer_files, unpickling
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
-from tr_ckpt.names import Process, this_process
+from tr_ckpt.names import MANIFEST, Process, this_process
 from tr_ckpt.sharded import shard_index
 from tr_ckpt.sharded.exporting import config_with_dtype
 
@@ -243,7 +243,7 @@ def check_answers(repository: HubRepository, api: Any, checkpoint: Path) -> list
     except PushError:
         held.repo_id = "run"
     commit = resume.commit_of(held)
-    folders = commit.folders((manifest.MANIFEST, "trainer_state.json"))
+    folders = commit.folders((MANIFEST, "trainer_state.json"))
     paths = [(name, path) for name in folders for path in commit.below(name)]
     for name in folders:
         resume.check_sizes(commit, name, manifest.read(checkpoint))

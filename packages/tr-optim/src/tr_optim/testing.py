@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tr_optim.engine.gradient_store import GradientStore
 from tr_optim.projection.basis import seeded_normal
@@ -26,8 +27,8 @@ def watch_gradients(note: Callable[[int], None]) -> Callable[[], None]:
         note(sum(kept.nbytes for kept in [*window.projected.values(), *window.whole.values()]))
         finish(store)
 
-    def put(method: Callable[[GradientStore], None]) -> None:
-        GradientStore._finish_backward = method
+    def put(method: Callable[[GradientStore], None], kind: Any = GradientStore) -> None:
+        kind._finish_backward = method
 
     put(noted)
     return lambda: put(finish)
