@@ -4,11 +4,12 @@ import weakref
 
 import pytest
 import torch
-from support.data import samples
+from support.callbacks import on
+from support.data import Stream, samples
 from support.models import Classifier, CountedSum
 from support.runs import log_of
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tr_core import Trainer, TrainerCallback
 
@@ -22,17 +23,9 @@ MESSAGES = (
 )
 
 
-class Rows:
-    """Counts which samples were read, and by which forwards they were used."""
-
-    def __init__(self, number):
-        self.rows = [{**row, "index": torch.tensor(i)} for i, row in enumerate(samples(number))]
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
+def numbered(number):
+    """Return rows that say which sample they are."""
+    return [{**row, "index": torch.tensor(i)} for i, row in enumerate(samples(number))]
 
 
 class Limited(nn.Module):
@@ -64,7 +57,7 @@ def limited(limit, kind=Classifier, **options):
 
 def train(make_trainer, model, number=44, **options):
     common = {"optim": "sgd", "learning_rate": 0.1, "num_train_epochs": 2, "max_grad_norm": 0.0, "logging_steps": 2}
-    trainer = make_trainer(model=model, train_dataset=Rows(number), **{**common, **options})
+    trainer = make_trainer(model=model, train_dataset=numbered(number), **{**common, **options})
     trainer.train()
     return trainer
 
@@ -173,22 +166,15 @@ def test_the_epoch_begins_once_and_the_arguments_are_put_back(make_trainer):
 
 
 def test_random_numbers_that_callbacks_draw_when_a_step_begins_are_drawn_again(make_trainer):
-    class Draws(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            torch.rand(())
-
+    draws = on("on_step_begin", lambda **_: torch.rand(()))
     small = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     larger = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
-    drawn = [train(make_trainer, limited(4), callbacks=[Draws()], **o).model.drawn for o in (small, larger)]
+    drawn = [train(make_trainer, limited(4), callbacks=[draws], **o).model.drawn for o in (small, larger)]
     assert torch.equal(*drawn)
 
 
 def test_data_without_a_length_continues_at_the_failed_step(make_trainer):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(Rows(44).rows)
-
-    options = {"num_train_epochs": 1, "max_steps": 8, "train_dataset": Stream()}
+    options = {"num_train_epochs": 1, "max_steps": 8, "train_dataset": Stream(numbered(44))}
     common = {"optim": "sgd", "learning_rate": 0.1, **options}
     runs = []
     for first, sizes in ((1, {"per_device_train_batch_size": 8, "auto_find_batch_size": True}), (99, {})):
@@ -270,7 +256,7 @@ def test_an_evaluation_that_runs_out_of_memory_says_what_to_lower(make_trainer):
         def prediction_step(self, *args, **kwargs):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    options = {"eval_dataset": Rows(4), "eval_strategy": "steps", "eval_steps": 1, "auto_find_batch_size": True}
+    options = {"eval_dataset": numbered(4), "eval_strategy": "steps", "eval_steps": 1, "auto_find_batch_size": True}
     with pytest.raises(RuntimeError, match="in an evaluation at step 1 with 8 samples .* lower per_device_eval_batch"):
         train(make_trainer, limited(99), trainer_class=Fails, **options)
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import pytest
+from support.callbacks import on
 from support.data import samples
 from support.runs import steps_with
 
@@ -114,12 +115,7 @@ def test_an_exception_in_an_event_leaves_the_next_run_its_flags(make_trainer):
 
 def test_training_within_training_is_refused(make_trainer):
     trainer = make_trainer(8)
-
-    class Trains(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            trainer.train()
-
-    trainer.add_callback(Trains())
+    trainer.add_callback(on("on_step_end", lambda **_: trainer.train()))
     with pytest.raises(
         RuntimeError, match=r"train\(\) was called while this Trainer is training already, at step 1 of 2"
     ):

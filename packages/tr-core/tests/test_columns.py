@@ -7,10 +7,9 @@ import pickle
 
 import pytest
 import torch
-from support.data import samples
+from support.data import MapStyle, Stream, samples
 from support.models import Base, Classifier
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from tr_core import Trainer, default_data_collator
 from tr_core.data.columns import NarrowedSample
@@ -173,28 +172,10 @@ def test_remove_unused_columns_can_be_switched_off(make_trainer):
 # What is said
 
 
-class Mapped:
-    """Map-style data that is no list."""
-
-    def __init__(self, number=8):
-        self.rows = rows(number)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
-class Streamed(IterableDataset):
-    def __iter__(self):
-        return iter(rows(8))
-
-
-@pytest.mark.parametrize(("dataset", "workers"), [(Mapped, 0), (Mapped, 2), (Streamed, 0)])
+@pytest.mark.parametrize(("dataset", "workers"), [(MapStyle, 0), (MapStyle, 2), (Stream, 0)])
 def test_what_is_dropped_is_named_once_with_how_to_keep_it(make_trainer, caplog, dataset, workers):
     trainer = make_trainer(
-        train_dataset=dataset(),
+        train_dataset=dataset(rows(8)),
         eval_dataset=rows(4),
         eval_strategy="epoch",
         num_train_epochs=2,

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from support.callbacks import on
 from support.data import samples, stack
 from support.models import Classifier
 from support.runs import accuracy
@@ -61,13 +62,9 @@ def test_metrics_are_prefixed_once_and_numbers_are_plain(make_trainer):
 
 def test_several_data_sets_are_evaluated_one_by_one_with_their_names(make_trainer):
     calls = []
-
-    class Count(TrainerCallback):
-        def on_evaluate(self, args, state, control, metrics, **kwargs):
-            calls.append(sorted(metrics)[0])
-
+    count = on("on_evaluate", lambda metrics, **_: calls.append(sorted(metrics)[0]))
     trainer = make_trainer(
-        eval_dataset={"near": samples(4), "far": samples(6, seed=2)}, compute_metrics=accuracy, callbacks=[Count()]
+        eval_dataset={"near": samples(4), "far": samples(6, seed=2)}, compute_metrics=accuracy, callbacks=[count]
     )
     result = trainer.evaluate()
     assert {"eval_near_accuracy", "eval_far_accuracy", "eval_near_loss", "eval_far_loss"} <= set(result)

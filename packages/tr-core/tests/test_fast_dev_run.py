@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpointer import MemoryCheckpointer
-from support.data import samples
+from support.data import Stream, samples
 from support.models import Classifier
-from torch.utils.data import IterableDataset
 
 from tr_core import EarlyStoppingCallback, PluginError, Trainer, TrainerCallback
 from tr_core.data import limits
@@ -61,11 +60,7 @@ def test_fewer_steps_that_were_asked_for_anyway_stay_fewer(trial):
 
 
 def test_data_without_a_length_needs_no_number_of_steps(trial):
-    class Endless(IterableDataset):
-        def __iter__(self):
-            return iter(samples(40))
-
-    assert trial(train_dataset=Endless(), fast_dev_run=2)[0].train().global_step == 2
+    assert trial(train_dataset=Stream(samples(40)), fast_dev_run=2)[0].train().global_step == 2
 
 
 def test_no_checkpoint_is_written_and_none_read_and_the_last_weights_stay(trial, tmp_path):

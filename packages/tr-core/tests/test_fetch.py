@@ -11,6 +11,7 @@ from support.data import (
     FailingTogether,
     Following,
     Shared,
+    Stream,
     keep,
     samples,
 )
@@ -121,11 +122,7 @@ def test_an_attribute_that_a_callback_sets_on_the_data_set_acts(make_trainer, wo
 @pytest.mark.parametrize("method", ["get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loader_shows_the_data_set_and_collator_that_were_given(make_trainer, method, stream):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(Following().rows)
-
-    data = Stream() if stream else Following()
+    data = Stream(Following().rows) if stream else Following()
     trainer = make_trainer(
         train_dataset=data, eval_dataset=data, data_collator=keep, remove_unused_columns=False, max_steps=1
     )
@@ -143,14 +140,11 @@ def test_a_collator_that_is_set_on_the_loader_acts_from_the_next_iteration(make_
 
 
 def test_a_loader_of_a_stream_with_a_length_has_one(make_trainer):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(range(9))
-
+    class WithLength(Stream):
         def __len__(self):
-            return 9
+            return len(self.rows)
 
-    options = {"train_dataset": Stream(), "data_collator": list, "remove_unused_columns": False}
+    options = {"train_dataset": WithLength(range(9)), "data_collator": list, "remove_unused_columns": False}
     assert len(make_trainer(**options).get_train_dataloader()) == 3
     assert len(make_trainer(dataloader_drop_last=True, **options).get_train_dataloader()) == 2
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.callbacks import on
 from support.runs import ScaledDevice
 from torch import nn
 
@@ -188,12 +189,8 @@ def test_a_loss_scaler_sees_overflows_where_no_gradient_is_left(tmp_path):
             return {**outputs, "loss": outputs["loss"] * (1e38 if Overflow.calls == 2 else 1.0)}
 
     applied = []
-
-    class Applied(TrainerCallback):
-        def on_optimizer_step(self, args, state, control, **kwargs):
-            applied.append(kwargs["applied"])
-
-    trainer = build(tmp_path, Unscaling, callbacks=[Applied()], max_steps=3)
+    note = on("on_optimizer_step", lambda **event: applied.append(event["applied"]))
+    trainer = build(tmp_path, Unscaling, callbacks=[note], max_steps=3)
     trainer.model = Overflow()
     trainer.strategy = ScaledDevice(8.0)
     trainer.train()

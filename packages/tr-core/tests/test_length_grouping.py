@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.data import Stream
 from support.models import Base
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from tr_core import TrainerCallback
 from tr_core.data.batches import batches_of
@@ -251,15 +251,10 @@ def test_evaluation_keeps_the_order_of_the_data(make_trainer):
     assert trainer.predict(dataset).label_ids.tolist() == [sample["labels"] for sample in dataset]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(sequences(4))
-
-
 def test_a_stream_cannot_be_grouped(make_trainer):
     trainer = make_trainer(
         model=Sequences(),
-        train_dataset=Stream(),
+        train_dataset=Stream(sequences(4)),
         data_collator=pad,
         max_steps=2,
         train_sampling_strategy="group_by_length",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.callbacks import Stop, StopAt
 from support.checkpointer import MemoryCheckpointer
-from support.data import samples
+from support.data import MapStyle, Stream, samples
 from support.models import Classifier
 from support.runs import log_of
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -16,20 +16,6 @@ from tr_core.data import limits
 from tr_core.data.limits import FirstBatches, training_batches
 
 
-class Seen:
-    """A data set that notes which sample was asked for."""
-
-    def __init__(self, number=20, seed=0):
-        self.rows, self.asked = samples(number, seed), []
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        self.asked.append(index)
-        return self.rows[index]
-
-
 def chunks(items, size):
     return [items[at : at + size] for at in range(0, len(items), size)]
 
@@ -37,7 +23,7 @@ def chunks(items, size):
 @pytest.mark.parametrize("strategy", ["random", "sequential"])
 @pytest.mark.parametrize(("value", "number"), [(1, 1), (2, 2), (0.25, 2), (0.01, 1), (0.999, 5), (100, 5)])
 def test_every_epoch_is_the_beginning_of_the_first_one(make_trainer, strategy, value, number):
-    whole, part = Seen(), Seen()
+    whole, part = MapStyle(samples(20)), MapStyle(samples(20))
     make_trainer(train_dataset=whole, train_sampling_strategy=strategy).train()
     trainer = make_trainer(
         train_dataset=part, train_sampling_strategy=strategy, overfit_batches=value, num_train_epochs=3
@@ -48,7 +34,7 @@ def test_every_epoch_is_the_beginning_of_the_first_one(make_trainer, strategy, v
 
 
 def test_the_last_micro_batch_of_the_data_may_be_short(make_trainer):
-    part = Seen(18)
+    part = MapStyle(samples(18))
     trainer = make_trainer(train_dataset=part, overfit_batches=5, num_train_epochs=2)
     trainer.train()
     assert chunks(part.asked, 18)[0] == chunks(part.asked, 18)[1]
@@ -57,7 +43,7 @@ def test_the_last_micro_batch_of_the_data_may_be_short(make_trainer):
 
 
 def test_steps_may_take_fewer_micro_batches_than_accumulation_says(make_trainer):
-    part = Seen()
+    part = MapStyle(samples(20))
     trainer = make_trainer(
         train_dataset=part, overfit_batches=3, gradient_accumulation_steps=2, max_steps=5, eval_strategy="no"
     )
@@ -75,7 +61,7 @@ def overfitting(make_trainer):
     def build(**changes):
         model = Classifier()
         model.main_input_name = "x"
-        seen = Seen()
+        seen = MapStyle(samples(20))
         options = {"overfit_batches": 2, "eval_strategy": "epoch", "include_for_metrics": ["inputs"]}
         trainer = make_trainer(model=model, train_dataset=seen, compute_metrics=rows_of, **{**options, **changes})
         return trainer, seen
@@ -135,11 +121,6 @@ def collate_at_random(rows):
     return {"x": features + torch.randn_like(features), "labels": torch.stack([row["labels"] for row in rows])}
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(samples(20))
-
-
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 8])
 def test_a_resumed_run_ends_as_one_that_was_left_alone(make_trainer, kind, stop):
@@ -149,7 +130,7 @@ def test_a_resumed_run_ends_as_one_that_was_left_alone(make_trainer, kind, stop)
         torch.manual_seed(0)
         trainer = make_trainer(
             model=Classifier(dropout=0.3),
-            train_dataset=Seen() if kind == "map" else Stream(),
+            train_dataset=MapStyle(samples(20)) if kind == "map" else Stream(samples(20)),
             data_collator=collate_at_random,
             checkpointer=memory,
             callbacks=list(callbacks),
@@ -174,12 +155,12 @@ def test_a_resumed_run_ends_as_one_that_was_left_alone(make_trainer, kind, stop)
 
 
 def test_a_run_that_continues_with_smaller_batches_uses_no_sample_beyond_its_first_ones(make_trainer):
-    memory, whole = MemoryCheckpointer(), Seen()
+    memory, whole = MemoryCheckpointer(), MapStyle(samples(20))
     make_trainer(train_dataset=whole).train()
     options = {"overfit_batches": 3, "save_strategy": "steps", "save_steps": 1, "checkpointer": memory}
     with pytest.raises(Stop):
         make_trainer(callbacks=[StopAt(1)], **options).train()
-    rest = Seen()
+    rest = MapStyle(samples(20))
     make_trainer(train_dataset=rest, per_device_train_batch_size=3, **options).train(resume_from_checkpoint=True)
     assert rest.asked == whole.asked[4:7], "three batches of 3, of which the 4 samples that are used up fill two"
 
@@ -211,13 +192,13 @@ def test_a_stream_is_read_no_further_than_its_first_batches(make_trainer):
 
 
 def test_a_share_of_a_stream_is_refused(make_trainer):
-    trainer = make_trainer(train_dataset=Stream(), overfit_batches=0.5, max_steps=2)
+    trainer = make_trainer(train_dataset=Stream(samples(20)), overfit_batches=0.5, max_steps=2)
     with pytest.raises(ValueError, match=r"overfit_batches=0.5 is a share of the training data, which has no length"):
         trainer.train()
 
 
 def test_a_loader_of_the_users_own_is_shortened_too(make_trainer):
-    seen = Seen()
+    seen = MapStyle(samples(20))
 
     class Own(Trainer):
         def get_train_dataloader(self):

@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
+from support.callbacks import on
 from support.data import Shared, noisy, samples
 from support.models import Classifier
 from torch.utils.data import DataLoader
 
-from tr_core import TrainerCallback
 from tr_core.data.batches import batches_of
 from tr_core.data.loaders import LoaderCache
 
@@ -121,12 +121,8 @@ def test_every_set_of_a_dict_is_evaluated_under_its_name(make_trainer):
 @pytest.mark.parametrize(("change", "now"), [(lambda data: data.pop(), 7), (lambda data: data.extend(samples(2)), 10)])
 def test_data_of_another_length_is_refused_where_the_next_epoch_begins(make_trainer, change, now):
     data = samples(8)
-
-    class Changes(TrainerCallback):
-        def on_epoch_end(self, args, state, control, **kwargs):
-            change(data)
-
-    trainer = make_trainer(train_dataset=data, num_train_epochs=2, callbacks=[Changes()])
+    changes = on("on_epoch_end", lambda **_: change(data))
+    trainer = make_trainer(train_dataset=data, num_train_epochs=2, callbacks=[changes])
     with pytest.raises(ValueError, match=rf"held 8 samples when the run began and holds {now} where epoch 1 begins"):
         trainer.train()
     assert trainer.state.global_step == 2

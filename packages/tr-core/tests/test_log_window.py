@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.callbacks import on
 from torch import nn
 
-from tr_core import TrainerCallback
 from tr_core.data.sampler import MicroBatch
 from tr_core.log_window import TokenCounter
 from tr_core.results import speed_metrics
@@ -96,14 +96,10 @@ def test_by_default_nothing_is_counted_or_logged(make_trainer, mode):
 
 def test_the_result_and_evaluations_say_how_many_tokens_there_were(make_trainer):
     counts = []
-
-    class Look(TrainerCallback):
-        def on_evaluate(self, args, state, control, metrics, **kwargs):
-            counts.append(metrics["num_input_tokens_seen"])
-
+    look = on("on_evaluate", lambda metrics, **_: counts.append(metrics["num_input_tokens_seen"]))
     changes = {"eval_dataset": texts(4), "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1000}
     trainer = make_trainer(
-        train_dataset=texts(16), model=Reader(), include_num_input_tokens_seen="all", callbacks=[Look()], **changes
+        train_dataset=texts(16), model=Reader(), include_num_input_tokens_seen="all", callbacks=[look], **changes
     )
     # Evaluations come between logs, and do not count what they read.
     output = trainer.train()
@@ -125,13 +121,9 @@ def test_counting_reads_nothing_from_the_device(make_trainer, read_counter, monk
         del read_counter.reads[before:]
 
     monkeypatch.setattr(TokenCounter, "count", on_the_host)
-
-    class Note(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            at_step_end.append(len(read_counter.reads))
-
+    note = on("on_step_end", lambda **_: at_step_end.append(len(read_counter.reads)))
     with read_counter:
-        trainer = train(make_trainer, "non_padding", number=64, callbacks=[Note()], logging_steps=1000)
+        trainer = train(make_trainer, "non_padding", number=64, callbacks=[note], logging_steps=1000)
     assert trainer.state.num_input_tokens_seen == sum(1 + index % 6 for index in range(64))
     assert at_step_end[-1] == at_step_end[2]
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from support.callbacks import on
 from support.data import samples
 from support.models import Base, Classifier, CountedSum, ReturnsTuple
 from support.runs import ScaledDevice, log_of
@@ -198,12 +199,8 @@ def test_callbacks_may_come_and_go_in_a_run(make_trainer):
 
 def test_events_without_a_listener_cost_no_read_and_those_with_one_neither(make_trainer, read_counter):
     reads, watch = [], [Watch(), WatchLoss()]
-
-    class Note(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            reads.append(len(read_counter.reads))
-
-    trainer = make_trainer(80, callbacks=[*watch, Note()], logging_steps=1000)
+    note = on("on_step_end", lambda **_: reads.append(len(read_counter.reads)))
+    trainer = make_trainer(80, callbacks=[*watch, note], logging_steps=1000)
     with read_counter:
         trainer.train()
     assert len(watch[0].losses) == 20

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from support.callbacks import on
 from support.data import samples
 from support.models import Classifier, CountedSum
 from support.runs import log_of
 from torch import nn
 
-from tr_core import TrainerCallback
 from tr_core.evaluation import metrics as evaluation_loss
 from tr_core.evaluation.metrics import StreamingMetrics, is_streaming, perplexity
 from tr_core.evaluation.output_buffer import OutputBuffer
@@ -350,16 +350,12 @@ def test_options_of_functions_are_refused_for_metrics_that_stream(make_trainer, 
 
 def test_events_between_batches_see_metrics_in_the_making(make_trainer):
     metric, seen = Accuracy(), []
-
-    class Look(TrainerCallback):
-        def on_prediction_step(self, args, state, control, **kwargs):
-            seen.append(metric.seen)
-
+    look = on("on_prediction_step", lambda **_: seen.append(metric.seen))
     make_trainer(
         model=Classifier(),
         eval_dataset=samples(6),
         per_device_eval_batch_size=2,
         compute_metrics=metric,
-        callbacks=[Look],
+        callbacks=[look],
     ).evaluate()
     assert seen == [2, 4, 6]

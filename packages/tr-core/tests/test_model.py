@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.callbacks import on
 from support.data import samples
 from support.models import Base, Classifier
 from torch import nn
 
-from tr_core import SingleDevice, Trainer, TrainerCallback
+from tr_core import SingleDevice, Trainer
 from tr_core.model import place_on_device
 from tr_core.preflight import check
 
@@ -141,10 +142,7 @@ ALL, FROZEN_NORM = (True, True, True), (True, True, False)
 
 
 def at(event, act):
-    def method(self, args, state, control, **kwargs):
-        act(kwargs["model"])
-
-    return type("Act", (TrainerCallback,), {event: method})()
+    return on(event, lambda model, **_: act(model))
 
 
 def modes(make_trainer, model=None, **changes):

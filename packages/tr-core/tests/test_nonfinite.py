@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.callbacks import on
 from support.data import samples
 from support.models import Base, Classifier
 from support.runs import ScaledDevice, log_of
@@ -278,17 +279,13 @@ def test_a_step_reads_the_device_only_where_the_optimizer_cannot_skip_by_itself(
     make_trainer, read_counter, policy, optimizer, reads
 ):
     at_step_end = []
-
-    class Note(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            at_step_end.append(len(read_counter.reads))
-
+    note = on("on_step_end", lambda **_: at_step_end.append(len(read_counter.reads)))
     trainer = build(
         make_trainer,
         samples(64),
         optimizer,
         on_nonfinite=policy,
-        callbacks=[Note()],
+        callbacks=[note],
         logging_steps=1000,
         model=Classifier(),
     )

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.checkpointer import MemoryCheckpointer
-from support.data import samples
+from support.data import Stream, samples
 from support.models import Classifier, CountedSum
 from torch import nn
 from torch.utils.data import DataLoader
@@ -149,14 +149,13 @@ def test_a_sampler_method_without_an_argument_and_one_of_evaluation_act_too(make
     assert torch.equal(torch.cat(model.seen), torch.stack([rows[index]["x"] for index in (2, 0)]))
 
 
-class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(samples(4))
-
-
 BAD_SAMPLERS = [
     (iter([1]), {}, "list_iterator, which a sampler method of the Trainer returned, has no length"),
-    (Backwards([1]), {"train_dataset": Endless(), "max_steps": 1}, "Backwards, .* but Endless is iterable data"),
+    (
+        Backwards([1]),
+        {"train_dataset": Stream(samples(4)), "max_steps": 1},
+        "Backwards, .* but Stream is iterable data",
+    ),
     (
         type("Short", (list,), {"__len__": lambda self: 3})([0]),
         {},

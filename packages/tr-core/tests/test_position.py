@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from support.data import Stream
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tr_core.data.batches import batches_of
@@ -272,12 +273,7 @@ def test_a_position_that_fits_nothing_is_refused_with_the_figures():
         derive_position(saved(3, 0.77), data_of(18, 4), 4)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(12))
-
-
 @pytest.mark.parametrize(("epoch", "place"), [(None, (0, 40)), (3 / 8, (0, 24)), (1 + 2 / 8, (1, 16))])
 def test_data_of_unknown_length_is_at_the_share_of_the_run_in_its_epoch(epoch, place):
-    data = batches_of(DataLoader(Stream(), batch_size=4), 4, 1)
+    data = batches_of(DataLoader(Stream(range(12)), batch_size=4), 4, 1)
     assert derive_position(saved(5, epoch, 4, max_steps=8), data, 8) == place

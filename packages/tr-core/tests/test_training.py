@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.data import samples
+from support.callbacks import on
+from support.data import Stream, samples
 from support.models import Classifier, ReturnsDataclass, ReturnsTuple
 from support.runs import log_of, steps_with
 from torch import nn
@@ -67,20 +68,11 @@ def test_drop_last_leaves_out_the_short_batch(make_trainer):
     assert make_trainer(18).train().global_step == 5
 
 
-class Stream(IterableDataset):
-    def __init__(self, number):
-        self.rows, self.passes = samples(number), 0
-
-    def __iter__(self):
-        self.passes += 1
-        return iter(self.rows)
-
-
 def test_a_stream_begins_again_until_max_steps(make_trainer):
-    stream = Stream(12)
+    stream = Stream(samples(12))
     trainer = make_trainer(train_dataset=stream, max_steps=7)
     trainer.train()
-    assert (trainer.state.global_step, stream.passes) == (7, 3)
+    assert (trainer.state.global_step, stream.begun) == (7, 3)
 
 
 def test_no_gradient_survives_the_end_of_an_epoch_over_a_stream(make_trainer):
@@ -91,13 +83,9 @@ def test_no_gradient_survives_the_end_of_an_epoch_over_a_stream(make_trainer):
             leaked.extend(p.grad for p in model.parameters() if p.grad is not None)
 
     sizes = []
-
-    class Count(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            sizes.append(trainer.scope.size)
-
+    count = on("on_step_end", lambda **_: sizes.append(trainer.scope.size))
     trainer = make_trainer(
-        train_dataset=Stream(12), max_steps=4, gradient_accumulation_steps=2, callbacks=[Look(), Count()]
+        train_dataset=Stream(samples(12)), max_steps=4, gradient_accumulation_steps=2, callbacks=[Look(), count]
     )
     trainer.train()
     assert (leaked, sizes) == ([], [2, 1, 2, 1])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.data import Failing, Following, samples
+from support.data import Failing, Following, Stream, samples
 from torch.utils.data import DataLoader
 
 from tr_core import Trainer
@@ -63,11 +63,7 @@ def test_any_other_error_is_noted_with_its_batch():
 
 
 def test_a_stream_that_ends_is_no_error():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(range(10))
-
-    assert len(list(batches_of(DataLoader(Stream(), batch_size=4), 4, 1).iterate(0, 0))) == 3
+    assert len(list(batches_of(DataLoader(Stream(range(10)), batch_size=4), 4, 1).iterate(0, 0))) == 3
 
 
 def test_going_back_into_an_epoch_leaves_the_global_generators_as_they_are():

@@ -7,21 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.data import samples
+from support.data import Stream, samples
 from support.models import Base, Classifier
 from torch import nn
-from torch.utils.data import IterableDataset
 
 import tr_core
 from tr_args.testing import Only, facts_of_kind
 from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments, get_scheduler, plugins
 from tr_core.validation import why_not_writable
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(samples(4))
-
 
 CASES = {
     "no model": ({"model": None}, ValueError, "Trainer needs a model or a model_init; both are None"),
@@ -58,9 +51,9 @@ CASES = {
         "eval_strategy='epoch' evaluates during training, but eval_dataset is None",
     ),
     "stream without an end": (
-        {"train_dataset": Endless()},
+        {"train_dataset": Stream(samples(4))},
         ValueError,
-        r"train_dataset \(Endless\) has no length and max_steps=-1; set max_steps",
+        r"train_dataset \(Stream\) has no length and max_steps=-1; set max_steps",
     ),
     "metrics by batch without a flag": (
         {"batch_eval_metrics": True, "compute_metrics": lambda p: {}},

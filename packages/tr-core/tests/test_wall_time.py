@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.callbacks import Stop, StopAt
+from support.callbacks import Stop, StopAt, on
 from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Classifier
@@ -120,11 +120,8 @@ def test_a_checkpoint_of_another_cause_counts_for_the_next_one(timed):
 
 
 def test_an_evaluation_of_the_users_own_does_not_put_off_the_next_one(timed):
-    class Own(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            trainer.evaluate(samples(4))
-
-    trainer, watch = timed(callbacks=[Own()], eval_strategy="3min")
+    owns = on("on_step_begin", lambda **_: trainer.evaluate(samples(4)))
+    trainer, watch = timed(callbacks=[owns], eval_strategy="3min")
     trainer.train()
     own = list(range(10))  # at the beginning of a step the last one is the one that counts
     assert sorted(watch.evaluated) == sorted([*own, 3, 6, 9, 10])

@@ -20,6 +20,15 @@ class StopAt(TrainerCallback):
             raise Stop
 
 
+def on(event, act):
+    """Return a callback that calls a function at an event, with what the event gives by its names."""
+
+    def method(self, args, state, control, **kwargs):
+        act(args=args, state=state, control=control, **kwargs)
+
+    return type("On", (TrainerCallback,), {event: method})()
+
+
 class At(TrainerCallback):
     """Calls a function with the arguments when a step has ended."""
 

@@ -19,6 +19,31 @@ def sentences(firsts=(3, 1, 2, 5, 4), length=4):
     return [{"input_ids": torch.tensor([n] * length), "labels": torch.tensor([n, n + 1])} for n in firsts]
 
 
+class MapStyle:
+    """A data set of rows that is no list, and notes which sample was asked for."""
+
+    def __init__(self, rows):
+        self.rows, self.asked = rows, []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return self.rows[index]
+
+
+class Stream(IterableDataset):
+    """Gives rows in their order, and counts how often it was begun."""
+
+    def __init__(self, rows):
+        self.rows, self.begun = rows, 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(self.rows)
+
+
 class Following:
     """Each sample holds the epoch that the data set was last given."""
 
