@@ -209,7 +209,7 @@ def _fits(run: Run) -> bool:
     model.train()
     try:
         with restored_after(model, strategy.device), scope.separate_window(strategy):
-            run.training_step(model, batch.inputs, num_items)
+            run.methods.step_function(model, batch.inputs, num_items)
         return True
     except Exception as error:
         if not is_out_of_memory(error):

@@ -53,7 +53,7 @@ def end_epoch(run: Run, *, moves_on: bool) -> None:
 def train_step(run: Run, step: StepData) -> None:
     """Run one optimizer step. Its loss and gradient norm stay on the device."""
     methods, strategy, optimizer, window = run.methods, run.strategy, run.optimizer, run.window
-    scope = methods.scope
+    scope, training_step = methods.scope, methods.step_function
     model, inner, state, fire = methods.model_wrapped, methods.model, methods.state, methods.callback_handler.fire
     scope.size, number = step.size, 0
     window.begin_step(state.global_step)
@@ -63,7 +63,7 @@ def train_step(run: Run, step: StepData) -> None:
         if not inner.training:
             run.mode.restore()
         with strategy.accumulate(model, sync=run.plan.syncs_each_batch or number == step.size):
-            loss = run.training_step(model, batch.inputs, step.num_items)
+            loss = training_step(model, batch.inputs, step.num_items)
         window.add(loss, batch)
         run.position.samples = batch.end
         fire("on_micro_batch_end", loss=loss, inputs=batch.inputs, outputs=scope.outputs)

@@ -143,7 +143,6 @@ class Run:
         window: everything since the last log.
         mode: which modules of the model are in training mode.
         watch: the last recorded values of what a user may change during the run.
-        training_step: computes loss and gradients of a micro-batch.
         updates: clips and applies gradients: the strategy, or a guard around it.
         position: where in the data the run is.
         count_targets: counts the targets of a step; None where nothing needs the count.
@@ -162,7 +161,6 @@ class Run:
     window: LogWindow
     mode: TrainingMode
     watch: ChangeWatch
-    training_step: Callable[..., torch.Tensor]
     updates: Strategy | UpdateGuard
     position: DataPosition = field(default_factory=DataPosition)
     count_targets: Callable[[list[MicroBatch]], torch.Tensor | None] | None = None
@@ -189,15 +187,14 @@ class Run:
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.
         clears = strategy.forward_is_collective or strategy.binds_optimizer
         watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
-        mode, step = TrainingMode(model, wrapped), methods.step_function
-        run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, step, updates)
+        mode = TrainingMode(model, wrapped)
+        run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, updates)
         run.take_settings()
         return run
 
     def take_settings(self) -> None:
         """Read the current values of what may change during a run."""
         methods, args, window, rule = self.methods, self.methods.args, self.window, self.methods.loss_rule
-        self.training_step = methods.step_function
         self.count_targets = rule.count if rule.counts else None
         self.plan = replace(self.plan, max_grad_norm=args.max_grad_norm or None)
         window.filters_nonfinite = args.logging_nan_inf_filter
