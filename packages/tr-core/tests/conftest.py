@@ -1,5 +1,6 @@
 """Build Trainers of small models for every test of this package."""
 
+import logging
 import sys
 from functools import partial
 from pathlib import Path
@@ -79,3 +80,17 @@ def installed(monkeypatch):
         monkeypatch.setattr(plugins, "_entries", offered)
 
     return replace
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """Return a function that keeps the texts that a logger is given from then on, also those below its level."""
+
+    def listen(*levels, name="tr_core.trainer"):
+        lines = []
+        for level in levels or ("debug", "info", "warning", "error"):
+            keep = lambda text, *args: lines.append(text % args if args else text)  # noqa: E731
+            monkeypatch.setattr(logging.getLogger(name), level, keep)
+        return lines
+
+    return listen

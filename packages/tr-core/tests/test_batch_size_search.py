@@ -261,11 +261,10 @@ def test_an_evaluation_that_runs_out_of_memory_says_what_to_lower(make_trainer):
         train(make_trainer, limited(99), trainer_class=Fails, **options)
 
 
-def test_the_found_size_is_logged(make_trainer, monkeypatch):
-    told = []
-    monkeypatch.setattr(Trainer.logger, "warning", lambda message, *args: told.append(message % args))
+def test_the_found_size_is_logged(make_trainer, heard):
+    warnings = heard("warning")
     train(make_trainer, limited(4), auto_find_batch_size=True, per_device_train_batch_size=8)
-    assert told == [
+    assert warnings == [
         "memory suffices for fewer than 8 samples a device and micro-batch: going on from step 0 with 4, and 2 "
         "micro-batches a step; a step has the same samples as before"
     ]

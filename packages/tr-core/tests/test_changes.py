@@ -247,6 +247,9 @@ def test_the_document_lists_what_acts_and_what_is_refused():
     assert tables["Attributes that are refused in a run"] == set(TAKEN_AT_BEGIN)
 
 
+# Functions and schedules
+
+
 def counted_sum(outputs, labels, num_items_in_batch):
     return 10 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
 

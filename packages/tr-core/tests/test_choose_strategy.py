@@ -39,6 +39,9 @@ def test_one_of_several_processes_does_not_train_alone(tmp_path, monkeypatch):
         usable_strategy(args)
 
 
+# The launcher
+
+
 @pytest.fixture
 def simple_launch(monkeypatch):
     """As `accelerate launch --num_processes 2` starts one process without GPUs."""
@@ -75,6 +78,9 @@ def test_processes_of_srun_are_not_trained_as_unrelated_ones(monkeypatch, tmp_pa
     assert (args.process_index, args.local_process_index, args.world_size) == (1, 1, 2)
     with pytest.raises(ValueError, match="strategy='single' in one of 2 processes"):
         Trainer(torch.nn.Linear(1, 1), args)
+
+
+# XLA devices
 
 
 def arguments(**given):

@@ -188,6 +188,9 @@ def test_an_override_that_builds_the_optimizer_builds_one_for_every_run(in_order
     assert trainer.optimizer is not first
 
 
+# Given at construction
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.5)
 

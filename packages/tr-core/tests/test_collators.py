@@ -176,7 +176,7 @@ def test_other_words_and_none_are_left_out_of_a_stacked_batch():
     assert list(tr_core.default_data_collator(rows)) == ["x", "labels"]
 
 
-# Collators and inputs
+# Stacked and padded rows
 
 
 def test_labels_become_int64_or_float32_and_strings_are_left_out():

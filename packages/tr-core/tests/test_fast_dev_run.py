@@ -10,7 +10,6 @@ from support.data import Stream, samples
 from support.models import Classifier
 
 from tr_core import EarlyStoppingCallback, PluginError, Trainer, TrainerCallback
-from tr_core.data import limits
 
 
 class Counter(TrainerCallback):
@@ -125,9 +124,8 @@ def test_the_trial_is_the_beginning_of_the_run_it_stands_for(make_trainer):
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_log_says_so_in_one_line(trial, monkeypatch, tmp_path):
-    lines = []
-    monkeypatch.setattr(limits.logger, "info", lambda text, *args: lines.append(text % args))
+def test_the_log_says_so_in_one_line(trial, heard, tmp_path):
+    lines = heard("info", name="tr_core.data.limits")
     trial(fast_dev_run=2)[0].train()
     assert lines == [
         "fast_dev_run=2: 2 training steps, and as many batches of every evaluation and prediction; no checkpoints, "

@@ -149,6 +149,9 @@ def test_a_loader_of_a_stream_with_a_length_has_one(make_trainer):
     assert len(make_trainer(dataloader_drop_last=True, **options).get_train_dataloader()) == 2
 
 
+# Errors of the data name the samples
+
+
 WORKERS = pytest.mark.parametrize("workers", [0, 1])
 
 
@@ -233,6 +236,9 @@ def test_an_error_while_the_skipped_samples_of_a_stream_are_read_names_the_posit
     with pytest.raises(OSError, match="gone") as caught:
         list(fetch)
     assert caught.value.__notes__ == ["raised by the data set FailingStream for sample 2 of the stream"]
+
+
+# Positions, streams and random numbers
 
 
 def test_resuming_at_sample_ten_million_touches_no_earlier_sample():

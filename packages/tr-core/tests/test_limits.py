@@ -12,7 +12,6 @@ from support.runs import log_of
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from tr_core import Trainer
-from tr_core.data import limits
 from tr_core.data.limits import FirstBatches, training_batches
 
 
@@ -224,14 +223,10 @@ def test_a_loader_of_the_users_own_is_shortened_too(make_trainer):
         ),
     ],
 )
-def test_the_log_says_so_once(make_trainer, monkeypatch, changes, line):
-    lines = []
-    monkeypatch.setattr(limits.logger, "info", lambda text, *args: lines.append(text % args))
+def test_the_log_says_so_once(make_trainer, heard, changes, line):
+    lines = heard("info", name="tr_core.data.limits")
     make_trainer(**changes).train()
     assert lines == [line]
-
-
-# Its order
 
 
 @pytest.mark.parametrize(
@@ -249,6 +244,9 @@ def test_every_epoch_over_the_first_batches_is_the_same_one(make_args, options):
     first, second, third = ([batch.inputs.tolist() for batch in batches.iterate(epoch, 0)] for epoch in range(3))
     assert first == second == third
     assert len(first) == 9
+
+
+# Lengths
 
 
 def first_batches(number, samples=22, per=4):

@@ -110,6 +110,9 @@ def test_smoothing_labels_of_several_a_sample_is_refused(make_trainer):
         make_trainer(8, model=model, label_smoothing_factor=0.1)
 
 
+# Smoothed labels
+
+
 LOGITS = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[1, 2, -100, 0, 6], [3, -100, -100, 5, 4]])
 
@@ -157,6 +160,9 @@ def test_low_precision_is_computed_in_float32():
     found = LabelSmoother(0.1, nn.Linear(1, 1))({"logits": low}, LABELS)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(total / count, rel=1e-6)
+
+
+# What a user declares
 
 
 def setting(name, value, how):

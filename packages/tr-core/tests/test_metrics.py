@@ -155,6 +155,9 @@ def test_batches_count_by_their_samples_where_the_loss_is_one_of_samples(make_tr
     assert trainer.evaluate()["eval_loss"] == pytest.approx(4.0, rel=1e-6)
 
 
+# Metrics that see each batch
+
+
 class Accuracy:
     """Counts on the device what is right."""
 

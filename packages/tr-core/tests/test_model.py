@@ -123,6 +123,9 @@ def test_arguments_of_a_subclass_may_leave_the_model_where_it_is(make_args):
     assert trainer.train().global_step > 0
 
 
+# Training mode
+
+
 class Recording(Base):
     """Notes in which mode each forward of training finds the model and its norm layer."""
 

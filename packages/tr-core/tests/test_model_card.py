@@ -98,9 +98,8 @@ def test_what_was_given_once_holds_for_later_cards(trained):
         assert line in text.splitlines()
 
 
-def test_a_card_of_the_trainer_is_replaced_and_one_of_a_person_stays(trained, tmp_path, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(trained.logger, "warning", lambda text, *values: warnings.append(text % values))
+def test_a_card_of_the_trainer_is_replaced_and_one_of_a_person_stays(trained, tmp_path, heard):
+    warnings = heard("warning")
     trained.create_model_card(license="mit")
     trained.create_model_card(license="apache-2.0")
     assert "apache-2.0" in card(trained)

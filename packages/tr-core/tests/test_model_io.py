@@ -189,6 +189,9 @@ def test_which_models_get_the_count_depends_on_their_forward():
     assert [accepts_count(model()) for model in (Says, Fixed, Anything)] == [False] * 3
 
 
+# Columns, labels and outputs
+
+
 def test_the_forward_of_a_model_tells_its_columns_and_labels():
     assert find_label_names(Classifier()) == ["labels"]
     assert kept_columns(Classifier(), ["labels"]) == ["x", "labels", "label", "label_ids", "labels"]

@@ -11,8 +11,6 @@ from tr_core import (
 )
 from tr_core.optim.optimizers import decay_parameter_names, optimizer_factory, optimizer_names, parameter_groups
 
-# Optimizers and groups
-
 
 class Block(nn.Module):
     def __init__(self):
@@ -64,6 +62,9 @@ def test_a_device_that_torch_has_no_fused_optimizers_for_gets_plain_ones(tmp_pat
 
 def test_the_names_of_optimizers_are_listed():
     assert {"adamw_torch", "sgd"} <= set(optimizer_names())
+
+
+# Optimizers that a package offers
 
 
 def args_with(**options):

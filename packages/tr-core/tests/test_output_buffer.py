@@ -162,6 +162,9 @@ def test_batches_that_stay_apart_are_arrays_of_their_own():
     assert all(isinstance(leaf, np.ndarray) for leaf in tree_leaves([first, second]))
 
 
+# What a prediction keeps
+
+
 class Running:
     """Counts samples batch by batch."""
 

@@ -190,6 +190,9 @@ def test_an_override_of_training_step_gets_the_count_whatever_it_calls_it(make_t
     assert found == [4, 4]
 
 
+# How they are called
+
+
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "rewards"}
 
 

@@ -9,8 +9,6 @@ from tr_core import (
     plugins,
 )
 
-# Plugins
-
 
 def entry(name, value, origin="other"):
     loaded = SimpleNamespace(

@@ -225,6 +225,9 @@ def test_data_without_a_state_has_no_position():
     assert stream(Divided(), workers=2).source_state() is None
 
 
+# The position of a run that another program began
+
+
 def data_of(samples, batch_size, world_size=1, drop_last=False):
     options = {"shuffle": True, "seed": 0, "drop_last": drop_last, "world_size": world_size}
     sampler = EpochSampler(samples, batch_size, **options)

@@ -75,6 +75,9 @@ def test_which_devices_have_tf32(monkeypatch):
     assert not precision.has_tf32(torch.device("mps"))
 
 
+# Evaluation in 16 bits
+
+
 DTYPES = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
 
 

@@ -20,8 +20,6 @@ from tr_core import (
 from tr_core.checkpoint import saving
 from tr_core.checkpoint.saving import format_metrics, metric_lines
 
-# Files
-
 
 def test_a_saved_model_is_safetensors_with_the_arguments_beside_it(make_trainer, tmp_path, model):
     trainer = make_trainer()
@@ -75,6 +73,9 @@ def test_metrics_are_printed_readably(make_trainer, capsys):
     assert capsys.readouterr().out == "***** train metrics *****\n  loss = 1.0\n"
 
 
+# The output folder
+
+
 @pytest.mark.parametrize("below", ["", "deep/er"])
 def test_a_file_in_the_way_is_found_before_training(make_trainer, tmp_path, monkeypatch, below):
     (tmp_path / "taken").touch()
@@ -91,6 +92,9 @@ def test_a_file_in_the_way_of_nothing_is_left_alone(make_trainer, tmp_path):
     options = {"output_dir": str(tmp_path / "taken"), "save_strategy": "epoch", "checkpointer": own}
     assert make_trainer(**options).train().global_step == 5
     assert own.saves == [5]
+
+
+# Processors
 
 
 class Processor:
@@ -127,6 +131,9 @@ def test_the_trainers_own_comes_first(make_trainer, tmp_path):
 
 def test_a_collator_without_one_saves_nothing(make_trainer, tmp_path):
     assert saved_by(make_trainer, tmp_path, data_collator=Collator(tokenizer=None, processor="text")) is None
+
+
+# What the log says
 
 
 class Late(MemoryCheckpointer):
@@ -187,6 +194,9 @@ def test_a_finished_run_is_not_announced_and_says_how_to_continue(make_trainer, 
 class StopAtThree(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         return {"should_training_stop": state.global_step == 3}
+
+
+# Models whose `state_dict` a script replaces
 
 
 class OfClass(Classifier):

@@ -95,7 +95,7 @@ def test_a_function_gets_the_lengths_and_the_rate_of_the_first_group():
     assert schedule.lr_lambdas[0](4) == 4 + 30 + 700 + 2000 + 0.5
 
 
-# Schedules
+# Their formulas and arguments
 
 
 def rates(name, steps, **options):

@@ -206,6 +206,9 @@ def test_an_evaluation_that_a_callback_makes_is_not_cut(saving):
     assert "eval_loss" in evaluates.metrics
 
 
+# A run that dies in an evaluation
+
+
 class Died(Exception):
     pass
 

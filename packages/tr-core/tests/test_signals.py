@@ -10,12 +10,33 @@ import time
 
 import pytest
 from support.callbacks import SignalAt
-from support.runs import Heard, assert_ends_alike, handlers, interrupt
+from support.runs import assert_ends_alike, handlers, interrupt
 
 from tr_core import TrainerCallback
 from tr_core.preemption import preemption as interruption_module
 from tr_core.preemption import signals
 from tr_core.preemption.signals import SIGNALS, Interrupted
+
+
+class Heard:
+    """Stands for a logger: keeps what it is given, whatever the level."""
+
+    def __init__(self):
+        self.lines = []
+
+    def info(self, text, *args):
+        self.lines.append(text % args if args else text)
+
+    debug = warning = error = info
+
+    def isEnabledFor(self, level):  # noqa: N802  the name of logging.Logger
+        return True
+
+    def log(self, level, text, *args, stacklevel=1):
+        self.info(text, *args)
+
+    def said(self, text):
+        return any(text in line for line in self.lines)
 
 
 def test_without_checkpoints_signals_act_as_usual(saving):
@@ -223,6 +244,9 @@ def test_the_first_signal_is_answered_at_once(saving, capfd):
     assert error.step == 5
     told = capfd.readouterr().err
     assert told.count("SIGINT: saving and stopping when this step is done; a second one stops at once\n") == 1
+
+
+# Where Python cannot act on a signal
 
 
 DEAF = """

@@ -52,6 +52,9 @@ def test_an_object_that_lacks_methods_is_named_with_them():
         check_strategy(object())
 
 
+# Strategies of users
+
+
 class OfTheUser:
     """A strategy by composition, which leaves out what `StrategyDefaults` has."""
 

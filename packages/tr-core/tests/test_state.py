@@ -2,7 +2,6 @@
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 from support.checkpointer import MemoryCheckpointer
@@ -11,8 +10,6 @@ from tr_core import (
     TrainerCallback,
     TrainerState,
 )
-
-# State
 
 
 def test_the_state_is_written_as_strict_json_and_read_back(tmp_path):
@@ -24,11 +21,8 @@ def test_the_state_is_written_as_strict_json_and_read_back(tmp_path):
     assert (again.global_step, again.epoch, again.best_metric) == (3, 0.5, 0.25)
 
 
-def test_unknown_keys_of_a_state_are_skipped_with_a_warning(monkeypatch):
-    warnings = []
-    monkeypatch.setattr(
-        "tr_core.state.logger", SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
-    )
+def test_unknown_keys_of_a_state_are_skipped_with_a_warning(heard):
+    warnings = heard("warning", name="tr_core.state")
     state = TrainerState()
     state.load_state_dict({"global_step": 5, "of_the_future": 1})
     assert state.global_step == 5
@@ -56,6 +50,9 @@ def test_a_state_that_is_none_is_refused(tmp_path, text, expected):
     (tmp_path / "trainer_state.json").write_text(text)
     with pytest.raises(ValueError, match=f"the trainer state .*{expected}"):
         TrainerState.load_from_json(tmp_path / "trainer_state.json")
+
+
+# States of callbacks
 
 
 class ExportableState:

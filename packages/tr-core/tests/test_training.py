@@ -461,9 +461,8 @@ def test_building_a_trainer_changes_no_random_number(make_trainer):
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_without_a_usable_evaluation_the_last_weights_stay_and_the_log_says_so(make_trainer, monkeypatch):
-    errors = []
-    monkeypatch.setattr(Trainer.logger, "error", lambda text, *args: errors.append(text % args))
+def test_without_a_usable_evaluation_the_last_weights_stay_and_the_log_says_so(make_trainer, heard):
+    errors = heard("error")
     trainer = make_trainer(
         8,
         eval_strategy="steps",

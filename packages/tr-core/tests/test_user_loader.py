@@ -66,6 +66,9 @@ def test_a_stream_that_ends_is_no_error():
     assert len(list(batches_of(DataLoader(Stream(range(10)), batch_size=4), 4, 1).iterate(0, 0))) == 3
 
 
+# Its order
+
+
 def test_going_back_into_an_epoch_leaves_the_global_generators_as_they_are():
     batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, 1)
     whole = [batch.inputs.tolist() for batch in batches.iterate(0, 0)]

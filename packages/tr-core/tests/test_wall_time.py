@@ -10,7 +10,6 @@ from support.data import samples
 from support.models import Classifier
 
 from tr_core import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from tr_core.callbacks import wall_time
 from tr_core.callbacks.wall_time import WallTimeCallback
 
 
@@ -69,12 +68,8 @@ def timed(make_trainer, tmp_path):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    messages = []
-    monkeypatch.setattr(
-        wall_time, "logger", SimpleNamespace(info=lambda text, *args: messages.append(text % args if args else text))
-    )
-    return messages
+def lines(heard):
+    return heard("info", name="tr_core.callbacks.wall_time")
 
 
 def test_logs_evaluations_and_checkpoints_are_made_every_so_much_time_and_the_last_step_has_its_own(timed):
@@ -190,17 +185,17 @@ def test_every_run_of_one_trainer_starts_the_clock_again(timed):
 # The limit
 
 
-def test_training_stops_at_the_step_that_passes_its_time_and_saves(timed, told):
+def test_training_stops_at_the_step_that_passes_its_time_and_saves(timed, lines):
     trainer, watch = timed(max_time="5min", save_strategy="steps", save_steps=100)
     assert trainer.train().global_step == 5
     assert watch.saved == [5]
-    assert told == [
+    assert lines == [
         "max_time='5min' is over: training stops at step 5 of 10, and saves it; train(resume_from_checkpoint=True) "
         "with the same arguments goes on from there"
     ]
 
 
-def test_a_run_in_two_halves_of_time_ends_as_one_that_was_left_alone(timed, told):
+def test_a_run_in_two_halves_of_time_ends_as_one_that_was_left_alone(timed, lines):
     options = {"save_strategy": "steps", "save_steps": 100, "num_train_epochs": 2}
     alone, _ = timed(**options)
     alone.train()
@@ -211,34 +206,34 @@ def test_a_run_in_two_halves_of_time_ends_as_one_that_was_left_alone(timed, told
     assert memory.saves == [13, 20]
     for one, other in zip(alone.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert len(told) == 1
+    assert len(lines) == 1
 
 
-def test_without_checkpoints_the_stop_says_that_nothing_can_continue(timed, told):
+def test_without_checkpoints_the_stop_says_that_nothing_can_continue(timed, lines):
     trainer, watch = timed(max_time="1min", save_strategy="no")
     assert trainer.train().global_step == 1
     assert watch.saved == []
-    assert told == [
+    assert lines == [
         "max_time='1min' is over: training stops at step 1 of 10; save_strategy='no', so there is no checkpoint to go "
         "on from"
     ]
 
 
-def test_a_stop_that_saves_the_weights_alone_says_so(timed, told):
+def test_a_stop_that_saves_the_weights_alone_says_so(timed, lines):
     trainer, watch = timed(max_time="1min", save_strategy="steps", save_only_model=True)
     trainer.train()
     assert watch.saved == [1]
-    assert told[0].endswith("save_only_model=True, so its checkpoint holds the weights, but no run can go on from it")
+    assert lines[0].endswith("save_only_model=True, so its checkpoint holds the weights, but no run can go on from it")
 
 
-def test_a_stop_saves_once_where_the_end_of_the_epoch_saves_too(timed, told):
+def test_a_stop_saves_once_where_the_end_of_the_epoch_saves_too(timed, lines):
     memory = MemoryCheckpointer()
     trainer, _ = timed(checkpointer=memory, max_time="3min", save_strategy="epoch")
     trainer.train()
     assert memory.saves == [3]
 
 
-def test_a_stop_saves_even_where_only_the_best_is_saved_and_this_is_not_it(timed, told):
+def test_a_stop_saves_even_where_only_the_best_is_saved_and_this_is_not_it(timed, lines):
     values = iter([1.0, 2.0, 3.0])
     memory = MemoryCheckpointer()
     trainer, _ = timed(
@@ -255,10 +250,10 @@ def test_a_stop_saves_even_where_only_the_best_is_saved_and_this_is_not_it(timed
     assert (memory.saves, trainer.state.best_global_step) == ([1, 3], 1)
 
 
-def test_a_run_that_ends_by_itself_in_that_step_is_not_stopped(timed, told):
+def test_a_run_that_ends_by_itself_in_that_step_is_not_stopped(timed, lines):
     trainer, _ = timed(max_time="10min")
     assert trainer.train().global_step == 10
-    assert told == []
+    assert lines == []
 
 
 # Who decides, and what it costs

@@ -84,32 +84,6 @@ def saving_trainer(make_trainer, folder, *callbacks, checkpointer=None, **change
     )
 
 
-class Heard:
-    """Stands for a logger: keeps what it is told, whatever the level."""
-
-    def __init__(self):
-        self.lines = []
-
-    def info(self, text, *args):
-        self.lines.append(text % args if args else text)
-
-    debug = warning = error = info
-
-    def listen_to(self, logger, monkeypatch):
-        """Keep what a logger is given, whoever holds it."""
-        for level in ("debug", "info", "warning", "error"):
-            monkeypatch.setattr(logger, level, getattr(self, level))
-
-    def isEnabledFor(self, level):  # noqa: N802  the name of logging.Logger
-        return True
-
-    def log(self, level, text, *args, stacklevel=1):
-        self.info(text, *args)
-
-    def said(self, text):
-        return any(text in line for line in self.lines)
-
-
 def interrupt(trainer, kind=Interrupted, **how):
     with pytest.raises(kind) as caught:
         trainer.train(**how)
