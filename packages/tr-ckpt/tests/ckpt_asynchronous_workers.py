@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckpt_held import held
+from ckpt_faults import held
 from ckpt_parts import number_of, parts
 from ckpt_workers import caught, checkpointer, join
 

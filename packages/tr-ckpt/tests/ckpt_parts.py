@@ -1,12 +1,16 @@
-"""Parts to save: small, and told apart by a number."""
+"""What tests save: parts told apart by a number, a small training run, and a folder as a trainer leaves it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tr_ckpt import Checkpointer, RNGState
 from tr_ckpt.lock_file import NAME
 
 
@@ -46,3 +50,104 @@ def number_of(restored: dict[str, Values]) -> int:
 def listed(folder: Path) -> list[str]:
     """Return what is in a folder, sorted, but for its lock, which stays as long as something saves there."""
     return sorted(path.name for path in folder.iterdir() if path.name != NAME)
+
+
+def decaying(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+class Run:
+    """A small training run with dropout: a model, an optimizer, a schedule, and the random numbers."""
+
+    def __init__(self, optimizer=torch.optim.AdamW, schedule=decaying):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2)
+        )
+        self.optimizer = optimizer(self.model.parameters())
+        self.schedule = schedule(self.optimizer)
+
+    def parts(self):
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule, "rng": RNGState()}
+
+    def train(self, steps):
+        for _ in range(steps):
+            batch = torch.randn(16, 4)
+
+            def closure(batch=batch):
+                self.optimizer.zero_grad()
+                loss = self.model(batch).square().sum()
+                loss.backward()
+                return loss
+
+            loss = self.optimizer.step(closure)
+            plateau = isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            self.schedule.step(*([loss.detach()] if plateau else []))
+
+    def weights(self):
+        weights = torch.cat([value.double().reshape(-1) for value in self.model.state_dict().values()])
+        assert weights.isfinite().all()
+        return weights
+
+
+class State:
+    """A part with the state it was given."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def model(number: float = 0.0, **more: Any) -> State:
+    return State(**{"weight": torch.full((3, 4), number), "bias": torch.arange(4.0), **more})
+
+
+def trainer_state(step: int, best: int | None = None, losses: dict[int, float] | None = None) -> State:
+    history = [
+        {"step": at, "eval_loss": loss, "eval_runtime": 0.5} for at, loss in (losses or {}).items() if at <= step
+    ]
+    return State(global_step=step, best_global_step=best, best_metric=None, log_history=history)
+
+
+def save(directory: Path, step: int, *, best: int | None = None, losses: dict[int, float] | None = None) -> Path:
+    """Save a checkpoint as a trainer does: a model, a schedule, the trainer's state, and a configuration."""
+    return Checkpointer(directory).save(
+        step,
+        {
+            "model": model(float(step)),
+            "scheduler": State(last_epoch=step, base_lrs=[0.1]),
+            "trainer_state": trainer_state(step, best, losses),
+        },
+        write_extra=lambda folder: (folder / "config.json").write_text('{"dtype": "float32", "layers": 2}'),
+    )
+
+
+def foreign(directory: Path, step: int, **state: Any) -> Path:
+    """Make what another trainer leaves: no manifest, a state, and pickles."""
+    folder = directory / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": [], **state}))
+    (folder / "optimizer.pt").write_bytes(b"x" * 1000)
+    return folder
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def rewritten(folder: Path, drop: Sequence[str] = (), **changes: Any) -> None:
+    """Write a manifest that is whole but says something else."""
+    content = json.loads((folder / "manifest.json").read_text()) | changes
+    content = {name: value for name, value in content.items() if name not in drop}
+    content["manifest_sha256"] = "0" * 64
+    text = json.dumps(content, indent=2)
+    own = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(text.replace(f'"{"0" * 64}"', f'"{own}"', 1))

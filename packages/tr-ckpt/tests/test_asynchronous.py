@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ckpt_faults import Faults, Killed
-from ckpt_held import held
-from ckpt_parts import Values, listed, number_of, parts
-from ckpt_run import Run
+from ckpt_faults import Faults, Killed, held
+from ckpt_parts import Run, Values, listed, number_of, parts
 
 from tr_ckpt import Checkpointer, CheckpointError, RNGState, discovery, files, retention
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ckpt_parts import Values, listed, number_of, parts
-from ckpt_run import Run
+from ckpt_parts import Run, Values, listed, number_of, parts
 from safetensors.torch import load_file
 
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, Restored, RNGState

@@ -11,8 +11,7 @@ import sys
 import time
 
 import pytest
-from ckpt_listed import flip, foreign, rewritten, save
-from ckpt_parts import parts
+from ckpt_parts import flip, foreign, parts, rewritten, save
 
 from tr_ckpt import Checkpointer, discovery, files
 from tr_ckpt.command import listing, main, terminal

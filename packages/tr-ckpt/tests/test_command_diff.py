@@ -8,7 +8,7 @@ import weakref
 import ckpt_shards
 import pytest
 import torch
-from ckpt_listed import State, flip, foreign, model, rewritten, save
+from ckpt_parts import State, flip, foreign, model, rewritten, save
 
 from tr_ckpt import Checkpointer, RNGState
 from tr_ckpt.command import comparing, main

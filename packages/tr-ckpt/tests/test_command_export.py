@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from ckpt_listed import State, flip, save
+from ckpt_parts import State, flip, save
 from safetensors.torch import load_file
 
 from tr_ckpt import Checkpointer, files, staging

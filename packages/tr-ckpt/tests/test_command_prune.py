@@ -8,7 +8,7 @@ import socket
 import sys
 
 import pytest
-from ckpt_listed import flip, foreign, save
+from ckpt_parts import flip, foreign, save
 
 from tr_ckpt import Checkpointer, files, names
 from tr_ckpt.command import main

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from ckpt_listed import State, foreign, model, save
+from ckpt_parts import State, foreign, model, save
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError, manifest, tensor_file
 from tr_ckpt.command import main

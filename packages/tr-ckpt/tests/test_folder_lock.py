@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import ckpt_lock_workers
+import ckpt_workers
 import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import listed, number_of, parts
@@ -48,7 +48,7 @@ def short_waits(monkeypatch):
 @contextlib.contextmanager
 def held_elsewhere(folder):
     here, there = FORKSERVER.Pipe()
-    process = FORKSERVER.Process(target=ckpt_lock_workers.hold, args=(str(folder), there))
+    process = FORKSERVER.Process(target=ckpt_workers.hold, args=(str(folder), there))
     process.start()
     there.close()
     try:
@@ -62,7 +62,7 @@ def held_elsewhere(folder):
 
 
 def left_by_the_dead(folder):
-    process = FORKSERVER.Process(target=ckpt_lock_workers.die_with, args=(str(folder),))
+    process = FORKSERVER.Process(target=ckpt_workers.die_with, args=(str(folder),))
     process.start()
     process.join(60)
     assert process.exitcode == 9
@@ -340,7 +340,7 @@ def test_of_claims_at_the_same_moment_exactly_one_wins(tmp_path, left):
             (folder / NAME).write_bytes(replace(dead, key=names.secrets.token_hex(8)).content())
     barrier, results = FORKSERVER.Barrier(3), FORKSERVER.Queue()
     arguments = ([str(folder) for folder in folders], barrier, results)
-    racers = [FORKSERVER.Process(target=ckpt_lock_workers.race, args=arguments) for _ in range(3)]
+    racers = [FORKSERVER.Process(target=ckpt_workers.race, args=arguments) for _ in range(3)]
     for racer in racers:
         racer.start()
     won = [folder for _ in racers for folder in results.get(timeout=120)]
@@ -478,7 +478,7 @@ def run_script(program, *arguments):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_a_stopped_process_that_lost_its_folder_notices_when_it_goes_on(tmp_path):
-    program = "import sys, ckpt_lock_workers; ckpt_lock_workers.save_and_wait(sys.argv[1])"
+    program = "import sys, ckpt_workers; ckpt_workers.save_and_wait(sys.argv[1])"
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)],
         cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from ckpt_parts import parts
 from minihub import TOKEN, wait_until
 

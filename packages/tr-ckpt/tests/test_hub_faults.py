@@ -7,7 +7,7 @@ from email.utils import format_datetime
 from types import SimpleNamespace
 
 import pytest
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from minihub import READ_TOKEN, wait_until
 
 from tr_ckpt import PushError

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from ckpt_parts import number_of, parts
 from minihub import TOKEN
 

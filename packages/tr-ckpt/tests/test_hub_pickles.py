@@ -8,7 +8,7 @@ import ckpt_foreign
 import pytest
 import torch
 from ckpt_foreign import Payload
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from ckpt_parts import number_of, parts
 from minihub import TOKEN, Blob
 

@@ -5,10 +5,10 @@ import os
 import re
 from types import SimpleNamespace
 
-import ckpt_hub_workers
+import ckpt_hub
 import pytest
 import torch.multiprocessing
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from ckpt_parts import listed, number_of, parts
 from minihub import TOKEN, wait_until
 
@@ -266,7 +266,7 @@ def test_two_ranks_restore_what_one_of_them_downloads(hub, tmp_path):
     pushed(hub, tmp_path / "out")
     rendezvous = str(tmp_path / "rendezvous")
     torch.multiprocessing.start_processes(
-        ckpt_hub_workers.restore,
+        ckpt_hub.restore,
         (2, rendezvous, str(tmp_path / "fresh"), hub.endpoint, "hub:ci/run"),
         nprocs=2,
         start_method="forkserver",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from minihub import TOKEN, wait_until
 
 from tr_ckpt import PushError
@@ -75,7 +75,7 @@ def test_a_push_on_demand_does_not_wait_for_ever_either(hub, tmp_path):
 SCRIPT = """
 import logging, os, signal, sys, threading
 from types import SimpleNamespace
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
 endpoint, out, what = sys.argv[1:]
 run = Run(out, SimpleNamespace(endpoint=endpoint), strategy="checkpoint", always_push=True)

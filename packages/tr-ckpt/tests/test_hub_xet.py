@@ -11,7 +11,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from ckpt_parts import number_of, parts
 from tr_ckpt import Checkpointer
 endpoint, out = sys.argv[1:]

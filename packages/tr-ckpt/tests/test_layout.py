@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_faults import Faults
-from ckpt_listed import State, rewritten
-from ckpt_run import Run
+from ckpt_parts import Run, State, rewritten
 
 from tr_ckpt import Checkpointer, codec, files, manifest
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tr_ckpt import names, rank_records
-from tr_ckpt.errors import SaveError
+from tr_ckpt import SaveError, names, rank_records
 from tr_ckpt.files import FileRecord
 from tr_ckpt.rank_records import RankRecords
 

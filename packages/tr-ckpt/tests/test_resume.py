@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ckpt_run import Run, decaying
+from ckpt_parts import Run, decaying
 
 from tr_ckpt import Checkpointer
 

@@ -5,12 +5,10 @@ import logging
 import shutil
 
 import pytest
-from ckpt_faults import Faults
+from ckpt_faults import ERRNOS, BadReads, Faults
 from ckpt_parts import number_of, parts
-from ckpt_reads import ERRNOS, BadReads
 
-from tr_ckpt import Checkpointer, discovery, files, reads, retention
-from tr_ckpt.errors import DamagedCheckpointError
+from tr_ckpt import Checkpointer, DamagedCheckpointError, discovery, files, reads, retention
 
 STEPS = (5, 10, 15, 20, 25)
 

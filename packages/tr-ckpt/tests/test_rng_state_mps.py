@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tr_ckpt import Checkpointer
-from tr_ckpt.rng_state import RNGState
+from tr_ckpt import Checkpointer, RNGState
 
 
 @pytest.fixture

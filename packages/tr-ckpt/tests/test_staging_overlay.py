@@ -130,8 +130,8 @@ def test_at_no_operation_does_a_half_one_look_whole_or_is_one_lost(tmp_path, low
         resumed(directory).save(4, parts(40))
         assert len(listed(directory)) == 2, listed(directory)
         assert restored(directory) == (4, 40)
-    # A process that is killed later has saved more. An error alone has no such order: without a lock, or with a leftover,
-    # the save succeeds.
+    # A process that is killed later has saved more. An error alone has no such order: where only the lock or a leftover
+    # fails, the save succeeds.
     assert (seen if mode == "kill" else sorted(seen)) == (saving(step) if mode == "kill" else sorted(saving(step)))
 
 

@@ -1,6 +1,6 @@
 """Machines that share no file system, each with whole checkpoints in a folder of its own."""
 
-import ckpt_node_workers
+import ckpt_workers
 import pytest
 import torch.multiprocessing
 from ckpt_parts import number_of, parts
@@ -12,7 +12,7 @@ from tr_ckpt.ranks import NodeRanks
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_two_machines_save_restore_and_fail_together(tmp_path, asynchronous):
     torch.multiprocessing.start_processes(
-        ckpt_node_workers.save_on_two_machines,
+        ckpt_workers.save_on_two_machines,
         (str(tmp_path / "rendezvous"), str(tmp_path), asynchronous),
         nprocs=4,
         start_method="forkserver",

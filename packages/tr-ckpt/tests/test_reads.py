@@ -6,8 +6,8 @@ import logging
 
 import ckpt_foreign
 import pytest
+from ckpt_faults import ERRNOS, BadReads, error, in_threads
 from ckpt_parts import number_of, parts
-from ckpt_reads import ERRNOS, BadReads, error, in_threads
 
 from tr_ckpt import (
     Checkpointer,

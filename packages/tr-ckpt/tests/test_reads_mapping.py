@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tr_ckpt import reads, tensor_file
-from tr_ckpt.errors import UnreadableError
+from tr_ckpt import UnreadableError, reads, tensor_file
 
 SAID = [
     RuntimeError("unable to open file </a/model (1).safetensors> in read-only mode: Stale file handle (116)"),

@@ -3,8 +3,7 @@
 import logging
 
 import pytest
-from ckpt_listed import rewritten
-from ckpt_parts import number_of, parts
+from ckpt_parts import number_of, parts, rewritten
 
 from tr_ckpt import Checkpointer, CheckpointError, discovery, manifest, restoring
 

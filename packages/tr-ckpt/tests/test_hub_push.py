@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from ckpt_hub_run import Run
+from ckpt_hub import Run
 from minihub import TOKEN
 
 from tr_ckpt import PushError
