@@ -6,8 +6,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tr_ckpt import Checkpointer, RNGState
+from tr_core import SingleDevice
 from tr_core.testing import RandomState, check_checkpointer, check_in_backward, check_strategy
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
@@ -57,3 +59,38 @@ def test_random_generators_saved_by_a_trainer_or_a_loop_by_hand_are_restored_by_
     expected = [draw() for _ in range(2)]
     Checkpointer(tmp_path).restore({"rng": restore()})
     assert [draw() for _ in range(2)] == expected
+
+
+def train_three_steps(strategy):
+    """Train with and without clipping and a skipped update, and return everything that a strategy computed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    wrapped = strategy.prepare(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    found = []
+    for max_norm, skip in ((None, None), (1e-3, torch.zeros(())), (None, torch.ones(()))):
+        with strategy.accumulate(wrapped, sync=True):
+            with strategy.autocast():
+                loss = wrapped(torch.ones(2, 4)).square().mean()
+            strategy.backward(loss)
+        found += [loss.detach(), strategy.clip_grad_norm(wrapped, optimizer, max_norm)]
+        found += [torch.tensor(strategy.step(optimizer, skip=skip)), *(p.detach().clone() for p in model.parameters())]
+        optimizer.zero_grad(set_to_none=True)
+    return [*found, *strategy.full_state_dict(wrapped).values()], sorted(strategy.state_parts(wrapped, optimizer))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_one_process_trains_alike_with_the_strategies_of_both_packages(precision):
+    of_core, of_dist = (train_three_steps(kind(precision=precision, use_cpu=True)) for kind in (SingleDevice, DDP))
+    assert of_core[1] == of_dist[1]
+    assert all(map(torch.equal, of_core[0], of_dist[0]))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_the_strategies_of_both_packages_refuse_a_precision_in_the_same_words(precision):
+    texts = set()
+    for kind in (SingleDevice, DDP):
+        with pytest.raises(ValueError, match="precision|fp16=True") as refusal:
+            kind(precision=precision, use_cpu=True)
+        texts.add(str(refusal.value))
+    assert len(texts) == 1

@@ -154,7 +154,7 @@ def test_accumulating_on_another_module_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precision": "fp16"}, "precision='fp16' needs an accelerator"),
+        ({"precision": "fp16"}, "fp16=True cannot train on a CPU"),
         ({"precision": "fp8"}, "precision='fp8' is not known; choose no, bf16 or fp16"),
         ({"backend": "smoke"}, "this torch has no 'smoke'; it has .*gloo"),
         ({"timeout_s": 0}, "timeout_s=0 must be positive"),

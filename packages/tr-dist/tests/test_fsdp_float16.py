@@ -158,5 +158,5 @@ def test_a_gradient_too_large_for_float16_halves_the_scale_of_all_ranks():
 
 
 def test_float16_on_the_cpu_is_refused():
-    with pytest.raises(ValueError, match="precision='fp16' needs an accelerator"):
+    with pytest.raises(ValueError, match="fp16=True cannot train on a CPU"):
         FSDP(precision="fp16", use_cpu=True)

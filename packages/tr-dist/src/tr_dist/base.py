@@ -83,13 +83,12 @@ class MixedPrecision:
             raise ValueError(f"precision={precision!r} is not known; choose no, bf16 or fp16")
         if precision == "fp16" and device.type == "cpu":
             raise ValueError(
-                "precision='fp16' needs an accelerator: its range needs scaled losses, which pay off only "
-                "where float16 is fast; on the CPU use precision='bf16' (--bf16) or 'no'"
+                "fp16=True cannot train on a CPU: its kernels have no float16 accumulation; use bf16=True or float32"
             )
         if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ValueError(
-                f"precision='bf16' needs a device with bfloat16; {torch.cuda.get_device_name(device)} has "
-                "none: use precision='fp16' (--fp16)"
+                f"bf16=True needs a device with bfloat16, which {torch.cuda.get_device_name(device)} has not; use "
+                "fp16=True"
             )
         self._device_type = device.type
         self.dtype = _DTYPES[precision]
