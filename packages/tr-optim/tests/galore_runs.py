@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tr_optim.galore import GaLoreAdamW
+from tr_optim import GaLoreAdamW
 
 STEPS = 12
 

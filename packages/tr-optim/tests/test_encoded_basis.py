@@ -4,8 +4,8 @@ import pytest
 import torch
 from galore_runs import distance, groups, net, run, train, weights
 
+from tr_optim import GaLoreAdafactor, GaLoreAdamW
 from tr_optim.engine.bases import Bases
-from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
 from tr_optim.projection.basis import Basis, orthonormalise
 from tr_optim.projection.encoded import FORMS, encode, read_encoded
 from tr_optim.projection.refresh import Rotation

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim.galore import GaLoreAdafactor
+from tr_optim import GaLoreAdafactor
 
 OWN = {"lr": 3e-2, "eps": (1e-8, 1e-2), "clip_threshold": 0.7, "decay_rate": -0.6, "weight_decay": 0.1}
 SIDES = {"left": (True, False), "right": (False, True), "full": (True, True)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim.galore import GaLoreAdamW
+from tr_optim import GaLoreAdamW
 
 OWN = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from galore_runs import data, distance, groups, net, run, train, weights
 
+from tr_optim import GaLoreAdamW
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.settings import REFRESH_COSINE, Place, Projection
-from tr_optim.galore import GaLoreAdamW
 from tr_optim.projection.basis import Basis, orthonormalise
 from tr_optim.projection.refresh import LazyRefresh, Rotation, is_due
 

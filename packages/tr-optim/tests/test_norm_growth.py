@@ -6,7 +6,7 @@ from torch import nn
 
 from tr_optim import APOLLOAdamW, FiraAdamW
 from tr_optim.engine.norm_growth import NormGrowthLimiter
-from tr_optim.moments.adafactor import _blocks
+from tr_optim.moments.adafactor import blocks_of
 
 
 def limit(norm, before, growth=1.5):
@@ -71,6 +71,6 @@ def test_a_stack_of_matrices_is_updated_with_norms_of_its_matrices(kind):
 def test_large_tensors_are_taken_in_pieces_of_the_size_that_is_set(monkeypatch, shape, limit, sizes):
     monkeypatch.setattr("tr_optim.engine.precision.piece_size", lambda tensor: limit)
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
-    pieces = [tensor[matrices, rows] for matrices, rows in _blocks(tensor)]
+    pieces = [tensor[matrices, rows] for matrices, rows in blocks_of(tensor)]
     assert [piece.numel() for piece in pieces] == sizes
     assert torch.cat([piece.flatten() for piece in pieces] or [tensor.flatten()]).tolist() == tensor.flatten().tolist()

@@ -1,5 +1,12 @@
-import pytest
+import inspect
+from dataclasses import fields
 
+import pytest
+import torch
+from torch import nn
+
+from tr_optim import APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW
+from tr_optim.engine.settings import GaLoreOptions, Projection
 from tr_optim.options import flag, number, number_pair, optional_number, read_options
 
 TAKES = {"rate": number, "beta": optional_number, "eps": number_pair, "scale": flag}
@@ -42,3 +49,18 @@ def test_options_are_read_from_text_json_and_mappings(given, expected):
 def test_options_that_cannot_be_used_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         read_options(given, TAKES, "test")
+
+
+@pytest.mark.parametrize("kind", [GaLoreAdamW, GaLoreAdafactor, APOLLOAdamW, FiraAdamW])
+def test_the_arguments_of_a_projection_are_in_the_signature_with_their_defaults_and_others_are_refused(kind):
+    defaults = {field.name: field.default for field in fields(Projection)}
+    assert set(GaLoreOptions.__optional_keys__) == set(defaults)
+    shown = inspect.signature(kind).parameters
+    taken = [name for name in defaults if name in shown]
+    assert {"rank", "update_proj_gap", "scale", "proj_type", "mode", "seed", "compat"} <= set(taken)
+    assert all(shown[name].default == defaults[name] for name in taken if name != "scale")
+    for name in ("unheard_of", *(defaults.keys() - taken)):
+        with pytest.raises(
+            TypeError, match=rf"{kind.__name__}.__init__\(\) got an unexpected keyword argument '{name}'"
+        ):
+            kind([nn.Parameter(torch.ones(4, 6))], **{name: 1})

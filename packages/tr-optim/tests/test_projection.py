@@ -6,7 +6,7 @@ import torch
 
 from tr_optim.projection.basis import Basis, find_basis, orthonormalise, projected_shape, seeded_normal, sides
 from tr_optim.projection.refresh import Rotation, is_due
-from tr_optim.projection.row_shards import _singular_of_rows
+from tr_optim.projection.row_shards import find_basis_of_rows
 
 
 def gradient(m, n, *, decay=0.5, seed=0, batch=()):
@@ -140,13 +140,13 @@ def test_one_bad_matrix_of_a_stack_spoils_no_other(method):
 
 
 def test_one_bad_matrix_of_a_stack_that_ranks_share_out_spoils_no_other():
-    of_stacks = SimpleNamespace(divides_matrix=False)
+    of_stacks = SimpleNamespace(divides_matrix=False, shape=(3, 12, 20))
     stack = gradient(12, 20, batch=(3,))
     old = find_basis(gradient(12, 20, seed=1, batch=(3,)), 4, "full")
     expected = find_basis(stack, 4, "full", old, method="svd")
     stack = stack.clone()
     stack[1, 0, 0] = float("nan")
-    new = _singular_of_rows(stack, of_stacks, 4, "full", old, True)
+    new = find_basis_of_rows(stack, of_stacks, 4, "full", old, key=(0,), method="svd", keeps_signs=True)
     for found, before, wanted in zip(
         (new.left, new.right), (old.left, old.right), (expected.left, expected.right), strict=True
     ):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from galore_runs import data, groups, net
 
-from tr_optim.galore_8bit import GaLoreAdamW8bit
+from tr_optim import GaLoreAdamW8bit
 
 STEPS = 30
 # What Q-GaLore has beside int8 weights.

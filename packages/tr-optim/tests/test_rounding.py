@@ -6,11 +6,8 @@ import torch
 from galore_runs import data, net
 from torch import nn
 
-from tr_optim.adafactor import Adafactor
-from tr_optim.adalomo import AdaLomo
+from tr_optim import Adafactor, AdaLomo, GaLoreAdafactor, GaLoreAdamW, Lomo
 from tr_optim.engine.precision import Rounding, round_stochastically, store_rounded
-from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
-from tr_optim.lomo import Lomo
 
 DRAWS = 4000
 LOW = [torch.bfloat16, torch.float16]

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tr_optim import AdamW8bit, GaLoreAdamW
 from tr_optim.engine.backward_norms import clip_coefficient, norm_of, total_norm
-from tr_optim.engine.gradient_window import _Mixing
+from tr_optim.engine.gradient_window import Mixing
 from tr_optim.engine.hooks import is_reentrant, repeated_parameters
 from tr_optim.projection.refresh import LazyRefresh
 
@@ -56,12 +56,12 @@ def test_a_sketch_depends_on_its_key_alone():
     found = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        mixing = _Mixing(torch.zeros(5, 6), 3, (5, 6), ("key",), None)
-        found.append([mixing.left, mixing.right, mixing._signs])
+        mixing = Mixing(torch.zeros(5, 6), 3, (5, 6), ("key",), None)
+        found.append([mixing.left, mixing.right, mixing.signs])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     assert set(found[0][2].flatten().tolist()) == {-1.0, 1.0}
-    assert not torch.equal(_Mixing(torch.zeros(5, 6), 3, (5, 6), ("other",), None)._signs, found[0][2])
+    assert not torch.equal(Mixing(torch.zeros(5, 6), 3, (5, 6), ("other",), None).signs, found[0][2])
 
 
 class Turn:

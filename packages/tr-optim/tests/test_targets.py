@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim.targets import find_targets
+from tr_optim import find_targets
 
 
 class Attention(nn.Module):

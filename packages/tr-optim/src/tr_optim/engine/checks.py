@@ -44,6 +44,10 @@ def check_group(group: dict[str, Any], owner: str) -> None:
     Raises:
         ValueError: the message says what is needed.
     """
+    for parameter in group["params"]:
+        if parameter.is_complex():
+            shape = tuple(parameter.shape)
+            raise ValueError(f"{owner}: a parameter of shape {shape} is complex; only real ones can be updated")
     rank, gap, scale, proj_type = (group[name] for name in ("rank", "update_proj_gap", "scale", "proj_type"))
     if not group["projects"]:
         return
@@ -61,8 +65,6 @@ def check_group(group: dict[str, Any], owner: str) -> None:
 
 def _check_projectable(parameter: torch.Tensor, owner: str) -> None:
     shape = tuple(parameter.shape)
-    if parameter.is_complex():
-        raise ValueError(f"{owner}: a parameter of shape {shape} is complex; only real ones are projected")
     if parameter.dim() == 1:
         raise ValueError(
             f"{owner}: a parameter of shape {shape} has one dimension, and a projection needs rows and columns. If it "
@@ -112,14 +114,6 @@ def check_saved_state(saved: dict[str, Any], parameter: torch.Tensor, group: dic
             f"the saved optimizer state of a parameter of shape {shape} has {' and '.join(bases) or 'no basis'}, and "
             f"{' and '.join(wanted) or 'none'} is needed; resume with the model, target modules and proj_type that it "
             "was saved with"
-        )
-    rank = saved[bases[0]].shape[-1] if bases else 0
-    expected = projected_shape(shape, rank, group["proj_type"]) if bases else shape
-    moment = saved.get("exp_avg")
-    if moment is not None and tuple(moment.shape) != expected:
-        raise ValueError(
-            f"the saved optimizer state does not fit the model: exp_avg of a parameter of shape {shape} has the shape "
-            f"{tuple(moment.shape)}, and {expected} is needed; resume with the model that it was saved with"
         )
 
 
@@ -229,7 +223,7 @@ def checked_state_dict(
 
 
 def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], rule: Rule, owner: str) -> None:
-    """Raise if a saved state lacks moments of a rule.
+    """Raise if a saved state lacks moments of a rule, or has them in other shapes.
 
     Args:
         saved: the state of a parameter.
@@ -239,14 +233,17 @@ def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], 
         owner: the optimizer, for the message.
 
     Raises:
-        ValueError: the message says what is missing.
+        ValueError: the message says what is missing or does not fit.
     """
     shape = parameter.shape
-    projected = projected_shape(shape, group["rank"], group["proj_type"]) if group["projects"] else shape
-    needed: State = {"step": None}
+    bases = [saved[name] for name in ("basis_left", "basis_right") if name in saved]
+    rank = bases[0].shape[-1] if bases else group["rank"]  # a new one of the group counts from the next basis on
+    projected = projected_shape(shape, rank, group["proj_type"]) if group["projects"] else shape
+    needed: State = {}
     rule.start(needed, torch.empty(projected, device="meta"), group)
     # Scales are no moments: float32 ones become codes.
-    check_names(saved, [name for name in needed if not name.endswith("_scale")], parameter, owner)
+    moments = {name: value.shape for name, value in needed.items() if not name.endswith("_scale")}
+    check_shapes(saved, moments, parameter, owner)
 
 
 def refuse_any_state(owner: str) -> Check:

@@ -55,7 +55,7 @@ class Sketch:
             key: what its random numbers depend on: another for each parameter, and the same on all ranks.
         """
         shards = shards_of(parameter)
-        mixing = _Mixing(gradient, self._rows, gradient.shape[-2:], key, shards)
+        mixing = Mixing(gradient, self._rows, gradient.shape[-2:], key, shards)
         mixed, kind = mixing.fold(mixing.left @ gradient @ mixing.right.mT), _kind(gradient, shards)
         self.sums[kind] = self.sums[kind].add_(mixed) if kind in self.sums else mixed
         self.waiting[parameter] = None
@@ -83,12 +83,12 @@ class Sketch:
         left, right = basis.left, basis.right
         height = projected.shape[-2] if left is None else left.shape[-2]
         width = projected.shape[-1] if right is None else right.shape[-2]
-        mixing = _Mixing(projected, self._rows, (height, width), key, shards_of(parameter))
+        mixing = Mixing(projected, self._rows, (height, width), key, shards_of(parameter))
         mixed = (mixing.left if left is None else mixing.left @ left) @ projected
         return mixing.fold(mixed @ (mixing.right.mT if right is None else right.mT @ mixing.right.mT))
 
 
-class _Mixing:
+class Mixing:
     """Random numbers that mix the rows and the columns of a matrix, or of each in a stack.
 
     Args:
@@ -101,6 +101,7 @@ class _Mixing:
     Attributes:
         left: `(..., a, m)`; its columns have an expected squared norm of 1.
         right: `(..., b, n)`; its columns have one of 1 too.
+        signs: `(..., a, b)`, of 1 and -1.
     """
 
     def __init__(
@@ -109,11 +110,11 @@ class _Mixing:
         self._rows, first = rows, 0 if shards is None else shards.start
         if like.dim() == 2:
             whole = shape[0] if shards is None else shards.shape[0]
-            left, self.right, self._signs = self._drawn(like, (whole, shape[1]), key)
+            left, self.right, self.signs = self._drawn(like, (whole, shape[1]), key)
             self.left = left[:, first : first + shape[0]]
         else:
             drawn = [self._drawn(like, shape, (*key, first + number)) for number in range(len(like))]
-            self.left, self.right, self._signs = (
+            self.left, self.right, self.signs = (
                 torch.stack([own[place] for own in drawn]) if drawn else like.new_zeros(0, *size)
                 for place, size in enumerate(self._sizes(shape))
             )
@@ -133,7 +134,7 @@ class _Mixing:
 
     def fold(self, mixed: torch.Tensor) -> torch.Tensor:
         """Return the sketch's numbers of mixtures, `(..., a, b)`; those of a stack's matrices are added up."""
-        folded = (mixed * self._signs).reshape(-1, _FOLDED[0], self._rows, _FOLDED[1], self._rows)
+        folded = (mixed * self.signs).reshape(-1, _FOLDED[0], self._rows, _FOLDED[1], self._rows)
         return folded.sum(dim=(0, 1, 3))
 
 

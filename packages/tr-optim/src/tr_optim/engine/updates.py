@@ -189,13 +189,15 @@ class UpdateApplier:
 
         Args:
             parameter: the parameter to update.
-            state: its state, empty before the first update.
+            state: its state, empty before the first update; that of an empty parameter stays so.
             place: its group.
             gradient: its gradient, or the projection; it may be changed.
             fresh: the basis from now on; None keeps the one in `state`.
             whole: the gradient of a projected parameter, where `returning` needs it; it may be changed.
         """
         if "step" not in state:
+            if parameter.numel() == 0:
+                return
             state["step"] = torch.zeros((), dtype=torch.float64)  # on the CPU, where reading it costs nothing
             basis = self._bases.current(parameter, state, place) if fresh is None else fresh.decoded()
             self._rule.start(state, gradient, place.group, _divided(parameter, basis))

@@ -210,7 +210,7 @@ class BlockedUpdate:
         self._weights, self._gradient = _as_matrices(contiguous), _as_matrices(gradient.contiguous())
         self._factor, self._max_value = factor, max_value
         self._dtype = computing_dtype(weights)
-        self._blocks = list(_blocks(self._weights))
+        self._blocks = list(blocks_of(self._weights))
         self._kept: torch.Tensor | None = None
         self._scales: list[torch.Tensor] = []  # what a gradient is multiplied by, to be broadcast
 
@@ -322,7 +322,7 @@ def _as_matrices(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(shape[:-2].numel(), *shape[-2:]) if len(shape) >= 2 else tensor.view(1, 1, tensor.numel())
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+def blocks_of(tensor: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the matrices and rows to compute with at a time: several matrices, or a part of one."""
     count, rows, columns = tensor.shape
     limit = precision.piece_size(tensor)
