@@ -37,7 +37,7 @@ def test_an_option_that_needs_more_than_a_checkpoint_holds_is_refused(kind, buil
     if lacks is None:
         apply_options(optimizer, [change])
     else:
-        with pytest.raises(ValueError, match=rf"{name}: {change.then} -> {now} needs {lacks} of every parameter"):
+        with pytest.raises(ValueError, match=rf"{name}: {change.saved} -> {now} needs {lacks} of every parameter"):
             apply_options(optimizer, [change])
     assert optimizer.param_groups[0][name] == now
 

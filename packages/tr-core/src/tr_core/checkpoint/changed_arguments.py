@@ -86,8 +86,8 @@ class _ArgumentChanges:
     def continue_schedule(self, state: dict[str, Any] | None) -> None:
         """Resume the schedule, by its kind."""
         schedule, rates = self.run.schedule, [change for change in self.groups if change.name == "learning_rate"]
-        then = self.saved["schedule"]
-        if then["kind"] != type(schedule).__name__:
+        saved = self.saved["schedule"]
+        if saved["kind"] != type(schedule).__name__:
             state = None
         self.begins_anew = state is None
         if self.is_own_schedule:
@@ -105,7 +105,7 @@ class _ArgumentChanges:
                 rates = []
             self.begins_anew |= self._has_another_metric()
             state = None if self.begins_anew else state
-            schedules.continue_following(cast("ReduceLROnPlateau", schedule), state, rates, then["options"])
+            schedules.continue_following(cast("ReduceLROnPlateau", schedule), state, rates, saved["options"])
 
     def _place(self, state: Mapping[str, Any] | None, rates: Sequence[GroupChange]) -> int | None:
         """Return the run's step on the current schedule; None if the saved schedule equals the current one.
@@ -124,8 +124,8 @@ class _ArgumentChanges:
 
     def _has_another_metric(self) -> bool:
         """Whether the metric of the best model changed, so that earlier evaluations do not compare."""
-        args, then = self.run.methods.args, self.saved["arguments"]
-        watched = [(side["metric_for_best_model"], side["greater_is_better"]) for side in (then, args.to_dict())]
+        args, saved = self.run.methods.args, self.saved["arguments"]
+        watched = [(side["metric_for_best_model"], side["greater_is_better"]) for side in (saved, args.to_dict())]
         metrics = [(None if name is None else metric_name(name), is_greater) for name, is_greater in watched]
         return None not in watched[0] and metrics[0] != metrics[1]
 
@@ -137,13 +137,13 @@ class _ArgumentChanges:
 
     def outcome(self, difference: Difference) -> str:
         """Return in a few words what happens to a changed argument."""
-        kind = type(self.run.methods.args)
+        kind, is_fp16 = type(self.run.methods.args), bool(difference.current)
         special: dict[str, Callable[[], str]] = {
             **dict.fromkeys(facts(kind, Numbers.OPTIMIZER), lambda: self._of_optimizer(difference.name)),
             **dict.fromkeys(facts(kind, Numbers.SCHEDULE), self._of_schedule),
             **dict.fromkeys(facts(kind, Numbers.METRIC), self._of_metric),
             "seed": lambda: "no effect: random states are those of the checkpoint",
-            "fp16": lambda: f"applied; the {'loss scale starts over' if difference.now else 'saved one is skipped'}",
+            "fp16": lambda: f"applied; the {'loss scale starts over' if is_fp16 else 'saved one is skipped'}",
         }
         return special.get(difference.name, lambda: "applied")()
 
@@ -170,11 +170,11 @@ class _ArgumentChanges:
 
     def further_lines(self) -> list[str]:
         """Return changes that are no arguments: positions on the schedule, and groups that the user's code built."""
-        lines, then, now = [], self.saved["steps"], self.settings.steps
-        if self.place is not None and then != now:
-            lines.append(f"steps of the schedule: {then} -> {now}, of which {self.place} count as done")
+        lines, before, steps = [], self.saved["steps"], self.settings.steps
+        if self.place is not None and before != steps:
+            lines.append(f"steps of the schedule: {before} -> {steps}, of which {self.place} count as done")
         if not self.names & {"optim", *facts(type(self.run.methods.args), Numbers.OPTIMIZER)}:
-            lines += [f"{c.name} of parameter group {c.group}: {c.then} -> {c.now}" for c in self.groups]
+            lines += [f"{c.name} of parameter group {c.group}: {c.saved} -> {c.current}" for c in self.groups]
         return lines
 
 

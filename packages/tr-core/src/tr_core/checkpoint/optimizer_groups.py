@@ -43,14 +43,14 @@ class GroupChange:
     Attributes:
         group: index of the group.
         name: `learning_rate`, or an option.
-        then: the value by the arguments of the checkpoint.
-        now: the value by the current arguments.
+        saved: the value by the arguments of the checkpoint.
+        current: the value by the current arguments.
     """
 
     group: int
     name: str
-    then: Any
-    now: Any
+    saved: Any
+    current: Any
 
 
 def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]:
@@ -66,15 +66,15 @@ def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Grou
     ]
 
 
-def compare_groups(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> list[GroupChange]:
+def compare_groups(saved: Sequence[Mapping[str, Any]], current: Sequence[Group]) -> list[GroupChange]:
     """Return the differences between the groups of a checkpoint's settings and the current groups.
 
     Raises:
         ValueError: the same parameters have another order. An optimizer assigns their states by this order.
     """
-    _check_order(then, now)
+    _check_order(saved, current)
     changes = []
-    for place, (old, group) in enumerate(zip(then, now, strict=False)):  # torch refuses another number of groups
+    for place, (old, group) in enumerate(zip(saved, current, strict=False)):  # torch refuses another number of groups
         if old["learning_rate"] != group.rate:
             changes.append(GroupChange(place, "learning_rate", old["learning_rate"], group.rate))
         for name, value in group.options.items():
@@ -91,7 +91,7 @@ def apply_options(optimizer: torch.optim.Optimizer, changes: Sequence[GroupChang
     """
     changes = [change for change in changes if change.name != "learning_rate"]
     for change in changes:
-        optimizer.param_groups[change.group][change.name] = change.now
+        optimizer.param_groups[change.group][change.name] = change.current
     for change in changes:
         if change.name not in (*_IMPLEMENTATION_OPTIONS, "weight_decay"):
             _check_state_suffices(optimizer, change)
@@ -140,9 +140,9 @@ _SHAPED_AS_PARAMETERS = (
 )
 
 
-def _check_order(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> None:
-    old = [name for group in then for name in group["parameters"]]
-    new = [name for group in now for name in group.parameters]
+def _check_order(saved: Sequence[Mapping[str, Any]], current: Sequence[Group]) -> None:
+    old = [name for group in saved for name in group["parameters"]]
+    new = [name for group in current for name in group.parameters]
     if old == new or sorted(old) != sorted(new):  # other names: the model's state shows that
         return
     before, after = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
@@ -155,14 +155,14 @@ def _check_order(then: Sequence[Mapping[str, Any]], now: Sequence[Group]) -> Non
 def _check_state_suffices(optimizer: torch.optim.Optimizer, change: GroupChange) -> None:
     group = optimizer.param_groups[change.group]
     # Compares what the change adds to a state: the rest of a state may depend on a parameter's shape.
-    before = _state_names(type(optimizer), {**group, change.name: change.then})
+    before = _state_names(type(optimizer), {**group, change.name: change.saved})
     needed = _state_names(type(optimizer), group) - before
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)
         if state and (missing := sorted(needed - set(state))):
             raise ValueError(
-                f"{change.name}: {change.then} -> {change.now} needs {' and '.join(missing)} of every parameter, which "
-                f"the checkpoint does not hold; resume with {change.name}={change.then}"
+                f"{change.name}: {change.saved} -> {change.current} needs {' and '.join(missing)} of every parameter, "
+                f"which the checkpoint does not hold; resume with {change.name}={change.saved}"
             )
 
 

@@ -66,7 +66,7 @@ def continue_function(
     if state is not None:
         load_as_saved(schedule, state)
     for change in rates:
-        schedule.base_lrs[change.group] = change.now
+        schedule.base_lrs[change.group] = change.current
     if place is None:
         return
     schedule.last_epoch = place
@@ -82,7 +82,7 @@ def continue_following(
     schedule: ReduceLROnPlateau,
     state: Mapping[str, Any] | None,
     rates: Sequence[GroupChange],
-    options_then: Mapping[str, Any],
+    saved_options: Mapping[str, Any],
 ) -> None:
     """Resume a schedule that remembers evaluations; rates that it has lowered stay lower by the same factor.
 
@@ -90,19 +90,19 @@ def continue_following(
         schedule: the schedule by the current arguments.
         state: the state in the checkpoint; None resets the schedule at the current rates.
         rates: base learning rates that changed.
-        options_then: the schedule's options by the arguments of the checkpoint.
+        saved_options: the schedule's options by the arguments of the checkpoint.
     """
     made = dict(vars(schedule))
     if state is not None:
         load_as_saved(schedule, state)
-        changed = {n: v for n, v in options_then.items() if n in made and _is_plain(made[n]) and made[n] != v}
+        changed = {n: v for n, v in saved_options.items() if n in made and _is_plain(made[n]) and made[n] != v}
         vars(schedule).update({name: made[name] for name in changed})
         schedule._init_is_better(schedule.mode, schedule.threshold, schedule.threshold_mode)
     groups = schedule.optimizer.param_groups
     for change in rates:
         group = groups[change.group]
         rate = float(group["lr"])  # sync: at a resume, if an optimizer keeps its rates on the device
-        set_rate(group, rate * (change.now / change.then) if change.then else change.now)
+        set_rate(group, rate * (change.current / change.saved) if change.saved else change.current)
     schedule._last_lr = [group["lr"] for group in groups]
 
 

@@ -38,16 +38,16 @@ class Difference:
 
     Attributes:
         name: its name.
-        then: its value in the checkpoint.
-        now: its current value.
+        saved: its value in the checkpoint.
+        current: its current value.
     """
 
     name: str
-    then: Any
-    now: Any
+    saved: Any
+    current: Any
 
     def __str__(self) -> str:
-        return f"{self.name}: {_shown(self.then)} -> {_shown(self.now)}"
+        return f"{self.name}: {_shown(self.saved)} -> {_shown(self.current)}"
 
 
 class DescribedTrainer(Protocol):
@@ -142,9 +142,9 @@ class Settings:
         """
         kind, args = type(self._run.optimizer).__name__, self._run.methods.args
         if state_dict["optimizer"] != kind:
-            then = state_dict["arguments"].get("optim")
+            before = state_dict["arguments"].get("optim")
             raise ValueError(
-                f"its optimizer was {state_dict['optimizer']} (optim={then!r}) and is {kind} now "
+                f"its optimizer was {state_dict['optimizer']} (optim={before!r}) and is {kind} now "
                 f"(optim={str(args.optim)!r}): what the one remembers means nothing to the other. Resume with the "
                 "optimizer as saved, or begin a new run from the weights in the checkpoint"
             )
@@ -163,10 +163,10 @@ class Settings:
         """Return the differences from the restored checkpoint, in the order of the arguments."""
         if self.saved is None:
             return []
-        then = {**self.saved["arguments"], **self.saved["figures"]}
-        now = {**shaping_arguments(self._run.methods.args), **figures(self._run)}
+        saved = {**self.saved["arguments"], **self.saved["figures"]}
+        current = {**shaping_arguments(self._run.methods.args), **figures(self._run)}
         # Skips an argument that only one of two versions has: whether it changed is unknown.
-        return [Difference(name, then[name], now[name]) for name in now if name in then and then[name] != now[name]]
+        return [Difference(n, saved[n], v) for n, v in current.items() if n in saved and saved[n] != v]
 
 
 def shaping_arguments(args: TrainingArguments) -> dict[str, Any]:
@@ -230,15 +230,15 @@ def fingerprint(
     return {"digest": digest.hexdigest(), "weights": count, "dtypes": kinds}
 
 
-def check_fingerprint(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+def check_fingerprint(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> None:
     """Raise if an adapter would resume on other weights than those that it was trained on.
 
     Raises:
         ValueError: the weights differ; the message says what is known of the difference.
     """
-    if then is None or now is None or then["digest"] == now["digest"]:
+    if saved is None or current is None or saved["digest"] == current["digest"]:
         return
-    figures = [f"{side['weights']:,} of {', '.join(side['dtypes'])}" for side in (then, now)]
+    figures = [f"{side['weights']:,} of {', '.join(side['dtypes'])}" for side in (saved, current)]
     what = f"{figures[0]} then, {figures[1]} now" if figures[0] != figures[1] else f"{figures[0]}, with other values"
     raise ValueError(
         f"the frozen weights under the adapter are not those that it was trained on ({what}), and the checkpoint does "
