@@ -230,41 +230,41 @@ def test_reentrant_checkpointing_that_would_lose_gradients_is_refused():
         pass
 
 
-class Tells(Deep):
-    """Is told to checkpoint, as models of transformers are, by the newer or the older name."""
+class Switches(Deep):
+    """Has methods to switch checkpointing, as models of transformers have, by the newer or the older name."""
 
     def __init__(self):
         super().__init__()
-        self.told = []
+        self.calls = []
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
-        self.told.append(gradient_checkpointing_kwargs)
+        self.calls.append(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self):
-        self.told.append("disabled")
+        self.calls.append("disabled")
 
 
-class TellsToo(Tells):
+class SwitchesToo(Switches):
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs=None, every_n_layers=1, offload=False):
-        self.told.append((activation_checkpointing_kwargs, every_n_layers, offload))
+        self.calls.append((activation_checkpointing_kwargs, every_n_layers, offload))
 
     def activation_checkpointing_disable(self):
-        self.told.append("disabled too")
+        self.calls.append("disabled too")
 
 
 def test_a_model_with_methods_for_it_is_switched_on_and_off_by_them():
-    older, newer = Tells(), TellsToo()
+    older, newer = Switches(), SwitchesToo()
     with checkpointed_activations(older, CPU):
         pass
     with checkpointed_activations(newer, CPU, {"every_n_layers": 3, "preserve_rng_state": False}):
         pass
-    assert older.told == [{"use_reentrant": False}, "disabled"]
-    assert newer.told == [({"use_reentrant": False, "preserve_rng_state": False}, 3, False), "disabled too"]
+    assert older.calls == [{"use_reentrant": False}, "disabled"]
+    assert newer.calls == [({"use_reentrant": False, "preserve_rng_state": False}, 3, False), "disabled too"]
 
 
 def test_options_that_the_methods_of_a_model_do_not_take_are_refused():
     with (
         pytest.raises(ValueError, match="gradient_checkpointing_enable takes no every_n_layers"),
-        checkpointed_activations(Tells(), CPU, {"every_n_layers": 3}),
+        checkpointed_activations(Switches(), CPU, {"every_n_layers": 3}),
     ):
         pass

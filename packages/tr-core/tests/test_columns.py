@@ -185,10 +185,10 @@ def test_what_is_dropped_is_named_once_with_how_to_keep_it(make_trainer, caplog,
     )
     with caplog.at_level(logging.INFO, logger="tr_core"):
         trainer.train()
-    told = [record.getMessage() for record in caplog.records if "no arguments of the forward" in record.getMessage()]
-    assert len(told) == 1
-    assert "['text', 'weight']" in told[0]
-    assert "remove_unused_columns=False" in told[0]
+    lines = [record.getMessage() for record in caplog.records if "no arguments of the forward" in record.getMessage()]
+    assert len(lines) == 1
+    assert "['text', 'weight']" in lines[0]
+    assert "remove_unused_columns=False" in lines[0]
 
 
 def test_nothing_is_said_where_nothing_is_dropped(make_trainer, caplog):
@@ -265,7 +265,7 @@ def test_labels_that_an_overridden_loss_takes_out_need_not_be_taken_by_the_forwa
 
 
 class OwnLoss(Base):
-    """Gives a loss without labels, if it is not told otherwise."""
+    """Gives a loss without labels, unless it is asked for none."""
 
     def forward(self, x, return_loss=True):
         logits = self.layers(x)

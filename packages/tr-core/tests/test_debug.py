@@ -123,7 +123,7 @@ def test_counters_of_a_tpu_need_its_package(make_trainer, monkeypatch):
 
 
 def test_counters_of_a_tpu_are_logged_after_every_evaluation(make_trainer, monkeypatch, heard):
-    """torch_xla does not run here: a module of its name stands in for it."""
+    """torch_xla does not run here: a module of its name replaces it."""
     import sys
     from types import ModuleType
 

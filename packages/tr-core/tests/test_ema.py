@@ -60,7 +60,7 @@ def averaged(make_trainer, tmp_path):
 
 
 def average_of(trained, decay, start=0, every=1):
-    """Return the average after each step, reckoned one weight at a time."""
+    """Return the average after each step, computed one weight at a time."""
     average = [{name: tensor.clone() for name, tensor in trained[start].items()}]
     for number, weights in enumerate(trained[start + 1 :], start=1):
         last = average[-1]

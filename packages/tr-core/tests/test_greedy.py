@@ -39,7 +39,7 @@ def test_rates_start_over_only_once_all_of_them_are_at_their_least():
 def test_the_rate_goes_up_after_improvements_and_down_after_failures():
     assert rates([3, 2, 2, 2, 1]) == [2.0, 4.0, 2.0, 1.0, 2.0]
     assert rates([5, 4, 3, 2, 2, 2, 2], patience=2) == [1, 1, 2, 2, 2, 2, 1]
-    assert rates([5, 4, 4, 3, 2, 1], patience=2) == [1, 1, 1, 1, 1, 2]  # a failure begins the row anew
+    assert rates([5, 4, 4, 3, 2, 1], patience=2) == [1, 1, 1, 1, 1, 2]  # a failure starts the row over
 
 
 def test_a_metric_that_grows_is_followed_the_other_way():

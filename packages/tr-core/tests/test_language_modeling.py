@@ -134,14 +134,14 @@ def test_special_tokens_of_the_samples_are_never_chosen():
 
 
 def test_what_is_chosen_depends_on_the_host_generator_and_the_seed():
-    def labels(place, seed):
-        with separate_randomness(place):
+    def labels(position, seed):
+        with separate_randomness(position):
             return DataCollatorForLanguageModeling(ToyTokenizer(), seed=seed)(rows)["labels"]
 
     rows = texts(20).tolist()  # as the Trainer loads them
-    drawn = {(place, seed): labels(place, seed) for place in (0, 1) for seed in (None, 5, 6)}
-    for (place, seed), first in drawn.items():
-        assert torch.equal(labels(place, seed), first)
+    drawn = {(position, seed): labels(position, seed) for position in (0, 1) for seed in (None, 5, 6)}
+    for (position, seed), first in drawn.items():
+        assert torch.equal(labels(position, seed), first)
     assert len({tuple(first.flatten().tolist()) for first in drawn.values()}) == 6
 
 

@@ -30,7 +30,7 @@ def test_persistent_workers_follow_epoch_and_position_of_a_stream(make_trainer, 
     workers = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": context}
     kept = stream_passes(make_trainer, dataloader_persistent_workers=True, **workers)
     alone = stream_passes(make_trainer)
-    # Resumed within the first pass; the passes after it begin at their first sample.
+    # Resumed within the first epoch; the epochs after it begin at their first sample.
     for epoch, position in ((0, 4), (1, 0), (2, 8)):
         expected = [batch.inputs for batch in alone.iterate(epoch, position)]
         assert [batch.inputs for batch in kept.iterate(epoch, position)] == expected

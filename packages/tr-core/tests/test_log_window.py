@@ -30,7 +30,7 @@ class Reader(nn.Module):
 
 
 def texts(number, mask=True):
-    """Make rows of six places, 1 to 6 of them tokens."""
+    """Make rows of six positions, 1 to 6 of them tokens."""
     made = []
     for index in range(number):
         length = 1 + index % 6

@@ -80,7 +80,7 @@ def test_a_step_that_loads_its_own_data_stays_within_the_budget_of_calls(make_tr
 
 
 class CountsTokens(nn.Module):
-    """Divides a summed loss by the number of items it is told."""
+    """Divides a summed loss by the number of items it is given."""
 
     def __init__(self, inner):
         super().__init__()

@@ -199,18 +199,18 @@ def test_a_loss_that_is_said_to_be_scaled_is_used_as_it_is_and_else_divided(make
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_model_that_is_said_not_to_take_the_count_is_not_given_it(make_trainer, how):
-    told = []
+    given = []
 
     class Watches(CountedSum):
         def forward(self, x, labels=None, num_items_in_batch=None):
-            told.append(num_items_in_batch)
+            given.append(num_items_in_batch)
             return super().forward(x, labels, num_items_in_batch)
 
     trainer_class = setting("model_accepts_loss_kwargs", False, how)
     said = first_gradient(make_trainer, Watches(), 4, 2, trainer_class=trainer_class)
-    assert told == [None] * 4
+    assert given == [None] * 4
     assert said[1] == pytest.approx(first_gradient(make_trainer, Watches(), 4, 2)[1], rel=1e-5)
-    assert told[-1] is not None
+    assert given[-1] is not None
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -266,7 +266,7 @@ class CountedParts(Trainer):
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize(("trainer_class", "model_class"), [(Parts, Classifier), (CountedParts, CountedSum)])
 def test_the_parts_of_a_loss_add_up_in_the_log(make_trainer, accumulation, trainer_class, model_class):
-    """Also where the last step of a pass has fewer micro-batches, and a loss is a share of its step's."""
+    """Also where the last step of an epoch has fewer micro-batches, and a loss is a share of its step's."""
     torch.manual_seed(0)
     trainer = make_trainer(
         22,

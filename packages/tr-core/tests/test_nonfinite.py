@@ -89,7 +89,7 @@ def same(one, other):
 
 
 @pytest.fixture
-def told(monkeypatch):
+def lines(monkeypatch):
     """What is said through the logger, with its level."""
     lines = []
     for level in ("warning", "error"):
@@ -101,12 +101,12 @@ def told(monkeypatch):
 # log
 
 
-def test_by_default_a_loss_that_is_not_finite_is_shown_and_counted_once_a_window(make_trainer, told):
+def test_by_default_a_loss_that_is_not_finite_is_shown_and_counted_once_a_window(make_trainer, lines):
     trainer = build(make_trainer, rows(24, bad=[3, 4]), logging_steps=2, optim="sgd")
     trainer.train()
     assert [math.isfinite(loss) for loss in log_of(trainer, "loss")] == [True, False, False]
     # The updates were applied: everything after the third step is lost.
-    assert told == [
+    assert lines == [
         f"error: 2 of the 2 steps up to step {step} had a loss or a gradient norm that is NaN or infinite, and were "
         "applied; on_nonfinite='skip' leaves such updates out, on_nonfinite='raise' stops the run before they are saved"
         for step in (4, 6)
@@ -115,7 +115,7 @@ def test_by_default_a_loss_that_is_not_finite_is_shown_and_counted_once_a_window
 
 @pytest.mark.parametrize("fault", ["infinite loss, finite gradients", "gradients only"])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_step_counts_whether_its_loss_or_its_norm_is_not_finite(make_trainer, told, fault, filtered):
+def test_a_step_counts_whether_its_loss_or_its_norm_is_not_finite(make_trainer, lines, fault, filtered):
     trainer = build(
         make_trainer,
         rows(24, bad=[2, 6]),
@@ -127,12 +127,12 @@ def test_a_step_counts_whether_its_loss_or_its_norm_is_not_finite(make_trainer, 
     trainer.train()
     # With gradients of NaN, a learning rate of 0 does not save the weights.
     number = 2 if fault.startswith("infinite") else 5
-    assert [line.split(" had")[0] for line in told] == [f"error: {number} of the 6 steps up to step 6"]
+    assert [line.split(" had")[0] for line in lines] == [f"error: {number} of the 6 steps up to step 6"]
     shows = fault.startswith("infinite") and not filtered
     assert math.isfinite(log_of(trainer, "loss")[0]) != (shows or (fault == "gradients only" and not filtered))
 
 
-def test_of_a_long_window_every_step_is_counted_and_few_are_kept(make_trainer, told, monkeypatch):
+def test_of_a_long_window_every_step_is_counted_and_few_are_kept(make_trainer, lines, monkeypatch):
     """Steps are looked at many at a time; bad ones stand at both ends of the first such lot, and of the last."""
     kept, count = [], LogWindow.count_nonfinite
 
@@ -149,23 +149,23 @@ def test_of_a_long_window_every_step_is_counted_and_few_are_kept(make_trainer, t
         learning_rate=0.0,
     )
     trainer.train()
-    assert [line.split(" had")[0] for line in told] == ["error: 4 of the 140 steps up to step 140"]
+    assert [line.split(" had")[0] for line in lines] == ["error: 4 of the 140 steps up to step 140"]
     assert kept[:3] == [64, 64, 12]
     assert set(kept[3:]) <= {0}
 
 
-def test_of_a_run_that_is_finite_nothing_is_said(make_trainer, told):
+def test_of_a_run_that_is_finite_nothing_is_said(make_trainer, lines):
     build(make_trainer, rows(24)).train()
-    assert told == []
+    assert lines == []
 
 
-def test_a_step_of_huge_numbers_is_finite(make_trainer, told):
+def test_a_step_of_huge_numbers_is_finite(make_trainer, lines):
     class Huge(Base):
         def forward(self, x, labels):
             return {"loss": self.layers(x).sum() * 1e-6 + 3e38}
 
     build(make_trainer, rows(8), model=Huge()).train()
-    assert told == []
+    assert lines == []
 
 
 # skip
@@ -213,7 +213,7 @@ def test_a_run_with_skipped_steps_is_the_run_without_their_data(make_trainer, op
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_logged_loss_is_that_of_the_steps_that_were_applied(make_trainer, told, accumulation):
+def test_the_logged_loss_is_that_of_the_steps_that_were_applied(make_trainer, lines, accumulation):
     size = 4 // accumulation
     common = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
     single = build(make_trainer, rows(24, bad=[2, 5, 6]), model=faulty(), on_nonfinite="skip", **common)
@@ -230,7 +230,7 @@ def test_the_logged_loss_is_that_of_the_steps_that_were_applied(make_trainer, to
     finals = [trainer.state.log_history[-1]["train_loss"] for trainer in (single, windows)]
     assert finals == pytest.approx([(each[0] + each[2] + each[3]) / 3] * 2, rel=1e-7)
     text = "of the 2 steps up to step {} were not applied (on_nonfinite='skip'): their loss or gradient norm was NaN"
-    assert [line.partition(" or infinite")[0] for line in told[-2:]] == [
+    assert [line.partition(" or infinite")[0] for line in lines[-2:]] == [
         f"warning: 1 {text.format(2)}",
         f"warning: 2 {text.format(6)}",
     ]
@@ -456,7 +456,7 @@ def test_under_float16_a_step_reads_the_scale_and_whether_gradients_are_finite(
     assert at_step_end[-1] - at_step_end[1] == reads * (len(at_step_end) - 2)
 
 
-def test_under_float16_an_overflow_is_no_reason_to_raise_and_is_not_logged(make_trainer, told):
+def test_under_float16_an_overflow_is_no_reason_to_raise_and_is_not_logged(make_trainer, lines):
     for policy in ("log", "raise"):
         trainer = with_scaler(
             build(make_trainer, rows(20, bad=[2]), model=faulty("gradients only"), on_nonfinite=policy)
@@ -464,12 +464,12 @@ def test_under_float16_an_overflow_is_no_reason_to_raise_and_is_not_logged(make_
         trainer.train()
         assert trainer.state.global_step == 5
         assert all(map(math.isfinite, log_of(trainer, "loss")))
-    assert told == []
+    assert lines == []
 
 
-def test_under_float16_a_loss_that_is_not_finite_is_logged_or_raised(make_trainer, told):
+def test_under_float16_a_loss_that_is_not_finite_is_logged_or_raised(make_trainer, lines):
     with_scaler(build(make_trainer, rows(20, bad=[2]), model=faulty(), logging_steps=5)).train()
-    assert told == [
+    assert lines == [
         "error: some of the 5 steps up to step 5 had a loss that is NaN or infinite; float16 left their updates out"
     ]
     with pytest.raises(FloatingPointError, match=r"^step 2: the loss is nan.*the weights are those of step 1;"):

@@ -16,7 +16,7 @@ from tr_core.data.user_loader import StatefulSource
 
 
 class Counting(IterableDataset):
-    """Gives numbers, notes which were read, and can tell its place."""
+    """Gives numbers, notes which were read, and can tell its position."""
 
     def __init__(self, number=22):
         self.number, self.next, self.read = number, 0, []
@@ -36,7 +36,7 @@ class Counting(IterableDataset):
 
 
 class Sticky(Counting):
-    """Begins every pass at the place that was loaded last, as some libraries' data does."""
+    """Begins every epoch at the position that was loaded last, as some libraries' data does."""
 
     def __init__(self, number=22):
         super().__init__(number)
@@ -71,7 +71,7 @@ def stream(dataset, batch_size=4, workers=0, rank=0, world_size=1):
 
 
 def take(batches, number, epoch=0, position=0):
-    """Return the first micro-batches of a pass from a position, and the position after them."""
+    """Return the first micro-batches of an epoch from a position, and the position after them."""
     taken = []
     for batch in batches.iterate(epoch, position):
         taken.append(batch.inputs)
@@ -87,11 +87,11 @@ def test_data_that_knows_its_position_continues_there_and_reads_nothing_before_i
     whole, _ = take(stream(kind()), 99)
     begun = stream(kind())
     _, position = take(begun, rounds)
-    order, place = begun.order_state(), begun.source_state()
+    order, source = begun.order_state(), begun.source_state()
     data = kind()
     resumed = stream(data)
     resumed.restore_order(order, position)
-    resumed.restore_source([place], 0, 1)
+    resumed.restore_source([source], 0, 1)
     assert take(resumed, 99, position=position)[0] == whole[rounds:]
     assert data.read == list(range(rounds * 4, 22))
     assert take(resumed, 99, epoch=1)[0] == take(stream(kind()), 99, epoch=1)[0]
@@ -175,7 +175,7 @@ def test_data_that_processes_divide_is_not_continued_in_another_division(workers
     message = "8 samples into a pass over iterable data that 2 processes read in turn, 4 samples at a time; "
     with pytest.raises(ValueError, match=f"{message}{max(workers, 1)} that read {batch_size} at a time would repeat"):
         resumed.restore_order(begun.order_state(), position)
-    resumed.restore_order(begun.order_state(), 0)  # a pass that begins may be divided as it likes
+    resumed.restore_order(begun.order_state(), 0)  # an epoch that begins may be divided as it likes
 
 
 def test_a_loader_that_knows_its_position_is_put_back_there():
@@ -201,7 +201,7 @@ def test_a_loader_that_knows_its_position_is_put_back_there():
     resumed.restore_source([None, begun.source_state()], 1, 2)
     assert take(resumed, 3, position=position) == ([5, 6, 7], 16)
     assert loader.data.read[0] == 5
-    other = batches_of(loader := Loader(), 1, 1)  # of another number of ranks no place is this rank's
+    other = batches_of(loader := Loader(), 1, 1)  # of another number of ranks no state is this rank's
     other.restore_source([begun.source_state(), begun.source_state()], 0, 1)
     assert take(other, 1, position=10)[0] == [10]
     assert loader.data.read[0] == 0
@@ -215,9 +215,9 @@ def test_data_whose_state_leaves_samples_out_is_read_again(caplog):
         _ex_iterable = BufferShuffledExamples()
 
     with caplog.at_level(logging.INFO, logger="tr_core"):
-        place = StatefulSource(Shuffled())
-    assert not place.is_known
-    assert place.state_dict() is None
+        source = StatefulSource(Shuffled())
+    assert not source.is_known
+    assert source.state_dict() is None
 
 
 def test_data_without_a_state_has_no_position():
@@ -240,22 +240,22 @@ def saved(step, epoch=None, size=None, world_size=1, max_steps=None):
 
 
 @pytest.mark.parametrize(
-    ("step", "place"), [(0, (0, 0)), (1, (0, 8)), (2, (0, 16)), (3, (1, 0)), (5, (1, 16)), (6, (2, 0))]
+    ("step", "position"), [(0, (0, 0)), (1, (0, 8)), (2, (0, 16)), (3, (1, 0)), (5, (1, 16)), (6, (2, 0))]
 )
-def test_a_step_leads_to_whole_epochs_and_the_micro_batches_of_its_steps(step, place):
+def test_a_step_leads_to_whole_epochs_and_the_micro_batches_of_its_steps(step, position):
     """Five micro-batches of 4 make three steps of two, the last of one."""
     data = data_of(18, 4)
-    assert derive_position(saved(step), data, 8) == place
-    epoch = place[0] + place[1] / 4 / 5
-    assert derive_position(saved(step, epoch, 4), data, 8) == place
+    assert derive_position(saved(step), data, 8) == position
+    epoch = position[0] + position[1] / 4 / 5
+    assert derive_position(saved(step, epoch, 4), data, 8) == position
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 6])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_with_another_batch_size_or_accumulation_it_is_where_the_share_of_the_epoch_says(batch_size, accumulation):
-    """The run was 3 micro-batches of 4 into the second of two passes of 18 samples, one a step."""
-    place = derive_position(saved(8, 1 + 3 / 5, 4), data_of(18, batch_size), batch_size * accumulation)
-    assert place == (1, 12)
+    """The run was 3 micro-batches of 4 into the second of two epochs of 18 samples, one a step."""
+    position = derive_position(saved(8, 1 + 3 / 5, 4), data_of(18, batch_size), batch_size * accumulation)
+    assert position == (1, 12)
 
 
 def test_the_number_of_processes_of_the_saved_run_counts(tmp_path):
@@ -264,8 +264,8 @@ def test_the_number_of_processes_of_the_saved_run_counts(tmp_path):
 
 
 def test_a_short_last_batch_that_was_left_out_is_no_part_of_an_epoch():
-    place = derive_position(saved(6, 1 + 2 / 4, 4), data_of(18, 3, drop_last=True), 3)
-    assert place == (1, 8)
+    position = derive_position(saved(6, 1 + 2 / 4, 4), data_of(18, 3, drop_last=True), 3)
+    assert position == (1, 8)
 
 
 def test_a_position_that_fits_nothing_is_refused_with_the_figures():
@@ -276,7 +276,7 @@ def test_a_position_that_fits_nothing_is_refused_with_the_figures():
         derive_position(saved(3, 0.77), data_of(18, 4), 4)
 
 
-@pytest.mark.parametrize(("epoch", "place"), [(None, (0, 40)), (3 / 8, (0, 24)), (1 + 2 / 8, (1, 16))])
-def test_data_of_unknown_length_is_at_the_share_of_the_run_in_its_epoch(epoch, place):
+@pytest.mark.parametrize(("epoch", "position"), [(None, (0, 40)), (3 / 8, (0, 24)), (1 + 2 / 8, (1, 16))])
+def test_data_of_unknown_length_is_at_the_share_of_the_run_in_its_epoch(epoch, position):
     data = batches_of(DataLoader(Stream(range(12)), batch_size=4), 4, 1)
-    assert derive_position(saved(5, epoch, 4, max_steps=8), data, 8) == place
+    assert derive_position(saved(5, epoch, 4, max_steps=8), data, 8) == position

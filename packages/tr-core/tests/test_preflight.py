@@ -25,7 +25,7 @@ from tr_core.preflight.resource_checks import checkpoints_at_once, memory_proble
 
 
 class Normalised(Classifier):
-    """Has buffers, dropout, a counter and a cache that a forward pass changes."""
+    """Has buffers, dropout, a counter and a cache that a forward changes."""
 
     def __init__(self):
         super().__init__(dropout=0.3)
@@ -315,9 +315,9 @@ def test_a_check_that_fails_itself_is_reported_and_the_others_are_made(make_trai
 
 
 def test_what_takes_time_is_shown_before_it_begins(make_trainer):
-    told = []
-    check(make_trainer(eval_dataset=samples(6)), progress=told.append)
-    assert told == [
+    shown = []
+    check(make_trainer(eval_dataset=samples(6)), progress=shown.append)
+    assert shown == [
         "preparing the model",
         "loading two samples",
         "one forward and backward of two samples",

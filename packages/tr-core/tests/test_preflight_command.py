@@ -15,7 +15,7 @@ CORPUS = Path(__file__).parent / "broken_configs"
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def check_script(place, capsys):
+def check_script(folder, capsys):
     def run(text, *words):
         Path("script.py").write_text(text)
         code = main(["--json", "script.py", *words])
@@ -50,8 +50,8 @@ def found(report):
         (["--dataclass", "nowhere:C", "x.yaml"], "--dataclass nowhere:C: No module named 'nowhere'"),
     ],
 )
-def test_what_cannot_be_checked_is_a_usage_error(place, capsys, words, message):
-    (place / "x.yaml").write_text("")
+def test_what_cannot_be_checked_is_a_usage_error(folder, capsys, words, message):
+    (folder / "x.yaml").write_text("")
     assert main(words) == 2
     assert message in capsys.readouterr().err
 
@@ -69,7 +69,7 @@ def test_a_command_without_a_file_asks_for_the_file_and_for_nothing_else(capsys)
     assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT|CONFIG\n")
 
 
-def test_a_dataclass_named_after_a_configuration_is_to_go_before_it(place, capsys):
+def test_a_dataclass_named_after_a_configuration_is_to_go_before_it(folder, capsys):
     Path("run.yaml").write_text("output_dir: run\n")
     assert main(["run.yaml", "--dataclass=parts:Extra"]) == 2
     assert "--dataclass goes before run.yaml" in capsys.readouterr().err
@@ -88,8 +88,8 @@ def test_the_help_says_what_is_done_and_what_the_exit_codes_mean(capsys):
         assert part in text
 
 
-def test_a_configuration_without_problems_prints_a_table_and_gives_0(place, capsys):
-    (place / "run.yaml").write_text("save_strategy: 'no'\nuse_cpu: true\nmax_steps: 10\n")
+def test_a_configuration_without_problems_prints_a_table_and_gives_0(folder, capsys):
+    (folder / "run.yaml").write_text("save_strategy: 'no'\nuse_cpu: true\nmax_steps: 10\n")
     assert main(["run.yaml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "preflight of run.yaml"
@@ -97,16 +97,16 @@ def test_a_configuration_without_problems_prints_a_table_and_gives_0(place, caps
     assert "  steps  10" in lines
 
 
-def test_warnings_fail_the_command_only_if_it_is_strict(place):
-    (place / "run.yaml").write_text("save_strategy: 'no'\nmax_steps: 10\neval_strategy: steps\neval_steps: 20\n")
+def test_warnings_fail_the_command_only_if_it_is_strict(folder):
+    (folder / "run.yaml").write_text("save_strategy: 'no'\nmax_steps: 10\neval_strategy: steps\neval_steps: 20\n")
     assert (main(["run.yaml"]), main(["--strict", "run.yaml"])) == (0, 1)
 
 
-def test_options_of_a_scripts_dataclass_and_of_seq2seq_arguments_are_known_in_a_configuration(place, capsys):
-    (place / "my_options.py").write_text(
+def test_options_of_a_scripts_dataclass_and_of_seq2seq_arguments_are_known_in_a_configuration(folder, capsys):
+    (folder / "my_options.py").write_text(
         "from dataclasses import dataclass\n\n@dataclass\nclass Model:\n    width: int = 8\n    depth: int = 2\n"
     )
-    (place / "run.yaml").write_text("save_strategy: 'no'\nwidth: 64\npredict_with_generate: true\nmodel:\n  dept: 3\n")
+    (folder / "run.yaml").write_text("save_strategy: 'no'\nwidth: 64\npredict_with_generate: true\nmodel:\n  dept: 3\n")
     assert main(["--json", "--dataclass", "my_options:Model", "run.yaml"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert found(report) == ["T001"]
@@ -126,12 +126,12 @@ trainer = parts.Trainer(parts.Classifier(), parts.arguments(), **data)
     "call",
     ["train()", "evaluate()", "evaluate(parts.rows(3))", "predict(parts.rows(3))", "save_model()", "push_to_hub()"],
 )
-def test_a_script_stops_where_it_would_train_evaluate_predict_or_save(check_script, place, call):
+def test_a_script_stops_where_it_would_train_evaluate_predict_or_save(check_script, folder, call):
     code, report, _ = check_script(f"{BEGIN}trainer.{call}\nopen('went_on', 'w')\n")
     assert (code, found(report)) == (0, [])
     assert report["target"] == "script.py"
     assert report["figures"]["steps"] == 5
-    assert sorted(path.name for path in place.iterdir()) == ["script.py"]
+    assert sorted(path.name for path in folder.iterdir()) == ["script.py"]
 
 
 def test_a_script_without_training_data_that_predicts_is_checked_for_that(check_script):
@@ -144,7 +144,7 @@ def test_a_script_without_training_data_that_predicts_is_checked_for_that(check_
     assert report["figures"]["metrics"] == ["eval_loss"]
 
 
-def test_a_script_that_catches_everything_and_saves_at_the_end_writes_nothing(check_script, place):
+def test_a_script_that_catches_everything_and_saves_at_the_end_writes_nothing(check_script, folder):
     text = f"""{BEGIN}
 for attempt in range(3):
     try:
@@ -160,7 +160,7 @@ for attempt in range(3):
     code, report, err = check_script(text)
     assert (code, found(report)) == (0, [])
     assert err.count("preflight: preparing the model") == 1
-    assert not (place / "out").exists()
+    assert not (folder / "out").exists()
 
 
 def test_no_callback_hears_of_a_trainer_that_is_checked(check_script):
@@ -177,7 +177,7 @@ parts.Trainer(parts.Classifier(), parts.arguments(), train_dataset=parts.rows(),
     assert (code, found(report)) == (0, [])
 
 
-def test_a_process_that_the_script_starts_stops_there_too_and_its_report_arrives(check_script, place):
+def test_a_process_that_the_script_starts_stops_there_too_and_its_report_arrives(check_script, folder):
     text = f"""
 import multiprocessing
 
@@ -196,7 +196,7 @@ if __name__ == "__main__":
     code, report, _ = check_script(text)
     assert (code, found(report)) == (0, [])
     assert report["figures"]["metrics"] == ["eval_accuracy", "eval_loss"]
-    assert not (place / "out").exists()
+    assert not (folder / "out").exists()
 
 
 def test_what_a_script_prints_is_not_in_the_report(check_script):
@@ -205,8 +205,8 @@ def test_what_a_script_prints_is_not_in_the_report(check_script):
     assert "a line of the script" in err
 
 
-def test_a_script_gets_its_own_arguments_name_and_folder(check_script, place):
-    (place / "beside.py").write_text("here = True\n")
+def test_a_script_gets_its_own_arguments_name_and_folder(check_script, folder):
+    (folder / "beside.py").write_text("here = True\n")
     text = "import sys, beside\nassert (sys.argv[1:], __name__) == (['--json', 'x'], '__main__')\nsys.exit(7)\n"
     _, report, _ = check_script(text, "--json", "x")
     assert "exit code 7" in report["problems"][0]["message"]
@@ -223,8 +223,8 @@ def test_the_process_is_as_before_after_a_script_was_checked(check_script):
     assert weight.item() == -1
 
 
-def test_a_rank_that_is_not_the_first_prints_nothing(place, capsys, monkeypatch):
-    (place / "run.yaml").write_text("save_strategy: 'no'\n")
+def test_a_rank_that_is_not_the_first_prints_nothing(folder, capsys, monkeypatch):
+    (folder / "run.yaml").write_text("save_strategy: 'no'\n")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     main(["run.yaml"])

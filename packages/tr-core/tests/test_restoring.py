@@ -123,7 +123,7 @@ def test_layers_in_another_order_are_refused_and_not_given_each_others_moments(m
 
 
 def test_the_step_count_of_the_plan_follows_the_position_when_an_epoch_is_stopped_early(make):
-    """A callback that ends passes makes fewer steps than planned: unchanged arguments still change no rate."""
+    """A callback that ends epochs makes fewer steps than planned: unchanged arguments still change no rate."""
 
     class EndPass(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -27,10 +27,10 @@ def test_every_sample_is_used_once_whatever_the_world_size(world_size, number):
     samplers = [
         EpochSampler(number, 4, shuffle=True, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)
     ]
-    passes = [list(sampler) for sampler in samplers]
-    assert len({len(batches) for batches in passes}) == 1
+    epochs = [list(sampler) for sampler in samplers]
+    assert len({len(batches) for batches in epochs}) == 1
     used = []
-    for rank, batches in enumerate(passes):
+    for rank, batches in enumerate(epochs):
         for index, batch in enumerate(batches):
             share = take_slice(index, 0, number, 4, rank, world_size)
             used += batch if share.weight else []

@@ -156,10 +156,10 @@ class Late(MemoryCheckpointer):
 
 class Steps(TrainerCallback):
     def __init__(self, caplog):
-        self.caplog, self.told = caplog, {}
+        self.caplog, self.saved = caplog, {}
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.told[state.global_step] = saved(self.caplog)
+        self.saved[state.global_step] = saved(self.caplog)
 
 
 def saved(caplog):
@@ -167,28 +167,28 @@ def saved(caplog):
 
 
 @pytest.fixture
-def told(caplog):
+def log(caplog):
     caplog.set_level(logging.INFO, "tr_core.trainer")
     return caplog
 
 
-def test_a_checkpoint_is_said_to_be_saved_once_it_is_complete(make_trainer, tmp_path, told):
-    steps, own = Steps(told), Late(tmp_path)
+def test_a_checkpoint_is_said_to_be_saved_once_it_is_complete(make_trainer, tmp_path, log):
+    steps, own = Steps(log), Late(tmp_path)
     options = {"save_strategy": "steps", "save_steps": 2, "save_async": True, "log_level": "info"}
     make_trainer(checkpointer=own, callbacks=[steps], **options).train()  # five steps
     assert own.saves == [2, 4, 5]
-    assert steps.told[3] == []  # that of step 2 is still being written
-    assert saved(told) == [2, 4, 5]
+    assert steps.saved[3] == []  # that of step 2 is still being written
+    assert saved(log) == [2, 4, 5]
 
 
-def test_a_finished_run_is_not_announced_and_says_how_to_continue(make_trainer, tmp_path, told):
+def test_a_finished_run_is_not_announced_and_says_how_to_continue(make_trainer, tmp_path, log):
     own = MemoryCheckpointer(tmp_path)
     options = {"save_strategy": "epoch", "checkpointer": own, "log_level": "info"}
     make_trainer(**options).train()
-    told.clear()
+    log.clear()
     make_trainer(**options).train(resume_from_checkpoint=True)
-    assert not any(text.startswith("training Classifier") for text in told.messages)
-    assert told.messages[-1].endswith("the run is complete; a larger num_train_epochs or max_steps continues it")
+    assert not any(text.startswith("training Classifier") for text in log.messages)
+    assert log.messages[-1].endswith("the run is complete; a larger num_train_epochs or max_steps continues it")
 
 
 class StopAtThree(TrainerCallback):

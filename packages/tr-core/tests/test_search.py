@@ -503,8 +503,8 @@ def test_a_second_search_in_a_folder_is_a_new_one_and_the_first_stays(make_searc
         recorder = Recorder()
         again.add_callback(recorder)
         assert again.hyperparameter_search(space, n_trials=3).run_summary[:2] == first.run_summary
-        places = [run["args"]["output_dir"] for run in recorder.runs]
-        assert places == [str(folder / f"search-{number}" / f"run-{trial}") for trial in range(3)]
+        folders = [run["args"]["output_dir"] for run in recorder.runs]
+        assert folders == [str(folder / f"search-{number}" / f"run-{trial}") for trial in range(3)]
     assert (folder / "trials.jsonl").read_bytes() == before
 
 

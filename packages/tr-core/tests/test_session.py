@@ -157,7 +157,7 @@ def test_where_it_ends_the_run_with_an_epoch_the_next_position_is_the_next_epoch
             **more,
         )
 
-    def place(trainer):
+    def position(trainer):
         run = trainer.checkpointer().saved[10]["run"]
         return run["epoch"], run["samples"], run["pending"]
 
@@ -165,10 +165,10 @@ def test_where_it_ends_the_run_with_an_epoch_the_next_position_is_the_next_epoch
     alone.train()
     cut = make(SignalAt("on_prediction_step", 10))
     assert interrupt(cut).step == 10
-    assert place(cut) == (0, 40, ["evaluate"])
+    assert position(cut) == (0, 40, ["evaluate"])
     resumed = make(checkpointer=cut.checkpointer())
     resumed.train(resume_from_checkpoint=True)
-    assert place(resumed) == place(alone) == (1, 0, [])
+    assert position(resumed) == position(alone) == (1, 0, [])
     assert_ends_alike(alone, resumed)
 
 

@@ -214,7 +214,7 @@ def test_a_callback_that_is_added_later_still_has_its_say_first(saving):
 
     trainer = saving(Adds(), num_train_epochs=2)
     error = interrupt(trainer)
-    assert error.step == 6  # the pass that the callback ended has its own end, and the next step is the one
+    assert error.step == 6  # the epoch that the callback ended has its own end, and the next step is the one
     assert trainer.state.epoch == pytest.approx(1.1)
 
 
@@ -242,8 +242,8 @@ def test_a_signal_while_callbacks_are_put_in_order_is_not_lost(saving):
 def test_the_first_signal_is_answered_at_once(saving, capfd):
     error = interrupt(saving(SignalAt("on_step_begin", 4, signal.SIGINT)))
     assert error.step == 5
-    told = capfd.readouterr().err
-    assert told.count("SIGINT: saving and stopping when this step is done; a second one stops at once\n") == 1
+    shown = capfd.readouterr().err
+    assert shown.count("SIGINT: saving and stopping when this step is done; a second one stops at once\n") == 1
 
 
 # Where Python cannot act on a signal

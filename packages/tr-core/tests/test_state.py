@@ -100,7 +100,7 @@ class StopAtThree(TrainerCallback):
 
 @pytest.fixture
 def resumed(make_trainer):
-    """Train with some callbacks to step 3 of 5, and go on with others."""
+    """Train with some callbacks to step 3 of 5, and continue with others."""
 
     def run(first, second, **changes):
         keeper = MemoryCheckpointer()

@@ -79,17 +79,17 @@ def test_going_back_into_an_epoch_leaves_the_global_generators_as_they_are():
 
 def test_another_number_of_processes_is_said(caplog):
     batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, 2)
-    place = batches.source_state()
+    source = batches.source_state()
     with caplog.at_level("WARNING", logger="tr_core"):
-        batches_of(DataLoader(range(20), batch_size=4), 4, 1).restore_source([place, place], 0, 1)
+        batches_of(DataLoader(range(20), batch_size=4), 4, 1).restore_source([source, source], 0, 1)
     assert "inside an epoch of 2 processes over a loader of your own, now there are 1" in caplog.text
 
 
-@pytest.mark.parametrize("place", [None, {"next": 3}])
-def test_a_checkpoint_without_what_the_order_came_from_is_said(caplog, place):
+@pytest.mark.parametrize("source", [None, {"next": 3}])
+def test_a_checkpoint_without_what_the_order_came_from_is_said(caplog, source):
     batches = batches_of(DataLoader(range(20), batch_size=4), 4, 1)
     with caplog.at_level("WARNING", logger="tr_core"):
-        batches.restore_source([place], 0, 1)
+        batches.restore_source([source], 0, 1)
         assert "does not hold what the order of your own loader was drawn from" in caplog.text
     assert [batch.inputs.tolist() for batch in batches.iterate(0, 16)] == [[16, 17, 18, 19]]
 
@@ -102,7 +102,7 @@ def test_a_state_dict_that_raises_is_no_known_position():
         def load_state_dict(self, state):
             raise AssertionError
 
-    place = StatefulSource(Loader())
-    assert place.is_known
-    assert place.state_dict() is None
-    assert not place.is_known
+    source = StatefulSource(Loader())
+    assert source.is_known
+    assert source.state_dict() is None
+    assert not source.is_known

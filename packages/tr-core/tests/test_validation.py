@@ -130,10 +130,6 @@ LATER = {
     ),
     "nothing to train": ({"freeze": True}, "none of the 4 parameters of Classifier is trainable"),
     "no training data": ({"train_dataset": None}, "training needs a train_dataset; it is None"),
-    "no column left": (
-        {"train_dataset": [{"text": "a"}] * 4},
-        r"no column of the data is left: it has \['text'\], .*remove_unused_columns=False",
-    ),
 }
 
 
