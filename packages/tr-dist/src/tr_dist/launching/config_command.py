@@ -43,64 +43,57 @@ class Question:
         return "--" + self.key.rpartition(".")[2]
 
 
-def _several(answers: _Answers) -> bool:
+def _is(key: str, *values: Any) -> Callable[[_Answers], bool]:
+    """Return whether a question was asked and has one of these answers."""
+    return lambda answers: answers.get(key) in values
+
+
+def _is_of_several_machines(answers: _Answers) -> bool:
     return answers["num_machines"] > 1
 
 
-def _shards(answers: _Answers) -> bool:
-    return answers["distributed_type"] == "FSDP"
-
-
-def _wraps_layers(answers: _Answers) -> bool:
-    return _shards(answers) and answers["fsdp_config.fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-
-
-def _wraps_by_size(answers: _Answers) -> bool:
-    return _shards(answers) and answers["fsdp_config.fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP"
-
-
-def _uses_deepspeed(answers: _Answers) -> bool:
-    return answers["distributed_type"] == "DEEPSPEED"
-
-
-def _builds_zero(answers: _Answers) -> bool:
-    return _uses_deepspeed(answers) and not answers["deepspeed_config.deepspeed_config_file"]
-
-
+_SHARDS, _USES_DEEPSPEED = _is("distributed_type", "FSDP"), _is("distributed_type", "DEEPSPEED")
+_BUILDS_ZERO = _is("deepspeed_config.deepspeed_config_file", "")
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 QUESTIONS = (
     Question("distributed_type", "How shall processes share the work", "MULTI_GPU", TYPES),
     Question("num_machines", "How many machines", 1, (), lambda a: a["distributed_type"] not in ("NO", "XLA")),
-    Question("machine_rank", "Number of this machine, from 0", 0, (), _several),
-    Question("main_process_ip", "Address of machine 0", "127.0.0.1", (), _several),
-    Question("main_process_port", "Free port of machine 0", 29500, (), _several),
+    Question("machine_rank", "Number of this machine, from 0", 0, (), _is_of_several_machines),
+    Question("main_process_ip", "Address of machine 0", "127.0.0.1", (), _is_of_several_machines),
+    Question("main_process_port", "Free port of machine 0", 29500, (), _is_of_several_machines),
     Question("num_processes", "How many processes on all machines together", 2),
-    Question("gpu_ids", "Which GPUs, such as 2,0", "all", (), lambda a: a["distributed_type"] == "MULTI_GPU"),
+    Question("gpu_ids", "Which GPUs, such as 2,0", "all", (), _is("distributed_type", "MULTI_GPU")),
     Question("mixed_precision", "Precision of the computation", "no", PRECISIONS),
-    Question("fsdp_config.fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", _SHARDING, _shards),
-    Question("fsdp_config.fsdp_auto_wrap_policy", "How units are found", "TRANSFORMER_BASED_WRAP", _POLICIES, _shards),
+    Question("fsdp_config.fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", _SHARDING, _SHARDS),
+    Question("fsdp_config.fsdp_auto_wrap_policy", "How units are found", "TRANSFORMER_BASED_WRAP", _POLICIES, _SHARDS),
     Question(
         "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
         "Names of the layers' classes, with commas; empty for what the model says",
         "",
         (),
-        _wraps_layers,
+        _is("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
     ),
-    Question("fsdp_config.fsdp_min_num_params", "Parameters that make a unit", 100_000_000, (), _wraps_by_size),
-    Question("fsdp_config.fsdp_offload_params", "Keep shards in host memory", "no", _YES_NO, _shards),
     Question(
-        "deepspeed_config.deepspeed_config_file", "DeepSpeed's JSON file; empty for none", "", (), _uses_deepspeed
+        "fsdp_config.fsdp_min_num_params",
+        "Parameters that make a unit",
+        100_000_000,
+        (),
+        _is("fsdp_config.fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
     ),
-    Question("deepspeed_config.zero_stage", "ZeRO stage, 0 to 3", 2, (), _builds_zero),
+    Question("fsdp_config.fsdp_offload_params", "Keep shards in host memory", "no", _YES_NO, _SHARDS),
+    Question(
+        "deepspeed_config.deepspeed_config_file", "DeepSpeed's JSON file; empty for none", "", (), _USES_DEEPSPEED
+    ),
+    Question("deepspeed_config.zero_stage", "ZeRO stage, 0 to 3", 2, (), _BUILDS_ZERO),
     Question(
         "deepspeed_config.offload_optimizer_device",
         "Where optimizer state is kept, if not on the GPU",
         "none",
         ("none", "cpu"),
-        _builds_zero,
+        _BUILDS_ZERO,
     ),
-    Question("deepspeed_config.gradient_accumulation_steps", "Micro-batches in a step", 1, (), _builds_zero),
+    Question("deepspeed_config.gradient_accumulation_steps", "Micro-batches in a step", 1, (), _BUILDS_ZERO),
 )
 
 
@@ -149,13 +142,9 @@ def answered(given: _Answers, *, asks: bool, ask: Callable[[str], str] = input) 
         elif asks:
             answers[question.key] = _asked(question, ask)
         else:
-            answers[question.key] = _default(question, answers)
+            alone = question.key == "num_processes" and answers["distributed_type"] in ("NO", "XLA")
+            answers[question.key] = 1 if alone else _value(question, str(question.default))
     return _content(answers)
-
-
-def _default(question: Question, answers: _Answers) -> Any:
-    alone = question.key == "num_processes" and answers["distributed_type"] in ("NO", "XLA")
-    return 1 if alone else _value(question, str(question.default))
 
 
 def _asked(question: Question, ask: Callable[[str], str]) -> Any:
