@@ -10,7 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tr_ckpt import files, folder_lock, names, reads
+from tr_ckpt import files, folder_lock, names, testing
+
+
+def forget_temporaries() -> None:
+    """Forget which temporary folders are in use, as a process does that ends."""
+    names._IN_USE.clear()
 
 
 class Killed(BaseException):
@@ -30,19 +35,15 @@ class Faults:
         self.at = at
         self.mode = mode
         self.log: list[str] = []
-        self._originals: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> Faults:
-        for name in files.OPERATIONS:
-            self._originals[name] = getattr(files, name)
-            setattr(files, name, self._guarded(name, self._originals[name]))
+        self._take_back = testing.replace_operations(self._guarded)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(files, name, original)
+        self._take_back()
         if self.mode in ("kill", "tear"):
-            names._IN_USE.clear()  # what a dead process knew is forgotten
+            forget_temporaries()
 
     def _guarded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*arguments: Any) -> Any:
@@ -94,7 +95,7 @@ class BadReads:
         times: int = 0,
         after: int = 0,
         where: str = "",
-        operations: tuple[str, ...] = reads.READS,
+        operations: tuple[str, ...] = testing.READS,
         thread: str = "",
     ) -> None:
         self.number, self.times, self.after, self.where, self.operations = number, times, after, where, operations
@@ -102,18 +103,14 @@ class BadReads:
         self.failed = 0
         self.log: list[str] = []
         self._matched = 0
-        self._originals: dict[str, Callable[..., Any]] = {}
         self._paths: dict[int, str] = {}
 
     def __enter__(self) -> BadReads:
-        for name in reads.READS:
-            self._originals[name] = getattr(reads, name)
-            setattr(reads, name, self._guarded(name, self._originals[name]))
+        self._take_back = testing.replace_operations(self._guarded, testing.READS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(reads, name, original)
+        self._take_back()
 
     def _guarded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def operation(first: Path | int, *rest: Any, **options: Any) -> Any:

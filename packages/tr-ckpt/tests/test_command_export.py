@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from ckpt_faults import forget_temporaries
 from ckpt_parts import State, flip, save
 from safetensors.torch import load_file
 
 from tr_ckpt import Checkpointer, files, staging
-from tr_ckpt import names as staged
 from tr_ckpt.command import main
 
 
@@ -216,7 +216,7 @@ def test_what_a_killed_export_had_moved_aside_goes_when_its_place_is_filled(run,
         killed.setattr(files, "rename", die_when_it_is_aside)
         assert main(["export", str(run), str(target), "--overwrite"]) == 130
     assert done[-1].startswith(".tmp-removed-model@")
-    staged._IN_USE.clear()  # as in another process
+    forget_temporaries()  # as in another process
     assert main(["export", str(run), str(target), "--overwrite"]) == 0
     assert names(tmp_path) == ["model", "run"]
 

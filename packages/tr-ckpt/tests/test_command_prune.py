@@ -8,9 +8,10 @@ import socket
 import sys
 
 import pytest
+from ckpt_faults import forget_temporaries
 from ckpt_parts import flip, foreign, save
 
-from tr_ckpt import Checkpointer, files, names
+from tr_ckpt import Checkpointer, files
 from tr_ckpt.command import main
 
 
@@ -201,7 +202,7 @@ def test_what_a_killed_removal_left_is_cleared_away_by_the_next(run, monkeypatch
         killed.setattr(files, "remove_file", die)
         assert main(["prune", str(run), "--keep", "1", "--yes"]) == 130
     assert [path.name.split("@")[0] for path in run.glob(".tmp-*")] == [".tmp-removed-checkpoint-5"]
-    names._IN_USE.clear()  # as in another process
+    forget_temporaries()  # as in another process
     assert main(["prune", str(run), "--keep", "9", "--dry-run"]) == 0
     assert "1 that an earlier removal left half done" in capsys.readouterr().out
     assert len(list(run.glob(".tmp-*"))) == 1

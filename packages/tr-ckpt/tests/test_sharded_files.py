@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed
-from ckpt_faults import Faults, Killed
+from ckpt_faults import Faults, Killed, forget_temporaries
 from ckpt_shards import Buffers, Holder, build, numbers, run, save_in, train
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, manifest, names, tensor_file
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, manifest, tensor_file
 from tr_ckpt.sharded import export, reading, shard_index
 from tr_ckpt.sharded.shard_index import Chunk, SavedTensor
 
@@ -333,7 +333,7 @@ def test_an_export_appears_whole_or_not_at_all(saved, tmp_path):
             export(saved, killed, part="held")
         if killed.exists():
             assert load_file(killed / "model.safetensors").keys() == {f"held.0.{name}" for name in numbers()}
-    names._IN_USE.clear()
+    forget_temporaries()
     assert os.path.exists(tmp_path / "all" / "model")
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ckpt_faults import Faults, Killed
+from ckpt_faults import Faults, Killed, forget_temporaries
 from ckpt_parts import number_of, parts
 
 from tr_ckpt import Checkpointer, discovery, files, names
@@ -138,7 +138,7 @@ def test_at_no_operation_does_a_half_one_look_whole_or_is_one_lost(tmp_path, low
 def test_one_that_a_run_was_replacing_counts_where_it_is_though_it_cannot_be_put_back(tmp_path, lower, caplog):
     checkpointer = prepared(tmp_path, 1, 2)
     os.rename(tmp_path / "checkpoint-2", names.temporary(tmp_path, "replaced", "checkpoint-2"))
-    names._IN_USE.clear()
+    forget_temporaries()
     lower(tmp_path)
     assert restored(tmp_path) == (2, 20)
     checkpointer.save(3, parts(30))
