@@ -1,10 +1,17 @@
 """The optimizers that tr-optim offers by name, each in the ways in which it trains: data of several tests.
 
-`test_optimizer_settings.py` fails where one is installed and not in this list.
+One that is installed and not named here has a plain setting by itself.
 """
 
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
+
+# tr-optim's own; adapters for those of others are not.
+INSTALLED = {
+    entry.name: entry
+    for entry in distribution("tr-optim").entry_points
+    if entry.group == "tr.optimizers" and ".adapters." not in entry.value
+}
 
 PROJECTS = {"optim_target_modules": "all-linear"}
 GAP = 3  # steps between two bases
@@ -43,6 +50,12 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.optim} {self.way}".strip()
+
+
+def _plain(name: str) -> Setting:
+    """Return the setting of an optimizer without options of its own."""
+    projects = getattr(INSTALLED[name].load(), "takes_target_modules", False)
+    return Setting(name, options=PROJECTS if projects else {}, in_backward=name.endswith("_layerwise"))
 
 
 def _projecting(name: str, optim_args: str = GALORE) -> list[Setting]:
@@ -84,9 +97,4 @@ SETTINGS = [
     *_with_whole_gradients("apollo_mini", f"update_proj_gap={GAP}, scale=4.0"),
     *_with_whole_gradients("fira_adamw", GALORE),
 ]
-
-
-def installed() -> set[str]:
-    """Return the names of the optimizers that are tr-optim's own; adapters for those of others are not."""
-    entries = [entry for entry in distribution("tr-optim").entry_points if entry.group == "tr.optimizers"]
-    return {entry.name for entry in entries if ".adapters." not in entry.value}
+SETTINGS += [_plain(name) for name in sorted(INSTALLED.keys() - {setting.optim for setting in SETTINGS})]
