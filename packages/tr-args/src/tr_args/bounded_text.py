@@ -1,4 +1,4 @@
-"""Read a configuration file of bounded size, and JSON of bounded depth, without waiting or guessing.
+"""Read configuration files of limited size, and JSON of limited depth.
 
 `tr_dist/bounded_text.py` is the same on purpose: neither package imports the other.
 """
@@ -18,9 +18,9 @@ from typing import Any
 MOST_BYTES = 16 << 20
 MOST_LEVELS = 64  # mappings and lists within each other; the deepest real configurations have six or so
 MOST_DIGITS = 400  # more than any float has; Python itself refuses to write 4,300
-PIPE_PATIENCE_S = 300.0  # what a pipe comes from may ask for a password first
+PIPE_PATIENCE_S = 300.0  # the program behind a pipe may ask for a password first
 
-# The end of the text ends a string too, or one that is never closed would be looked for again at each quote within it.
+# The end of the text also ends a string. Otherwise each quote in an unclosed string would start a new search.
 _BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)|([\[{])|([\]}])', re.DOTALL)
 
 
@@ -32,12 +32,12 @@ class ContentError(ValueError):
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Return what a text file or a pipe holds, without a byte order mark.
+    """Read a text file or a pipe, without its byte order mark.
 
     Args:
         path: a regular file, a pipe such as a shell's `<(...)` makes, or the null device, which is empty; `~` is the
             home folder.
-        most_bytes: more is refused, and never held.
+        most_bytes: a larger file is refused, and never held in memory.
 
     Raises:
         ContentError: it is something else, is too large, is not UTF-8, or cannot be read.
@@ -48,7 +48,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
         raise ContentError("does not exist") from None
     except OSError as error:
         raise ContentError(f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, RuntimeError) as error:  # a NUL in the path; a home that nobody has
+    except (ValueError, RuntimeError) as error:  # a NUL in the path; the home of an unknown user
         if isinstance(error, ContentError):
             raise
         raise ContentError(f"cannot be read: {error}") from None
@@ -60,7 +60,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
 
 
 def load_json(text: str) -> Any:
-    """Return what JSON text holds.
+    """Parse JSON text.
 
     Raises:
         ContentError: it is not JSON, is nested too deeply, has a key twice or a number that no float holds.
@@ -73,18 +73,17 @@ def load_json(text: str) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return a text that does to a terminal what it says: line breaks stay, other control characters are escaped."""
+    """Escape the control characters of a text, except line breaks and tabs, so that a terminal only shows them."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(text: str) -> float:
-    """Return the float that digits stand for.
+    """Parse a float.
 
     Raises:
-        ContentError: they are too many, or it is too large or too small for a float, which would silently make it
-            infinite or 0.
+        ContentError: it has too many digits, or a float would silently become infinite or 0.
     """
     check_digits(text)
     value = float(text)
@@ -96,20 +95,20 @@ def number(text: str) -> float:
 
 
 def check_digits(text: str) -> None:
-    """Refuse a number of more digits than any can use.
+    """Refuse a number with too many digits.
 
     Raises:
-        ContentError: it has.
+        ContentError: it has more than `MOST_DIGITS` characters.
     """
     if len(text) > MOST_DIGITS:
         raise ContentError(f"has a number of {len(text):,} characters, {text[:20]}...; at most {MOST_DIGITS} are taken")
 
 
 def check_depth(content: Any) -> None:
-    """Refuse mappings and lists that are nested too deeply; nothing in `content` is there twice.
+    """Refuse mappings and lists that are nested too deeply. No object may be in `content` twice.
 
     Raises:
-        ContentError: they are.
+        ContentError: there are more than `MOST_LEVELS` levels.
     """
     level, depth = [content], 0
     while level:
@@ -133,7 +132,7 @@ def _bytes_of(path: Path, most_bytes: int) -> bytes:
         raise ContentError("is a folder; give a file in it")
     if not (stat.S_ISREG(kind.st_mode) or stat.S_ISFIFO(kind.st_mode)):
         raise ContentError("is a device or a socket; give a file")
-    # Not to wait in open for somebody who writes to the pipe: he may never come.
+    # A blocking open would wait for a writer of the pipe, which may never come.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         return _until_the_end(descriptor, most_bytes)
@@ -157,7 +156,7 @@ def _until_the_end(descriptor: int, most_bytes: int) -> bytes:
 
 
 def _check_levels(text: str) -> None:
-    """Look at the brackets before a parser does that calls itself for each."""
+    """Check the depth of the brackets before a recursive parser reads them."""
     if text.count("[") + text.count("{") <= MOST_LEVELS:
         return
     depth = 0

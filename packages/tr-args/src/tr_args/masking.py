@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 MASK = "***"
 
-# What the services that training talks to begin their tokens with, and how long those are at least.
+# Prefixes of the tokens of common services, with their least lengths.
 _TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|sk-(?:proj-|ant-|or-)[\w-]{20,}|sk-[A-Za-z0-9]{20,}"
     r"|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{16})"
@@ -28,13 +28,13 @@ _OF_A_VOCABULARY = frozenset({"pad", "eos", "bos", "unk", "mask", "sep", "cls", 
 
 
 def mask_secrets(text: str) -> str:
-    """Return a text with what looks like a token, or is the user part of an address, replaced by `***`."""
+    """Replace likely tokens, and the user part of addresses, by `***`."""
     text = _IN_ADDRESS.sub(rf"\g<scheme>{MASK}@", text)
     return _TOKEN.sub(MASK, _IN_QUERY.sub(rf"\g<name>{MASK}", text))
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a flag or variable of this name holds a secret: `--hub_token`, `WANDB_API_KEY`."""
+    """Whether a flag or variable of this name holds a secret: `--hub_token`, `WANDB_API_KEY`."""
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
     for before, word in zip(["", *words], words, strict=False):
         if (word in _SECRET_WORDS and before not in _OF_A_VOCABULARY) or (word == "key" and before in _KEYS):
@@ -43,7 +43,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def mask_variable(name: str, value: str) -> str:
-    """Return what may be shown of the value of a variable or an argument of this name."""
+    """Return the value of a variable or an argument for display: `***` if its name means a secret."""
     return MASK if value and is_secret_name(name) else mask_secrets(value)
 
 

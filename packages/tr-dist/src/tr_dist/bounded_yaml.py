@@ -1,4 +1,4 @@
-"""Bound what a YAML document makes: its depth, and what its aliases and merges come to.
+"""Limit the depth of a YAML document, and the size to which its aliases and merges expand.
 
 `tr_args/bounded_yaml.py` is the same on purpose: neither package imports the other.
 """
@@ -10,21 +10,21 @@ from typing import Any
 from tr_dist.bounded_text import MOST_DIGITS, MOST_LEVELS, ContentError
 
 MOST_BYTES = 1 << 20  # PyYAML reads half a megabyte a second
-# Elements that a document may have beyond one for each of its characters, which is more than it has without aliases.
+# Without aliases a document has at most one element for each of its characters. It may have this many more.
 SPARE_ELEMENTS = 100_000
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 
 
 class BoundedYaml:
-    """What goes before one of PyYAML's loaders, as a base, to bound its documents.
+    """Limit the documents of a PyYAML loader: a base class to put before it.
 
-    Nesting is refused while it is read, for the loader calls itself for each level and looks at all levels for each
-    token. What aliases and merges repeat is counted as often as it is repeated, before anything is made of it: whoever
-    copies or prints the result meets it as often. A key that a mapping has twice is refused.
+    Deep nesting is refused while it is read: the loader recurses for each level, and looks at all levels for each
+    token. Aliases and merges count as often as they repeat their content, because a copy or a print of the result
+    repeats it too. They are counted before any value is built. A mapping with the same key twice is refused.
 
     Attributes:
-        tags: what a value may be, by the end of its tag.
+        tags: the allowed kinds of values, by the end of their tags.
     """
 
     tags = frozenset({"null", "bool", "int", "float", "str", "seq", "map", "merge"})
@@ -47,7 +47,7 @@ class BoundedYaml:
         return super().add_indent(column)  # pyright: ignore[reportAttributeAccessIssue]
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse a node within too many others, whichever way they are written."""
+        """Refuse a node that is nested too deeply, in either notation."""
         if self._composing > MOST_LEVELS:
             raise _too_deep(self.line)  # pyright: ignore[reportAttributeAccessIssue]
         self._composing += 1
@@ -57,14 +57,14 @@ class BoundedYaml:
             self._composing -= 1
 
     def get_single_node(self) -> Any:
-        """Return the document's node, once all that hangs on it is known to be bounded."""
+        """Return the document's node, after checking its depth and its expanded size."""
         node = super().get_single_node()  # pyright: ignore[reportAttributeAccessIssue]
         if node is not None:
             self._measure(node)
         return node
 
     def _measure(self, root: Any) -> None:
-        """Count each node with all below it once, however many aliases lead to it."""
+        """Check depth and expanded size. Visits each node once, however many aliases refer to it."""
         sizes: dict[int, tuple[int, int]] = {}  # elements and levels
         above: set[int] = set()
         waiting = [(root, False)]

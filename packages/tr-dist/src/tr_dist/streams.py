@@ -1,4 +1,4 @@
-"""Write to streams that may be gone, and have streams where a process has none.
+"""Write to streams that may be closed, and give streams to a process without any.
 
 `tr_log/streams.py` is the same on purpose: neither package imports the other.
 """
@@ -13,15 +13,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-_PATIENCE_S = 5.0  # with a stream that does not block, until there is room
+_PATIENCE_S = 5.0  # how long to wait for room in a nonblocking stream
 
 
 def write_text(stream: TextIO | None, text: str) -> None:
-    """Write text at once, or lose it: a stream that is gone ends no training.
+    """Write text without buffering. If the stream is gone, the text is lost, and nothing raises.
 
-    That is a daemon's, which is None or closed, a pipe that nobody reads any more, a lost terminal, a file on a full
-    disk. What the stream's encoding does not hold is escaped. Of the process's own streams nothing stays behind in the
-    buffer, or whatever writes next, the interpreter's end included, would fail for it.
+    A daemon's stream is None or closed; a pipe may have no reader, a terminal may be lost, a disk may be full.
+    Characters that the stream's encoding lacks are escaped. Nothing stays in the buffer of the process's own streams:
+    the next write, or the end of the interpreter, would fail for it.
     """
     if stream is None:
         return
@@ -39,12 +39,12 @@ def write_text(stream: TextIO | None, text: str) -> None:
 
 @contextlib.contextmanager
 def usable_streams() -> Iterator[None]:
-    """Have `sys.stdout` and `sys.stderr` that take what is written, where there are none or closed ones, for a block.
+    """Replace a missing or closed `sys.stdout` or `sys.stderr` by the null device, inside a block.
 
-    Warnings, prints and other libraries' bars would else raise in the middle of it. Descriptors 0 to 2 that are free
-    are led to nowhere, for good: the next file to be opened would get one, and with it what compiled code prints.
-    What others printed in the block and cannot be written is dropped at its end: the interpreter would try it once
-    more when it ends, and give a run that went well the exit code 120.
+    Otherwise warnings, prints and progress bars of other libraries would raise. Free descriptors from 0 to 2 are opened
+    on the null device for good: the next opened file would get one, and with it the output of compiled code. Output of
+    the block that cannot be written is dropped at its end: the interpreter would try to write it once more, and end a
+    successful run with exit code 120.
     """
     _occupy_descriptors()
     with contextlib.ExitStack() as undo:
@@ -60,7 +60,7 @@ def usable_streams() -> Iterator[None]:
 
 
 def flush_streams() -> None:
-    """Write out what was printed; streams that are gone are left alone."""
+    """Flush stdout and stderr; skip closed ones."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -68,7 +68,7 @@ def flush_streams() -> None:
 
 
 def _put_back(name: str, nowhere: TextIO, stream: Any) -> None:
-    if getattr(sys, name) is nowhere:  # else somebody has put another one there
+    if getattr(sys, name) is nowhere:  # else other code has replaced it
         setattr(sys, name, stream)
 
 
@@ -98,12 +98,12 @@ def _occupy_descriptors() -> None:
             os.fstat(descriptor)
         except OSError as error:
             if error.errno == errno.EBADF:
-                opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+                opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
                 os.set_inheritable(opened, True)
 
 
 def _unbuffered(stream: TextIO) -> int | None:
-    """Return the descriptor of one of the process's own streams; others may stand for what no descriptor shows."""
+    """Return the descriptor of the process's own stdout or stderr; None for any other stream."""
     if os.name != "posix" or (stream is not sys.__stdout__ and stream is not sys.__stderr__):
         return None
     return stream.fileno()
