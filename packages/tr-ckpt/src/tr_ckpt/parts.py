@@ -1,6 +1,14 @@
 """Capture, write and read one part of a checkpoint: `NAME.json`, and `NAME.safetensors` if it holds tensors.
 
-A part whose state holds DTensors is in shards: see `sharded/`.
+A part on its way to the disk, or back:
+
+| object | where | is |
+|---|---|---|
+| `Stateful` | `checkpointer.py` | the part: it gives its state and takes one |
+| `TakenStates` | `saving.py` | the states of all parts of one save, not copied; it knows which of them hold DTensors |
+| `CapturedPart` | here | what one rank writes of a part, at one instant; one of the next two |
+| `CapturedState` | here | a plain state: JSON, and tensors that are copies if the save is in the background |
+| `CapturedShards` | `sharded/capturing.py` | this rank's chunks of a state with DTensors |
 
 `capture` copies tensors into host memory that `HostBuffers` reuses from save to save. Training can then continue
 while they are written.
