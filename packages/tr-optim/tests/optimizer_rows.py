@@ -22,9 +22,10 @@ ENTRIES = {
 }
 LAZY = "refresh=lazy, refresh_window=1, update_proj_gap=2, basis_dtype=int8"
 STORED = "accumulate=store"
+ROUNDED = "stochastic_rounding=true"  # in bfloat16 alone
 # By name: `optim_args`, and the norm to clip to, if not None.
 WAYS = {
-    "adafactor": [("beta1=0.9, scale_parameter=true", None), ("stochastic_rounding=true", None)],
+    "adafactor": [("beta1=0.9, scale_parameter=true", None), (ROUNDED, None)],
     "adamw_8bit": [("", 0.1)],
     "lomo": [
         ("", 0.05),
@@ -32,26 +33,32 @@ WAYS = {
         ("nonfinite=skip_step", None),
         ("nonfinite=skip_tensor", None),
         (f"{STORED}, clip_grad_value=1e-3", None),
-        ("stochastic_rounding=true", None),
+        (ROUNDED, None),
+        (ROUNDED, 0.05),
     ],
     "adalomo": [
         ("", 0.05),
         ("nonfinite=skip_step", None),
         ("nonfinite=skip_tensor", None),
         (STORED, None),
-        ("stochastic_rounding=true", None),
+        (ROUNDED, None),
     ],
-    "galore_adamw": [("rotate_moments=false, proj_type=full", 0.1), (LAZY, None)],
-    "galore_adamw_layerwise": [("method=svd", 0.1), ("refresh_from=first", None), ("mode=immediate", None)],
+    "galore_adamw": [("rotate_moments=false, proj_type=full", 0.1), (LAZY, None), (ROUNDED, None)],
+    "galore_adamw_layerwise": [
+        (ROUNDED, 0.1),
+        ("method=svd", 0.1),
+        ("refresh_from=first", None),
+        ("mode=immediate", None),
+    ],
     "galore_adamw_8bit": [("rotate_moments=false", None)],
     "galore_adamw_8bit_layerwise": [("mode=immediate, refresh_from=first", None), (LAZY, 0.1)],
-    "galore_adafactor": [("beta1=0.9", 0.1)],
+    "galore_adafactor": [("beta1=0.9", 0.1), (ROUNDED, None)],
     "galore_adafactor_layerwise": [("beta1=0.9", None), ("mode=immediate, beta1=0.9", None)],
-    "apollo_adamw": [("proj=svd", 0.1), ("proj_type=reverse_std", None)],
+    "apollo_adamw": [(ROUNDED, None), ("proj=svd", 0.1), ("proj_type=reverse_std", None)],
     "apollo_adamw_layerwise": [("proj=svd", 0.1), ("proj_type=reverse_std", None)],
     "apollo_mini_layerwise": [("", 0.1)],
     "fira_adamw": [("proj_type=reverse_std, norm_growth=none", 0.1)],
-    "fira_adamw_layerwise": [("proj_type=reverse_std", 0.1), ("norm_growth=none", None)],
+    "fira_adamw_layerwise": [(ROUNDED, None), ("proj_type=reverse_std", 0.1), ("norm_growth=none", None)],
 }
 
 
@@ -177,5 +184,5 @@ def rows(*dtypes: torch.dtype) -> list[Row]:
         Row(name, *way, dtype)
         for dtype in dtypes or (torch.float32,)
         for name, way in ways
-        if dtype == torch.bfloat16 or "stochastic_rounding" not in way[0]
+        if dtype == torch.bfloat16 or ROUNDED not in way[0]
     ]
