@@ -199,7 +199,6 @@ def test_a_learning_rate_schedule_is_followed():
     [
         ({"lr": 1e-3}, "lr=0.001 and relative_step=True both set the step size; set relative_step=False"),
         ({"relative_step": False}, "relative_step=False needs a learning rate"),
-        ({"lr": -1.0, "relative_step": False}, "lr=-1 must not be negative"),
         ({"lr": 1.0, "relative_step": False, "warmup_init": True}, "warmup_init=True warms up relative steps"),
         ({"eps": (1e-30,)}, r"eps=\(1e-30,\) must be two numbers from 0"),
         ({"eps": (-1.0, 0.0)}, "must be two numbers from 0"),

@@ -192,7 +192,6 @@ def test_a_step_that_is_not_finite_is_left_out_whole_on_request_and_where_all_is
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": -1.0}, "lr=-1 must not be negative"),
         ({"weight_decay": -1.0}, "weight_decay=-1 must not be negative"),
         ({"eps": (1e-30,)}, r"eps=\(1e-30,\) must be two numbers from 0"),
         ({"clip_threshold": 0.0}, "clip_threshold=0 must be positive"),

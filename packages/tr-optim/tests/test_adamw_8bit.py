@@ -324,7 +324,6 @@ def test_training_arguments_give_rate_betas_and_eps():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr=-1 must not be negative"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be two numbers"),
         ({"eps": -1.0}, "eps=-1 must not be negative"),
         ({"weight_decay": -1.0}, "weight_decay=-1 must not be negative"),

@@ -212,7 +212,6 @@ def test_a_stack_has_step_sizes_and_limits_for_each_of_its_matrices():
         ({"mode": "deferred"}, "needs the gradients themselves; use mode='immediate', .* or mode='step'"),
         ({"mode": "layerwise"}, "mode='layerwise' is not known; it is one of step, immediate"),
         ({"compat": "fira"}, "compat='fira' is not known; it is one of None, apollo-torch"),
-        ({"lr": -1.0}, "lr=-1 must not be negative"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be two numbers"),
     ],
 )

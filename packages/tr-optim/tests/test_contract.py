@@ -237,7 +237,7 @@ def test_a_state_of_another_model_is_refused_and_nothing_is_changed(row):
     if row.name == "lomo":
         loading.load_state_dict(optimizer.state_dict())  # it has no state
         return
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match=r"of shape \(25, 12\) has (the shape|moments of shape)"):
         loading.load_state_dict(optimizer.state_dict())
     assert not loading.state
     assert_same_bits(states(optimizer), before)

@@ -445,7 +445,6 @@ def test_what_is_not_finite_is_applied_without_a_request_as_any_optimizer_does()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": -1.0}, "lr=-1 must not be negative"),
         ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must not be negative"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0 must be positive, or None for no clipping"),
         ({"clip_grad_value": -2.0}, "clip_grad_value=-2 must be positive"),
