@@ -63,6 +63,18 @@ def make_trainer(make_args, model):
 
 
 @pytest.fixture
+def make_trained(make_trainer):
+    """Build a Trainer as `make_trainer` does, and train it."""
+
+    def build(*arguments, **changes):
+        trainer = make_trainer(*arguments, **changes)
+        trainer.train()
+        return trainer
+
+    return build
+
+
+@pytest.fixture
 def saving(make_trainer, tmp_path):
     """Build a Trainer of ten steps that keeps its checkpoints in memory."""
     return partial(saving_trainer, make_trainer, tmp_path)

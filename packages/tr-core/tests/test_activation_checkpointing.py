@@ -167,12 +167,9 @@ def test_a_copy_of_a_checkpointed_layer_computes_with_its_own_weights():
     assert found.eq(0).all()
 
 
-def test_evaluation_computes_nothing_twice(make_trainer):
+def test_evaluation_computes_nothing_twice(make_trained):
     model = Deep()
-    trainer = make_trainer(
-        8, model=model, activation_checkpointing=True, eval_dataset=samples(4), eval_strategy="epoch"
-    )
-    trainer.train()
+    make_trained(8, model=model, activation_checkpointing=True, eval_dataset=samples(4), eval_strategy="epoch")
     # two steps twice each, one batch of evaluation
     assert model.blocks[0].calls == 5
 

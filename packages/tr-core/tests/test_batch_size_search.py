@@ -173,15 +173,14 @@ def test_random_numbers_that_callbacks_draw_when_a_step_begins_are_drawn_again(m
     assert torch.equal(*drawn)
 
 
-def test_data_without_a_length_continues_at_the_failed_step(make_trainer):
+def test_data_without_a_length_continues_at_the_failed_step(make_trained):
     options = {"num_train_epochs": 1, "max_steps": 8, "train_dataset": Stream(numbered(44))}
     common = {"optim": "sgd", "learning_rate": 0.1, **options}
     runs = []
     for first, sizes in ((1, {"per_device_train_batch_size": 8, "auto_find_batch_size": True}), (99, {})):
         model = limited(4, first_forward=first)
         small = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-        trainer = make_trainer(model=model, **{**common, **(sizes or small)})
-        trainer.train()
+        trainer = make_trained(model=model, **{**common, **(sizes or small)})
         runs.append(trainer)
     assert same(*runs)
     assert runs[0].model.used == runs[1].model.used

@@ -23,14 +23,13 @@ def test_a_metric_that_nothing_computes_is_an_error_before_the_first_step(make_t
     assert "eval_loss, eval_runtime, eval_samples_per_second, eval_steps_per_second; name one" in message
 
 
-def test_of_several_data_sets_the_metrics_are_named_before_the_first_step(make_trainer):
+def test_of_several_data_sets_the_metrics_are_named_before_the_first_step(make_trainer, make_trained):
     data = {"near": samples(4), "far": samples(4)}
     message, steps = started(make_trainer(eval_dataset=data, **{**EVALUATED, "metric_for_best_model": "loss"}))
     assert steps == 0
     assert "eval_near_loss" in message
     assert "eval_far_loss" in message
-    trainer = make_trainer(eval_dataset=data, **{**EVALUATED, "metric_for_best_model": "far_loss"})
-    trainer.train()
+    trainer = make_trained(eval_dataset=data, **{**EVALUATED, "metric_for_best_model": "far_loss"})
     values = log_of(trainer, "eval_far_loss")
     assert trainer.state.best_metric == min(values)
 
@@ -41,9 +40,8 @@ def test_early_stopping_does_not_hide_what_is_known(make_trainer):
 
 
 @pytest.mark.parametrize("metric", ["loss", "eval_loss", "runtime", "eval_steps_per_second"])
-def test_metrics_of_every_evaluation_are_accepted(make_trainer, metric):
-    trainer = make_trainer(eval_dataset=samples(4), **{**EVALUATED, "metric_for_best_model": metric})
-    trainer.train()
+def test_metrics_of_every_evaluation_are_accepted(make_trained, metric):
+    trainer = make_trained(eval_dataset=samples(4), **{**EVALUATED, "metric_for_best_model": metric})
     name = f"eval_{metric.removeprefix('eval_')}"
     values = [entry[name] for entry in trainer.state.log_history if name in entry]
     assert len(values) == 5
@@ -78,9 +76,8 @@ class Adds(TrainerCallback):
 
 
 @pytest.mark.parametrize("parts", [{"trainer_class": AddsMetrics}, {"callbacks": [Adds]}])
-def test_a_metric_that_a_subclass_or_a_callback_adds_is_found(make_trainer, parts):
-    trainer = make_trainer(eval_dataset=samples(4), **parts, **EVALUATED)
-    trainer.train()
+def test_a_metric_that_a_subclass_or_a_callback_adds_is_found(make_trained, parts):
+    trainer = make_trained(eval_dataset=samples(4), **parts, **EVALUATED)
     assert trainer.state.best_metric == 0.5
 
 
@@ -91,7 +88,6 @@ def test_metrics_given_after_construction_count(make_trainer):
     assert trainer.state.best_metric == 0.25
 
 
-def test_without_evaluations_no_metric_is_missed(make_trainer):
-    trainer = make_trainer(**{**EVALUATED, "eval_strategy": "no"})
-    trainer.train()
+def test_without_evaluations_no_metric_is_missed(make_trained):
+    trainer = make_trained(**{**EVALUATED, "eval_strategy": "no"})
     assert trainer.state.global_step == 5

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.data import samples, stack
 from support.models import Classifier
-from support.runs import log_of
+from support.runs import assert_same_weights, log_of, train_by_hand
 from torch import nn
 
 from tr_core import TrainerCallback
@@ -18,25 +18,8 @@ OPTIONS = {
 }
 
 
-def steps_by_hand(model, parameters, data):
-    """Train one epoch in order; return the gradient norms of the whole model before clipping."""
-    optimizer, norms = torch.optim.SGD(parameters, lr=0.5), []
-    for start in range(0, len(data), 4):
-        rows = data[start : start + 4]
-        model.zero_grad()
-        model(**stack(rows))["loss"].backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
-        optimizer.step()
-    return norms
-
-
-def norms_of(trainer):
-    return log_of(trainer, "grad_norm")
-
-
-def assert_same(first, second):
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+def by_hand(model, parameters, rows):
+    return train_by_hand(model, torch.optim.SGD(parameters, lr=0.5), rows, max_norm=OPTIONS["max_grad_norm"])
 
 
 @pytest.fixture
@@ -54,9 +37,9 @@ def test_gradients_of_parameters_outside_the_optimizer_do_not_add_up(make_traine
     trainer = make_trainer(16, **OPTIONS)
     trainer.optimizer = torch.optim.SGD(trainer.model.layers[3].parameters(), lr=0.5)
     trainer.train()
-    expected = steps_by_hand(twin, twin.layers[3].parameters(), samples(16))
-    assert norms_of(trainer) == pytest.approx(expected, rel=1e-5)
-    assert_same(trainer.model, twin)
+    expected = by_hand(twin, twin.layers[3].parameters(), samples(16))
+    assert log_of(trainer, "grad_norm") == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(trainer.model, twin)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
@@ -64,7 +47,7 @@ def test_gradients_that_are_there_when_training_begins_are_cleared(make_trainer,
     trainer = make_trainer(16, **OPTIONS)
     trainer.model(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))["loss"].backward()
     trainer.train()
-    assert norms_of(trainer) == pytest.approx(steps_by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
+    assert log_of(trainer, "grad_norm") == pytest.approx(by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
 
 
 def test_a_head_replaced_after_an_evaluation_is_trained_measured_and_clipped(make_trainer, twin):
@@ -72,8 +55,8 @@ def test_a_head_replaced_after_an_evaluation_is_trained_measured_and_clipped(mak
     trainer.evaluate()
     trainer.model.layers[3], twin.layers[3] = head(), head()
     trainer.train()
-    assert norms_of(trainer) == pytest.approx(steps_by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
-    assert_same(trainer.model, twin)
+    assert log_of(trainer, "grad_norm") == pytest.approx(by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
+    assert_same_weights(trainer.model, twin)
 
 
 def test_a_parameter_replaced_after_an_evaluation_is_trained_measured_and_clipped(make_trainer, twin):
@@ -82,8 +65,8 @@ def test_a_parameter_replaced_after_an_evaluation_is_trained_measured_and_clippe
     for model in (trainer.model, twin):
         model.layers[3].weight = nn.Parameter(torch.ones(3, 16))
     trainer.train()
-    assert norms_of(trainer) == pytest.approx(steps_by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
-    assert_same(trainer.model, twin)
+    assert log_of(trainer, "grad_norm") == pytest.approx(by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
+    assert_same_weights(trainer.model, twin)
 
 
 def test_a_model_assigned_after_an_evaluation_is_trained_measured_clipped_and_evaluated(make_trainer):
@@ -95,7 +78,7 @@ def test_a_model_assigned_after_an_evaluation_is_trained_measured_clipped_and_ev
     twin = Classifier()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated(twin))
     trainer.train()
-    assert norms_of(trainer) == pytest.approx(steps_by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
+    assert log_of(trainer, "grad_norm") == pytest.approx(by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated(twin), rel=1e-5)
 
 
@@ -123,17 +106,18 @@ def test_a_head_replaced_in_a_run_is_refused_where_the_optimizer_does_not_hold_i
         trainer.train()
 
 
-def test_a_head_replaced_in_a_run_and_given_to_the_optimizer_is_trained_measured_and_clipped(make_trainer, twin):
+def test_a_head_replaced_in_a_run_and_given_to_the_optimizer_is_trained_measured_and_clipped(make_trained, twin):
     def act(model, optimizer):
         model.layers[3] = head()
         optimizer.add_param_group({"params": list(model.layers[3].parameters())})
 
-    trainer = make_trainer(16, callbacks=[InTheMiddle(act)], **OPTIONS)
-    trainer.train()
-    first = steps_by_hand(twin, twin.parameters(), samples(16)[:8])
+    trainer = make_trained(16, callbacks=[InTheMiddle(act)], **OPTIONS)
+    first = by_hand(twin, twin.parameters(), samples(16)[:8])
     twin.layers[3] = head()
-    assert norms_of(trainer) == pytest.approx(first + steps_by_hand(twin, twin.parameters(), samples(16)[8:]), rel=1e-5)
-    assert_same(trainer.model, twin)
+    assert log_of(trainer, "grad_norm") == pytest.approx(
+        first + by_hand(twin, twin.parameters(), samples(16)[8:]), rel=1e-5
+    )
+    assert_same_weights(trainer.model, twin)
 
 
 def test_a_layer_unfrozen_in_a_run_is_refused_where_the_optimizer_does_not_hold_it(make_trainer, model):
@@ -145,15 +129,14 @@ def test_a_layer_unfrozen_in_a_run_is_refused_where_the_optimizer_does_not_hold_
         trainer.train()
 
 
-def test_a_layer_frozen_in_a_run_stays_as_it_is(make_trainer):
+def test_a_layer_frozen_in_a_run_stays_as_it_is(make_trained):
     kept = []
 
     def act(model, optimizer):
         model.layers[0].requires_grad_(False)
         kept.append(model.layers[0].weight.detach().clone())
 
-    trainer = make_trainer(16, callbacks=[InTheMiddle(act)], **OPTIONS)
-    trainer.train()
+    trainer = make_trained(16, callbacks=[InTheMiddle(act)], **OPTIONS)
     assert torch.equal(trainer.model.layers[0].weight, kept[0])
 
 

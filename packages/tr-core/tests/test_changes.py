@@ -105,14 +105,13 @@ def test_an_assignment_to_the_trainer_does_not_hide_one_to_its_arguments(make_tr
 # The next step
 
 
-def test_the_norm_that_gradients_are_clipped_to_acts_from_the_next_step(make_trainer):
+def test_the_norm_that_gradients_are_clipped_to_acts_from_the_next_step(make_trained):
     torch.manual_seed(0)
     model = Classifier()
     options = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.5, "max_grad_norm": 0}
-    trainer = make_trainer(
+    trainer = make_trained(
         16, train_sampling_strategy="sequential", callbacks=[At(2, setting(max_grad_norm=0.01))], **options
     )
-    trainer.train()
     data = samples(16)
     for step in range(4):
         rows = data[4 * step : 4 * step + 4]
@@ -126,10 +125,9 @@ def test_the_norm_that_gradients_are_clipped_to_acts_from_the_next_step(make_tra
         torch.testing.assert_close(ours, expected)
 
 
-def test_label_smoothing_acts_from_the_next_step(make_trainer):
+def test_label_smoothing_acts_from_the_next_step(make_trained):
     options = {"train_sampling_strategy": "sequential", "learning_rate": 0.0}
-    trainer = make_trainer(16, callbacks=[At(2, setting(label_smoothing_factor=0.2))], **options)
-    trainer.train()
+    trainer = make_trained(16, callbacks=[At(2, setting(label_smoothing_factor=0.2))], **options)
     logits = trainer.model(torch.stack([row["x"] for row in samples(16)]))["logits"]
     labels = torch.stack([row["labels"] for row in samples(16)])
     losses = log_of(trainer, "loss")
@@ -140,31 +138,25 @@ def test_label_smoothing_acts_from_the_next_step(make_trainer):
         assert loss == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_times_of_logging_act_from_the_next_step(make_trainer):
-    trainer = make_trainer(40, logging_steps=5, callbacks=[At(5, setting(logging_steps=2))])
-    trainer.train()
+def test_times_of_logging_act_from_the_next_step(make_trained):
+    trainer = make_trained(40, logging_steps=5, callbacks=[At(5, setting(logging_steps=2))])
     assert steps_with(trainer, "loss") == [5, 6, 8, 10]
-    trainer = make_trainer(24, logging_steps=1, callbacks=[At(2, setting(logging_strategy="epoch"))])
-    trainer.train()
+    trainer = make_trained(24, logging_steps=1, callbacks=[At(2, setting(logging_strategy="epoch"))])
     assert steps_with(trainer, "loss") == [1, 2, 6]
 
 
-def test_times_of_evaluation_act_from_the_next_step(make_trainer):
+def test_times_of_evaluation_act_from_the_next_step(make_trained):
     options = {"eval_dataset": samples(4), "eval_strategy": "steps"}
-    trainer = make_trainer(40, **options, eval_steps=5, callbacks=[At(5, setting(eval_steps=2))])
-    trainer.train()
+    trainer = make_trained(40, **options, eval_steps=5, callbacks=[At(5, setting(eval_steps=2))])
     assert steps_with(trainer, "eval_loss") == [5, 6, 8, 10]
-    trainer = make_trainer(24, **options, eval_steps=2, callbacks=[At(2, setting(eval_strategy="no"))])
-    trainer.train()
+    trainer = make_trained(24, **options, eval_steps=2, callbacks=[At(2, setting(eval_strategy="no"))])
     assert steps_with(trainer, "eval_loss") == [2]
-    trainer = make_trainer(24, **options, eval_steps=1, callbacks=[At(2, setting(eval_delay=5))])
-    trainer.train()
+    trainer = make_trained(24, **options, eval_steps=1, callbacks=[At(2, setting(eval_delay=5))])
     assert steps_with(trainer, "eval_loss") == [1, 2, 5, 6]
 
 
-def test_a_share_of_the_run_is_a_number_of_steps_there_too(make_trainer):
-    trainer = make_trainer(40, logging_steps=100, callbacks=[At(1, setting(logging_steps=0.5))])
-    trainer.train()
+def test_a_share_of_the_run_is_a_number_of_steps_there_too(make_trained):
+    trainer = make_trained(40, logging_steps=100, callbacks=[At(1, setting(logging_steps=0.5))])
     assert steps_with(trainer, "loss") == [5, 10]
 
 
@@ -206,17 +198,15 @@ def test_evaluation_arguments_act_at_the_next_evaluation(make_trainer):
 # Between runs
 
 
-def test_arguments_changed_between_runs_are_those_of_the_second(make_trainer):
-    trainer = make_trainer(16, logging_steps=2)
-    trainer.train()
+def test_arguments_changed_between_runs_are_those_of_the_second(make_trained):
+    trainer = make_trained(16, logging_steps=2)
     trainer.args.logging_steps, trainer.args.per_device_train_batch_size, trainer.args.num_train_epochs = 1, 8, 2
     trainer.train()
     assert (trainer.state.max_steps, steps_with(trainer, "loss")) == (4, [1, 2, 3, 4])
 
 
-def test_other_arguments_can_be_assigned_between_runs(make_trainer, make_args):
-    trainer = make_trainer(16)
-    trainer.train()
+def test_other_arguments_can_be_assigned_between_runs(make_trained, make_args):
+    trainer = make_trained(16)
     trainer.args = make_args(per_device_train_batch_size=8, learning_rate=0.5)
     trainer.train()
     assert (trainer.state.max_steps, trainer.state.log_history[0]["learning_rate"]) == (2, 0.5)

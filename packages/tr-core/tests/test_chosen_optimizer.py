@@ -4,35 +4,13 @@ import copy
 
 import pytest
 import torch
-from support.data import samples, stack
+from support.data import samples
 from support.models import Classifier
+from support.runs import assert_same_weights, train_by_hand
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from tr_core import Trainer, TrainerCallback, get_scheduler
-
-
-def weights_of(model):
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def by_hand(model, optimizer, data, schedule=None, batch=4, max_norm=1.0):
-    """Train one epoch in order, as the Trainers here do."""
-    model.train()
-    for start in range(0, len(data), batch):
-        rows = data[start : start + batch]
-        inputs = stack(rows)
-        model(**inputs)["loss"].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        optimizer.zero_grad()
-    return weights_of(model)
-
-
-def assert_same(first, second):
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.fixture
@@ -54,8 +32,8 @@ def test_an_assigned_optimizer_trains(in_order, twin):
     trainer = in_order()
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
     trainer.train()
-    expected = by_hand(twin, torch.optim.SGD(twin.parameters(), lr=0.5), samples(16))
-    assert_same(weights_of(trainer.model), expected)
+    train_by_hand(twin, torch.optim.SGD(twin.parameters(), lr=0.5), samples(16))
+    assert_same_weights(trainer.model, twin)
 
 
 def test_an_assigned_schedule_sets_the_rates(in_order, twin):
@@ -65,7 +43,8 @@ def test_an_assigned_schedule_sets_the_rates(in_order, twin):
     trainer.train()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    assert_same(weights_of(trainer.model), by_hand(twin, optimizer, samples(16), schedule))
+    train_by_hand(twin, optimizer, samples(16), schedule)
+    assert_same_weights(trainer.model, twin)
     assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [
         0.5,
         0.25,
@@ -82,7 +61,8 @@ def test_groups_edited_after_create_optimizer_train_as_edited(in_order, twin):
     biases = [p for name, p in twin.named_parameters() if name.endswith("bias")]
     others = [p for name, p in twin.named_parameters() if not name.endswith("bias")]
     optimizer = torch.optim.SGD([{"params": others, "lr": 0.1}, {"params": biases, "lr": 0.0}], lr=0.1)
-    assert_same(weights_of(trainer.model), by_hand(twin, optimizer, samples(16)))
+    train_by_hand(twin, optimizer, samples(16))
+    assert_same_weights(trainer.model, twin)
 
 
 def test_an_optimizer_and_a_schedule_built_by_hand_are_used(in_order):
@@ -216,7 +196,7 @@ def test_an_optimizer_of_a_part_of_the_model_and_of_a_loss_is_taken(make_trainer
     make_trainer(8, optimizers=(optimizer, None)).train()
 
 
-def test_a_schedule_of_the_optimizer_within_a_wrapper_is_taken(make_trainer, model):
+def test_a_schedule_of_the_optimizer_within_a_wrapper_is_taken(make_trained, model):
     class Wrapper(torch.optim.SGD):
         def step(self, closure=None):
             return inner.step(closure)
@@ -224,8 +204,7 @@ def test_a_schedule_of_the_optimizer_within_a_wrapper_is_taken(make_trainer, mod
     inner = sgd(model)
     outer = Wrapper(model.parameters(), lr=0.5)
     outer.param_groups = inner.param_groups
-    trainer = make_trainer(8, optimizers=(outer, StepLR(inner, 1, gamma=0.5)))
-    trainer.train()
+    trainer = make_trained(8, optimizers=(outer, StepLR(inner, 1, gamma=0.5)))
     assert [entry["learning_rate"] for entry in trainer.state.log_history[:2]] == [0.5, 0.25]
 
 

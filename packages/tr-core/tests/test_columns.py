@@ -69,7 +69,7 @@ def rows(number=8):
     return [{**row, "text": f"text {i}", "weight": float(i)} for i, row in enumerate(samples(number))]
 
 
-def test_a_collator_gets_by_name_what_the_model_does_not_take(make_trainer):
+def test_a_collator_gets_by_name_what_the_model_does_not_take(make_trained):
     read = []
 
     def collate(batch):
@@ -77,8 +77,7 @@ def test_a_collator_gets_by_name_what_the_model_does_not_take(make_trainer):
         read.extend(sample.pop("weight") for sample in batch)
         return default_data_collator(batch)
 
-    trainer = make_trainer(train_dataset=rows(4), data_collator=collate)
-    trainer.train()
+    make_trained(train_dataset=rows(4), data_collator=collate)
     assert sorted(read, key=str) == [0.0, 1.0, 2.0, 3.0, "text 0", "text 1", "text 2", "text 3"]
 
 
@@ -111,7 +110,7 @@ def test_an_error_of_a_collator_that_found_its_columns_is_its_own(make_trainer):
         trainer.train()
 
 
-def test_a_collator_can_keep_columns_in_sight(make_trainer):
+def test_a_collator_can_keep_columns_in_sight(make_trained):
     class Weighted(Trainer):
         seen = 0.0
 
@@ -125,8 +124,7 @@ def test_a_collator_can_keep_columns_in_sight(make_trainer):
         def __call__(self, batch):
             return default_data_collator(batch)
 
-    trainer = make_trainer(trainer_class=Weighted, train_dataset=rows(8), data_collator=Collate())
-    trainer.train()
+    trainer = make_trained(trainer_class=Weighted, train_dataset=rows(8), data_collator=Collate())
     assert trainer.seen == sum(range(8))
 
 
@@ -248,7 +246,7 @@ def test_labels_of_a_loss_function_need_not_be_taken_by_the_forward(make_trainer
         make_trainer(model=Unlabelled(), compute_loss_func=cross_entropy, label_names=["target"])
 
 
-def test_labels_that_an_overridden_loss_takes_out_need_not_be_taken_by_the_forward(make_trainer):
+def test_labels_that_an_overridden_loss_takes_out_need_not_be_taken_by_the_forward(make_trained):
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             target = inputs.pop("target")
@@ -257,10 +255,9 @@ def test_labels_that_an_overridden_loss_takes_out_need_not_be_taken_by_the_forwa
             return (loss, outputs) if return_outputs else loss
 
     data = [{"x": row["x"], "target": row["labels"]} for row in samples(8)]
-    trainer = make_trainer(
+    trainer = make_trained(
         trainer_class=Own, model=Unlabelled(), train_dataset=data, eval_dataset=data, label_names=["target"]
     )
-    trainer.train()
     assert "eval_loss" in trainer.evaluate()
 
 

@@ -75,9 +75,8 @@ def test_a_compiled_run_gives_the_bits_of_an_uncompiled_one(make_trainer, kind):
     assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(compiled).items())
 
 
-def test_training_and_evaluation_run_what_the_backend_made(make_trainer, counting_backend):
-    trainer = make_trainer(20, torch_compile_backend="counting_for_tests", eval_dataset=samples(4))
-    trainer.train()
+def test_training_and_evaluation_run_what_the_backend_made(make_trained, counting_backend):
+    trainer = make_trained(20, torch_compile_backend="counting_for_tests", eval_dataset=samples(4))
     assert counting_backend["calls"] == 5
     trainer.evaluate()
     assert counting_backend["calls"] == 6
@@ -88,9 +87,8 @@ def test_training_and_evaluation_run_what_the_backend_made(make_trainer, countin
     assert counting_backend["graphs"] == graphs
 
 
-def test_outside_the_trainer_the_model_is_not_compiled(make_trainer, counting_backend):
-    trainer = make_trainer(8, torch_compile_backend="counting_for_tests")
-    trainer.train()
+def test_outside_the_trainer_the_model_is_not_compiled(make_trained, counting_backend):
+    trainer = make_trained(8, torch_compile_backend="counting_for_tests")
     calls = counting_backend["calls"]
     trainer.model(samples(1)[0]["x"])
     assert counting_backend["calls"] == calls
@@ -136,11 +134,10 @@ def test_finding_out_what_a_loss_is_divided_by_leaves_no_trace(make_trainer):
     assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(compiled).items())
 
 
-def test_saved_weights_have_the_models_own_names(make_trainer, tmp_path):
+def test_saved_weights_have_the_models_own_names(make_trained, tmp_path):
     from safetensors.torch import load_file
 
-    trainer = make_trainer(8, torch_compile_backend="eager")
-    trainer.train()
+    trainer = make_trained(8, torch_compile_backend="eager")
     trainer.save_model(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert set(saved) == set(Classifier().state_dict())
@@ -191,7 +188,7 @@ def test_a_backend_that_draws_dropout_again_is_refused_with_activation_checkpoin
         make_trainer(8, activation_checkpointing=True, torch_compile_backend=backend)
 
 
-def test_compiled_and_checkpointed_layers_have_the_gradients_of_the_same_dropout(make_trainer):
+def test_compiled_and_checkpointed_layers_have_the_gradients_of_the_same_dropout(make_trained):
     class Layers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -207,7 +204,6 @@ def test_compiled_and_checkpointed_layers_have_the_gradients_of_the_same_dropout
     ends = []
     for checkpointing in (False, True):
         options = {"activation_checkpointing": checkpointing, "torch_compile_backend": "aot_eager"}
-        trainer = make_trainer(8, model=Layers(), **options)
-        trainer.train()
+        trainer = make_trained(8, model=Layers(), **options)
         ends.append(trainer.model.state_dict().values())
     assert all(map(torch.equal, *ends))

@@ -101,12 +101,11 @@ def test_the_watch_is_gone_after_training(make_trainer, fails):
     assert not any(module._forward_hooks for module in trainer.model.modules())
 
 
-def test_watching_changes_no_number(make_trainer, make_args):
+def test_watching_changes_no_number(make_trained, make_args):
     runs = []
     for debug in ("", WATCH):
         torch.manual_seed(0)
-        trainer = make_trainer(20, model=Classifier(dropout=0.3), debug=debug)
-        trainer.train()
+        trainer = make_trained(20, model=Classifier(dropout=0.3), debug=debug)
         runs.append([entry.get("loss") for entry in trainer.state.log_history])
     assert runs[0] == runs[1]
 

@@ -54,13 +54,12 @@ class Modes(TrainerCallback):
         self.seen.append(("step", self.optimizer.mode))
 
 
-def test_an_evaluation_is_of_the_weights_to_judge_and_training_continues_with_the_others(make_trainer, model):
+def test_an_evaluation_is_of_the_weights_to_judge_and_training_continues_with_the_others(make_trained, model):
     optimizer = TwoSets(model.parameters())
     modes = Modes(optimizer)
-    trainer = make_trainer(
+    make_trained(
         8, optimizers=(optimizer, None), callbacks=[modes], eval_dataset=samples(4), eval_strategy="steps", eval_steps=1
     )
-    trainer.train()
     assert modes.seen == [("step", "train"), ("evaluated", "eval")] * 2
 
 
@@ -76,16 +75,15 @@ def test_the_weights_trained_are_those_of_a_run_without_evaluations(make_trainer
     assert all(torch.equal(a, b) for a, b in zip(often, trained(), strict=True))
 
 
-def test_after_training_the_model_has_the_weights_to_judge(make_trainer, model):
+def test_after_training_the_model_has_the_weights_to_judge(make_trained, model):
     optimizer = TwoSets(model.parameters())
-    trainer = make_trainer(16, optimizers=(optimizer, None), eval_dataset=samples(4))
-    trainer.train()
+    trainer = make_trained(16, optimizers=(optimizer, None), eval_dataset=samples(4))
     expected = [(a + b) / 2 for a, b in zip(optimizer.first, optimizer.trained, strict=True)]
     trainer.evaluate()
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
 
 
-def test_a_checkpoint_and_save_model_hold_the_weights_to_judge(make_trainer, model, tmp_path):
+def test_a_checkpoint_and_save_model_hold_the_weights_to_judge(make_trained, model, tmp_path):
     class Keeps:
         modes = ()
 
@@ -102,8 +100,7 @@ def test_a_checkpoint_and_save_model_hold_the_weights_to_judge(make_trainer, mod
         restore = check = wait = close = lambda self, *args, **kwargs: None
 
     optimizer, keeper = TwoSets(model.parameters()), Keeps()
-    trainer = make_trainer(8, optimizers=(optimizer, None), checkpointer=keeper, save_strategy="steps", save_steps=1)
-    trainer.train()
+    trainer = make_trained(8, optimizers=(optimizer, None), checkpointer=keeper, save_strategy="steps", save_steps=1)
     assert keeper.modes == ("eval", "eval")
     assert int(trainer.state.global_step) == 2
 

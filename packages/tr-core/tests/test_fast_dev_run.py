@@ -113,13 +113,12 @@ def test_the_arguments_that_were_passed_stay_as_they_are(make_args, model):
     assert Trainer(Classifier(), without, train_dataset=samples(20)).args is without
 
 
-def test_the_trial_is_the_beginning_of_the_run_it_stands_for(make_trainer):
+def test_the_trial_is_the_beginning_of_the_run_it_stands_for(make_trained):
     """With a learning rate that does not depend on the run's length."""
     ends = []
     for changes in ({"max_steps": 3}, {"fast_dev_run": 3}):
         torch.manual_seed(0)
-        trainer = make_trainer(80, model=Classifier(), lr_scheduler_type="constant", **changes)
-        trainer.train()
+        trainer = make_trained(80, model=Classifier(), lr_scheduler_type="constant", **changes)
         ends.append(trainer.model.state_dict())
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 

@@ -105,16 +105,15 @@ class Rescaling(TrainerCallback):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_attribute_that_a_callback_sets_on_the_data_set_acts(make_trainer, workers):
+def test_an_attribute_that_a_callback_sets_on_the_data_set_acts(make_trained, workers):
     data, rescaling = Following(), Rescaling()
-    trainer = make_trainer(
+    make_trained(
         train_dataset=data,
         callbacks=[rescaling],
         num_train_epochs=2,
         train_sampling_strategy="sequential",
         dataloader_num_workers=workers,
     )
-    trainer.train()
     assert data.scale == 2.0
     assert torch.equal(torch.stack(rescaling.sums[5:]), 2 * torch.stack(rescaling.sums[:5]))
 

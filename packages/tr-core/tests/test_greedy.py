@@ -122,10 +122,10 @@ def test_a_rate_that_is_a_tensor_stays_one():
 
 
 @pytest.mark.parametrize(("greater", "better"), [(False, "down"), (True, "up")])
-def test_it_follows_the_direction_of_the_watched_metric_and_is_stepped_at_evaluations(make_trainer, greater, better):
+def test_it_follows_the_direction_of_the_watched_metric_and_is_stepped_at_evaluations(make_trained, greater, better):
     for name, results in (("up", [1.0, 2.0, 3.0]), ("down", [3.0, 2.0, 1.0])):
         given = iter(results)
-        trainer = make_trainer(
+        trainer = make_trained(
             lr_scheduler_type="greedy",
             lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
             learning_rate=1e-4,
@@ -136,7 +136,6 @@ def test_it_follows_the_direction_of_the_watched_metric_and_is_stepped_at_evalua
             greater_is_better=greater,
             compute_metrics=lambda prediction, given=given: {"score": next(given)},
         )
-        trainer.train()
         logged = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
         last = trainer.lr_scheduler.get_last_lr()[0]
         assert logged[:5] == [1e-4] * 5
@@ -145,9 +144,9 @@ def test_it_follows_the_direction_of_the_watched_metric_and_is_stepped_at_evalua
         assert last == pytest.approx(8e-4 if name == better else 0.5e-4)
 
 
-def test_the_default_learning_rate_can_be_lowered(make_trainer):
+def test_the_default_learning_rate_can_be_lowered(make_trained):
     """The least rate of the reference, 1e-3, lies above it."""
-    trainer = make_trainer(
+    trainer = make_trained(
         lr_scheduler_type="greedy",
         lr_scheduler_kwargs={"patience": 0},
         eval_strategy="steps",
@@ -156,7 +155,6 @@ def test_the_default_learning_rate_can_be_lowered(make_trainer):
         compute_metrics=lambda prediction: {"score": 1.0},
         metric_for_best_model="score",
     )
-    trainer.train()
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(5e-5 / 0.95 * 0.95**4)
 
 

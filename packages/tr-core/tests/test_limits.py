@@ -21,32 +21,29 @@ def chunks(items, size):
 
 @pytest.mark.parametrize("strategy", ["random", "sequential"])
 @pytest.mark.parametrize(("value", "number"), [(1, 1), (2, 2), (0.25, 2), (0.01, 1), (0.999, 5), (100, 5)])
-def test_every_epoch_is_the_beginning_of_the_first_one(make_trainer, strategy, value, number):
+def test_every_epoch_is_the_beginning_of_the_first_one(make_trainer, make_trained, strategy, value, number):
     whole, part = MapStyle(samples(20)), MapStyle(samples(20))
     make_trainer(train_dataset=whole, train_sampling_strategy=strategy).train()
-    trainer = make_trainer(
+    trainer = make_trained(
         train_dataset=part, train_sampling_strategy=strategy, overfit_batches=value, num_train_epochs=3
     )
-    trainer.train()
     assert chunks(part.asked, 4 * number) == [whole.asked[: 4 * number]] * 3
     assert (trainer.state.global_step, trainer.state.epoch) == (3 * number, 3.0)
 
 
-def test_the_last_micro_batch_of_the_data_may_be_short(make_trainer):
+def test_the_last_micro_batch_of_the_data_may_be_short(make_trained):
     part = MapStyle(samples(18))
-    trainer = make_trainer(train_dataset=part, overfit_batches=5, num_train_epochs=2)
-    trainer.train()
+    trainer = make_trained(train_dataset=part, overfit_batches=5, num_train_epochs=2)
     assert chunks(part.asked, 18)[0] == chunks(part.asked, 18)[1]
     assert len(part.asked) == 36
     assert trainer.state.epoch == 2.0
 
 
-def test_steps_may_take_fewer_micro_batches_than_accumulation_says(make_trainer):
+def test_steps_may_take_fewer_micro_batches_than_accumulation_says(make_trained):
     part = MapStyle(samples(20))
-    trainer = make_trainer(
+    trainer = make_trained(
         train_dataset=part, overfit_batches=3, gradient_accumulation_steps=2, max_steps=5, eval_strategy="no"
     )
-    trainer.train()
     assert len(part.asked) == (3 + 3 + 2) * 4
     assert trainer.state.epoch == pytest.approx(2 + 2 / 3)
 
@@ -107,9 +104,8 @@ def test_without_evaluations_while_training_the_evaluation_data_is_itself(overfi
     assert trainer.evaluate()["eval_rows"] == 9
 
 
-def test_the_loss_of_an_evaluation_is_that_of_the_batches_it_was_trained_on(make_trainer):
-    trainer = make_trainer(overfit_batches=2, eval_strategy="epoch", learning_rate=0.0, num_train_epochs=1)
-    trainer.train()
+def test_the_loss_of_an_evaluation_is_that_of_the_batches_it_was_trained_on(make_trained):
+    trainer = make_trained(overfit_batches=2, eval_strategy="epoch", learning_rate=0.0, num_train_epochs=1)
     losses = log_of(trainer, "loss")
     evaluated = log_of(trainer, "eval_loss")
     assert evaluated == [pytest.approx(sum(losses) / 2, rel=1e-6)]
@@ -196,15 +192,14 @@ def test_a_share_of_a_stream_is_refused(make_trainer):
         trainer.train()
 
 
-def test_a_loader_of_the_users_own_is_shortened_too(make_trainer):
+def test_a_loader_of_the_users_own_is_shortened_too(make_trained):
     seen = MapStyle(samples(20))
 
     class Own(Trainer):
         def get_train_dataloader(self):
             return DataLoader(seen, batch_size=5)
 
-    trainer = make_trainer(2, Own, overfit_batches=2, num_train_epochs=2, eval_strategy="epoch")
-    trainer.train()
+    trainer = make_trained(2, Own, overfit_batches=2, num_train_epochs=2, eval_strategy="epoch")
     assert set(seen.asked) == set(range(10))
     assert trainer.state.global_step == 4
 

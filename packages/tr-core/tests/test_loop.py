@@ -59,12 +59,11 @@ def test_the_event_comes_after_every_micro_batch_and_before_the_substep(make_tra
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("model_class", [Classifier, CountedSum])
-def test_the_losses_of_micro_batches_add_up_to_those_of_steps_which_are_logged(make_trainer, accumulation, model_class):
+def test_the_losses_of_micro_batches_add_up_to_those_of_steps_which_are_logged(make_trained, accumulation, model_class):
     watch = WatchLoss()
-    trainer = make_trainer(
+    trainer = make_trained(
         28, model=model_class(), callbacks=[watch], gradient_accumulation_steps=accumulation, logging_steps=1
     )
-    trainer.train()
     logged = log_of(trainer, "loss")
     steps = [watch.micro_batches[n : n + accumulation] for n in range(0, 7, accumulation)]
     assert [sum(step).item() for step in steps] == pytest.approx(logged, rel=1e-6)
@@ -91,10 +90,9 @@ def test_inputs_are_the_batch_as_the_loader_gave_it(make_trainer):
 
 
 @pytest.mark.parametrize("model_class", [Classifier, ReturnsTuple])
-def test_outputs_come_detached_where_a_method_names_them(make_trainer, model_class):
+def test_outputs_come_detached_where_a_method_names_them(make_trained, model_class):
     watch = Watch()
-    trainer = make_trainer(8, model=model_class(), callbacks=[watch])
-    trainer.train()
+    trainer = make_trained(8, model=model_class(), callbacks=[watch])
     logits = [out["logits"] if isinstance(out, dict) else out[1] for out in watch.outputs]
     assert [tuple(each.shape) for each in logits] == [(4, 3), (4, 3)]
     assert not any(each.requires_grad for each in logits)
@@ -117,19 +115,18 @@ def test_compute_loss_is_asked_for_outputs_only_where_a_method_names_them(make_t
     assert [outputs is not None for outputs in watch.given] == [asks] * 2
 
 
-def test_asking_for_outputs_changes_no_number(make_trainer):
+def test_asking_for_outputs_changes_no_number(make_trained):
     runs = []
     for callbacks in ([], [Watch()]):
         torch.manual_seed(0)
-        trainer = make_trainer(20, model=Classifier(), callbacks=callbacks, gradient_accumulation_steps=2)
-        trainer.train()
+        trainer = make_trained(20, model=Classifier(), callbacks=callbacks, gradient_accumulation_steps=2)
         runs.append(([entry.get("loss") for entry in trainer.state.log_history], trainer.model.state_dict()))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_nothing_of_a_micro_batch_outlives_its_event(make_trainer, asks):
+def test_nothing_of_a_micro_batch_outlives_its_event(make_trained, asks):
     """Neither the outputs nor the graph that a loss came from."""
     made, alive = [], []
 
@@ -148,14 +145,13 @@ def test_nothing_of_a_micro_batch_outlives_its_event(make_trainer, asks):
             gc.collect()
             alive.append(sum(ref() is not None for ref in made))
 
-    trainer = make_trainer(
+    trainer = make_trained(
         24, model=Traced(), callbacks=[Look(), *([Asks()] if asks else [])], gradient_accumulation_steps=3
     )
-    trainer.train()
     assert (alive, trainer.scope.outputs) == ([0, 0], None)
 
 
-def test_a_dict_of_losses_and_outputs_go_together(make_trainer):
+def test_a_dict_of_losses_and_outputs_go_together(make_trained):
     class Parts(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False):
             outputs = model(**inputs)
@@ -163,8 +159,7 @@ def test_a_dict_of_losses_and_outputs_go_together(make_trainer):
             return (losses, outputs) if return_outputs else losses
 
     watch = Watch()
-    trainer = make_trainer(8, trainer_class=Parts, callbacks=[watch])
-    trainer.train()
+    trainer = make_trained(8, trainer_class=Parts, callbacks=[watch])
     assert watch.outputs[0]["logits"].shape == (4, 3)
     assert trainer.state.log_history[0]["ce"] == pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-7)
 
@@ -207,7 +202,7 @@ def test_events_without_a_listener_cost_no_read_and_those_with_one_neither(make_
     assert reads[-1] == reads[2]
 
 
-def test_a_plain_object_that_names_the_loss_gets_it(make_trainer):
+def test_a_plain_object_that_names_the_loss_gets_it(make_trained):
     class Plain:
         def __init__(self):
             self.losses = []
@@ -217,8 +212,7 @@ def test_a_plain_object_that_names_the_loss_gets_it(make_trainer):
             return {"should_training_stop": state.global_step == 2}
 
     plain = Plain()
-    trainer = make_trainer(40, callbacks=[plain])
-    trainer.train()
+    trainer = make_trained(40, callbacks=[plain])
     assert [loss.item() for loss in plain.losses] == log_of(trainer, "loss")
     assert trainer.state.global_step == 2
 

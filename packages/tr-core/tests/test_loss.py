@@ -47,7 +47,7 @@ def test_a_loss_function_without_a_count_parameter_works(make_trainer):
     assert len(grads) == 4
 
 
-def test_a_compute_loss_from_before_the_count_existed_works_unchanged(make_trainer):
+def test_a_compute_loss_from_before_the_count_existed_works_unchanged(make_trained):
     class Weighted(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False):
             labels = inputs.pop("labels")
@@ -56,8 +56,7 @@ def test_a_compute_loss_from_before_the_count_existed_works_unchanged(make_train
             loss = nn.functional.cross_entropy(outputs.get("logits"), labels, weight=weights)
             return (loss, outputs) if return_outputs else loss
 
-    trainer = make_trainer(8, Weighted, eval_dataset=samples(4), eval_strategy="epoch", gradient_accumulation_steps=2)
-    trainer.train()
+    trainer = make_trained(8, Weighted, eval_dataset=samples(4), eval_strategy="epoch", gradient_accumulation_steps=2)
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
 
 

@@ -194,8 +194,8 @@ def test_a_log_reads_the_device_once_and_all_metrics_with_one_read_more(make_tra
 # Within an evaluation
 
 
-def test_in_an_evaluation_a_metric_is_averaged_over_it_and_gets_its_prefix(make_trainer):
-    trainer = make_trainer(
+def test_in_an_evaluation_a_metric_is_averaged_over_it_and_gets_its_prefix(make_trained):
+    trainer = make_trained(
         8,
         trainer_class=LogsAccuracy,
         eval_dataset=samples(10, seed=1),
@@ -204,7 +204,6 @@ def test_in_an_evaluation_a_metric_is_averaged_over_it_and_gets_its_prefix(make_
         logging_steps=1,
         compute_metrics=lambda p: {"true_accuracy": (p.predictions.argmax(-1) == p.label_ids).mean()},
     )
-    trainer.train()
     alone = trainer.evaluate(metric_key_prefix="final")
     (evaluated,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert evaluated["eval_accuracy"] == pytest.approx(evaluated["eval_true_accuracy"], abs=1e-9)
@@ -265,10 +264,10 @@ class CountedParts(Trainer):
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize(("trainer_class", "model_class"), [(Parts, Classifier), (CountedParts, CountedSum)])
-def test_the_parts_of_a_loss_add_up_in_the_log(make_trainer, accumulation, trainer_class, model_class):
+def test_the_parts_of_a_loss_add_up_in_the_log(make_trained, accumulation, trainer_class, model_class):
     """Also where the last step of an epoch has fewer micro-batches, and a loss is a share of its step's."""
     torch.manual_seed(0)
-    trainer = make_trainer(
+    trainer = make_trained(
         22,
         trainer_class=trainer_class,
         model=model_class(),
@@ -277,7 +276,6 @@ def test_the_parts_of_a_loss_add_up_in_the_log(make_trainer, accumulation, train
         eval_dataset=samples(9),
         learning_rate=0.05,
     )
-    trainer.train()
     assert len(log_of(trainer, "ce")) >= 1
     for entry in trainer.state.log_history:
         if "loss" in entry:
@@ -287,7 +285,7 @@ def test_the_parts_of_a_loss_add_up_in_the_log(make_trainer, accumulation, train
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_a_dict_trains_as_its_loss_does(make_trainer, as_dict):
+def test_a_dict_trains_as_its_loss_does(make_trained, as_dict):
     class Sum(Parts):
         def compute_loss(self, model, inputs, return_outputs=False):
             return super().compute_loss(model, inputs)["loss"]
@@ -297,8 +295,7 @@ def test_a_dict_trains_as_its_loss_does(make_trainer, as_dict):
     other.load_state_dict(one.state_dict())
     losses = []
     for trainer_class, model in ((Parts, one), (Sum, other)):
-        trainer = make_trainer(20, trainer_class=trainer_class, model=model, gradient_accumulation_steps=2)
-        trainer.train()
+        trainer = make_trained(20, trainer_class=trainer_class, model=model, gradient_accumulation_steps=2)
         losses.append(log_of(trainer, "loss"))
     assert losses[0] == losses[1]
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
@@ -326,7 +323,7 @@ def test_what_compute_loss_may_not_return_is_said(make_trainer, returned, error,
         make_trainer(8, trainer_class=Returns).train()
 
 
-def test_a_model_that_returns_a_dict_is_no_dict_of_metrics(make_trainer):
+def test_a_model_that_returns_a_dict_is_no_dict_of_metrics(make_trained):
     class Extra(nn.Module):
         def __init__(self):
             super().__init__()
@@ -335,23 +332,21 @@ def test_a_model_that_returns_a_dict_is_no_dict_of_metrics(make_trainer):
         def forward(self, x, labels=None):
             return {**self.inner(x, labels), "hidden": x.mean()}
 
-    trainer = make_trainer(4, model=Extra())
-    trainer.train()
+    trainer = make_trained(4, model=Extra())
     assert not log_of(trainer, "hidden")
 
 
 @pytest.mark.parametrize("bad", [1, 2])
-def test_parts_of_a_skipped_step_do_not_count(make_trainer, bad):
+def test_parts_of_a_skipped_step_do_not_count(make_trained, bad):
     class Breaks(Parts):
         def compute_loss(self, model, inputs, return_outputs=False):
             parts = super().compute_loss(model, inputs)
             factor = math.nan if self.state.global_step + 1 == bad else 1.0
             return {name: value * factor for name, value in parts.items()}
 
-    trainer = make_trainer(
+    trainer = make_trained(
         12, trainer_class=Breaks, on_nonfinite="skip", per_device_train_batch_size=2, gradient_accumulation_steps=2
     )
-    trainer.train()
     entries = trainer.state.log_history
     assert [entry.get("skipped_steps") for entry in entries[:3]] == [int(bad == step) for step in (1, 2, 3)]
     for step, entry in enumerate(entries[:3], start=1):

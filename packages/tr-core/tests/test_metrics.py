@@ -82,9 +82,9 @@ def test_an_infinite_perplexity_is_a_result_and_no_failure(make_trainer):
     assert math.isfinite(result["eval_loss"])
 
 
-def test_perplexity_chooses_the_best_model_smaller_being_better(make_trainer):
+def test_perplexity_chooses_the_best_model_smaller_being_better(make_trained):
     rows = sequences()
-    trainer = make_trainer(
+    trainer = make_trained(
         model=LanguageModel(),
         train_dataset=rows,
         eval_dataset=rows,
@@ -94,7 +94,6 @@ def test_perplexity_chooses_the_best_model_smaller_being_better(make_trainer):
         num_train_epochs=3,
         learning_rate=0.1,
     )
-    trainer.train()
     values = log_of(trainer, "eval_perplexity")
     assert len(set(values)) == 3
     assert trainer.state.best_metric == min(values)
@@ -276,15 +275,14 @@ def test_only_the_loss_is_computed_where_only_the_loss_is_wanted(make_trainer):
     assert (metric.batches, "eval_loss" in result, "eval_Accuracy" in result) == ([], True, False)
 
 
-def test_a_value_that_streams_chooses_the_best_model(make_trainer):
-    trainer = make_trainer(
+def test_a_value_that_streams_chooses_the_best_model(make_trained):
+    trainer = make_trained(
         eval_dataset=samples(8),
         compute_metrics={"exact": Accuracy()},
         metric_for_best_model="exact",
         eval_strategy="steps",
         eval_steps=2,
     )
-    trainer.train()
     values = log_of(trainer, "eval_exact")
     assert trainer.state.best_metric == max(values)
 

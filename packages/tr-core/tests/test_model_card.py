@@ -57,8 +57,8 @@ def test_the_card_names_the_version_of_peft_only_for_a_model_with_adapters(train
     assert ("- peft: 1.2.3" in card(trained)) is adapted
 
 
-def test_the_hyperparameters_are_those_of_the_run(make_trainer):
-    trainer = make_trainer(
+def test_the_hyperparameters_are_those_of_the_run(make_trained):
+    trainer = make_trained(
         learning_rate=0.02,
         gradient_accumulation_steps=2,
         weight_decay=0.1,
@@ -69,7 +69,6 @@ def test_the_hyperparameters_are_those_of_the_run(make_trainer):
         max_steps=2,
         hub_token="hf_secret",
     )
-    trainer.train()
     trainer.create_model_card()
     lines = card(trainer).splitlines()
     for line in (
@@ -130,9 +129,8 @@ def test_only_the_main_process_writes(make_trainer, tmp_path):
     assert not (tmp_path / "out" / "README.md").exists()
 
 
-def test_a_run_that_was_never_evaluated_has_a_card_without_figures(make_trainer):
-    trainer = make_trainer()
-    trainer.train()
+def test_a_run_that_was_never_evaluated_has_a_card_without_figures(make_trained):
+    trainer = make_trained()
     trainer.create_model_card()
     text = card(trainer)
     assert "model-index" not in text

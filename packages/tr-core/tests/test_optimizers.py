@@ -40,9 +40,8 @@ def test_biases_and_scales_of_norms_do_not_decay_and_frozen_parameters_are_left_
         ("rmsprop", torch.optim.RMSprop, "alpha=0.9"),
     ],
 )
-def test_torch_optimizers_are_built_by_name_with_their_options(make_trainer, name, kind, options):
-    trainer = make_trainer(8, optim=name, optim_args=options, weight_decay=0.1, adam_beta1=0.8, learning_rate=0.25)
-    trainer.train()
+def test_torch_optimizers_are_built_by_name_with_their_options(make_trained, name, kind, options):
+    trainer = make_trained(8, optim=name, optim_args=options, weight_decay=0.1, adam_beta1=0.8, learning_rate=0.25)
     assert type(trainer.optimizer) is kind
     group = trainer.optimizer.param_groups[0]
     assert (group["initial_lr"], group["weight_decay"]) == (0.25, 0.1)

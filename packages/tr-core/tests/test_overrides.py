@@ -21,15 +21,14 @@ def noting(seen, name):
 
 
 @pytest.mark.parametrize("name", ["compute_loss_context_manager", "autocast_smart_context_manager"])
-def test_a_context_of_ones_own_surrounds_every_forward_and_its_loss(make_trainer, name):
+def test_a_context_of_ones_own_surrounds_every_forward_and_its_loss(make_trained, name):
     seen = []
 
     class Own(Trainer):
         pass
 
     setattr(Own, name, lambda self: noting(seen, torch.is_grad_enabled()))
-    trainer = make_trainer(20, trainer_class=Own, eval_dataset=samples(8, 1))
-    trainer.train()
+    trainer = make_trained(20, trainer_class=Own, eval_dataset=samples(8, 1))
     assert seen == [True] * 5
     trainer.evaluate()
     assert seen == [True] * 5 + [False]
@@ -60,7 +59,7 @@ def test_samples_of_a_step_are_those_of_all_micro_batches(make_trainer):
     assert trainer.get_total_train_batch_size(trainer.args) == 24
 
 
-def test_a_schedule_of_a_subclass_is_given_the_optimizer_and_the_length(make_trainer):
+def test_a_schedule_of_a_subclass_is_given_the_optimizer_and_the_length(make_trained):
     given = []
 
     class Own(Trainer):
@@ -68,8 +67,7 @@ def test_a_schedule_of_a_subclass_is_given_the_optimizer_and_the_length(make_tra
             given.append((num_training_steps, optimizer or self.optimizer))
             return super().create_scheduler(num_training_steps, optimizer)
 
-    trainer = make_trainer(20, trainer_class=Own)
-    trainer.train()
+    trainer = make_trained(20, trainer_class=Own)
     assert given == [(5, trainer.optimizer)]
 
 
@@ -132,7 +130,7 @@ def test_a_sampler_of_ones_own_gives_the_order_of_training(make_trainer):
     assert sampler.epochs == [0, 1]
 
 
-def test_a_sampler_method_without_an_argument_and_one_of_evaluation_act_too(make_trainer):
+def test_a_sampler_method_without_an_argument_and_one_of_evaluation_act_too(make_trained):
     class Own(Trainer):
         def _get_train_sampler(self):
             return [3, 3, 1, 0]
@@ -141,8 +139,7 @@ def test_a_sampler_method_without_an_argument_and_one_of_evaluation_act_too(make
             return [2, 0]
 
     model, rows = Seeing(), samples(6)
-    trainer = make_trainer(trainer_class=Own, model=model, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
+    trainer = make_trained(trainer_class=Own, model=model, train_dataset=rows, eval_dataset=rows)
     assert torch.equal(torch.cat(model.seen), torch.stack([rows[index]["x"] for index in (3, 3, 1, 0)]))
     model.seen.clear()
     assert trainer.evaluate()["eval_samples_per_second"] > 0
@@ -254,7 +251,7 @@ def test_the_check_does_not_miss_a_metric_that_an_override_of_log_adds(make_trai
     assert "T601" not in [problem.code for problem in check(trainer).problems]
 
 
-def test_overrides_may_have_their_parameters_in_any_order_or_by_name_alone(make_trainer):
+def test_overrides_may_have_their_parameters_in_any_order_or_by_name_alone(make_trained):
     called = []
 
     class Own(Trainer):
@@ -289,8 +286,7 @@ def test_overrides_may_have_their_parameters_in_any_order_or_by_name_alone(make_
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     data = {"one": samples(4, 1)}
-    trainer = make_trainer(4, trainer_class=Own, eval_dataset=data, eval_strategy="epoch")
-    trainer.train()
+    trainer = make_trained(4, trainer_class=Own, eval_dataset=data, eval_strategy="epoch")
     assert called == [
         ("create_optimizer_and_scheduler", 1),
         ("create_scheduler", 1),
@@ -328,9 +324,8 @@ class SavesAlone(Classifier):
         torch.save(nn.Module.state_dict(self), f"{folder}/own.pt")
 
 
-def test_a_model_whose_save_pretrained_takes_a_folder_alone_writes_itself(make_trainer, tmp_path):
-    trainer = make_trainer(8, model=SavesAlone())
-    trainer.train()
+def test_a_model_whose_save_pretrained_takes_a_folder_alone_writes_itself(make_trained, tmp_path):
+    trainer = make_trained(8, model=SavesAlone())
     trainer.save_model(tmp_path / "saved")
     saved = torch.load(tmp_path / "saved" / "own.pt", weights_only=True)
     assert all(torch.equal(saved[name], value) for name, value in trainer.model.state_dict().items())

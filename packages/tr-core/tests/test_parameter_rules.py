@@ -117,7 +117,7 @@ def test_parameters_of_a_rule_are_trained_as_it_says(make_trainer):
         assert torch.equal(value, before[name]) == name.startswith("encoder"), name
 
 
-def test_a_schedule_multiplies_the_rate_of_every_group(make_trainer):
+def test_a_schedule_multiplies_the_rate_of_every_group(make_trained):
     seen = []
 
     class Watching(TrainerCallback):
@@ -125,21 +125,19 @@ def test_a_schedule_multiplies_the_rate_of_every_group(make_trainer):
             seen.append([group["lr"] for group in kwargs["optimizer"].param_groups])
 
     rules = [{"params": "encoder", "lr_scale": 0.1}]
-    trainer = make_trainer(model=Encoder(), parameter_rules=rules, learning_rate=1.0, callbacks=[Watching()])
-    trainer.train()
+    make_trained(model=Encoder(), parameter_rules=rules, learning_rate=1.0, callbacks=[Watching()])
     assert [rates[0] for rates in seen] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert [rates[2] for rates in seen] == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
 
 
-def test_the_rates_of_rules_are_logged_beside_the_common_one(make_trainer, tmp_path):
+def test_the_rates_of_rules_are_logged_beside_the_common_one(make_trained, tmp_path):
     rules = [
         {"params": "encoder.first", "lr_scale": 0.1},
         {"params": ["encoder"], "name": "rest", "lr_scale": 0.2},
         {"params": r"(head\.bias)", "lr_scale": 0.3},
         {"params": "head", "lr_scale": 0.4},
     ]
-    trainer = make_trainer(model=Encoder(), parameter_rules=rules, learning_rate=1.0, max_steps=2)
-    trainer.train()
+    trainer = make_trained(model=Encoder(), parameter_rules=rules, learning_rate=1.0, max_steps=2)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     names = ["encoder.first", "rest", "head.bias", "head"]
     for entry, factor in zip(entries, (1.0, 0.5), strict=True):
@@ -241,15 +239,14 @@ def test_rules_that_an_override_passes_over_are_refused(make_trainer):
         trainer.train()
 
 
-def test_an_override_that_calls_the_original_keeps_the_rules(make_trainer):
+def test_an_override_that_calls_the_original_keeps_the_rules(make_trained):
     class Own(Trainer):
         def create_optimizer(self):
             optimizer = super().create_optimizer()
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
             return optimizer
 
-    trainer = make_trainer(trainer_class=Own, model=Encoder(), parameter_rules=[{"params": "head", "lr_scale": 0.5}])
-    trainer.train()
+    trainer = make_trained(trainer_class=Own, model=Encoder(), parameter_rules=[{"params": "head", "lr_scale": 0.5}])
     assert "learning_rate/head" in trainer.state.log_history[0]
 
 
@@ -281,26 +278,24 @@ class Lion(torch.optim.Optimizer):
                 parameter -= group["lr"] * torch.sign(parameter.grad)
 
 
-def test_a_class_and_its_arguments_replace_the_named_optimizer(make_trainer):
+def test_a_class_and_its_arguments_replace_the_named_optimizer(make_trained):
     rules = [{"params": "head", "sharpness": 3, "lr_scale": 0.5}]
-    trainer = make_trainer(
+    trainer = make_trained(
         model=Encoder(), optimizer_cls_and_kwargs=(Lion, {"lr": 0.01, "sharpness": 1.0}), parameter_rules=rules
     )
-    trainer.train()
     assert type(trainer.optimizer) is Lion
     assert [group["sharpness"] for group in trainer.optimizer.param_groups] == [1.0, 1.0, 3, 3]
     assert learning_rates(trainer.optimizer) == {"learning_rate/head": 0.0}  # after the last step of a linear schedule
     assert trainer.optimizer.param_groups[2]["initial_lr"] == 0.005
 
 
-def test_a_class_of_an_override_is_used(make_trainer):
+def test_a_class_of_an_override_is_used(make_trained):
     class Own(Trainer):
         @staticmethod
         def get_optimizer_cls_and_kwargs(args, model=None):
             return Lion, {"lr": args.learning_rate, "sharpness": 7.0}
 
-    trainer = make_trainer(trainer_class=Own)
-    trainer.train()
+    trainer = make_trained(trainer_class=Own)
     assert type(trainer.optimizer) is Lion
     assert trainer.get_optimizer_group()[0] is trainer.optimizer.param_groups[0]["params"]
 

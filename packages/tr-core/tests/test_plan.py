@@ -48,12 +48,11 @@ def test_all_problems_are_reported_at_once():
         {"gradient_accumulation_kwargs": {"num_steps": 2, "sync_each_batch": True}},
     ],
 )
-def test_what_acts_or_is_so_anyway_is_accepted_from_a_dict_a_file_or_the_class(make_trainer, tmp_path, config):
+def test_what_acts_or_is_so_anyway_is_accepted_from_a_dict_a_file_or_the_class(make_trained, tmp_path, config):
     path = tmp_path / "accelerator.json"
     path.write_text(json.dumps(config))
     for given in (config, str(path), AcceleratorConfig(**config)):
-        trainer = make_trainer(20, accelerator_config=given, gradient_accumulation_steps=2)
-        trainer.train()
+        trainer = make_trained(20, accelerator_config=given, gradient_accumulation_steps=2)
         assert trainer.state.global_step == 3
 
 

@@ -26,12 +26,11 @@ def test_tf32_on_a_device_without_it_is_an_error_in_words(make_trainer):
 
 @pytest.mark.filterwarnings("ignore:Please use the new API settings")  # torch 2.9, of the test's own setting
 @pytest.mark.parametrize(("allow", "during"), [(None, ("high", True)), (False, ("highest", False))])
-def test_tf32_is_forbidden_or_left_alone_while_the_trainer_computes_and_put_back(make_trainer, allow, during):
+def test_tf32_is_forbidden_or_left_alone_while_the_trainer_computes_and_put_back(make_trained, allow, during):
     torch.set_float32_matmul_precision("high")
     try:
         watch = Looks(precisions)
-        trainer = make_trainer(8, tf32=allow, eval_dataset=samples(4), callbacks=[watch])
-        trainer.train()
+        trainer = make_trained(8, tf32=allow, eval_dataset=samples(4), callbacks=[watch])
         assert precisions() == ("high", True)
         trainer.evaluate()
         assert precisions() == ("high", True)

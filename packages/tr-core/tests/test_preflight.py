@@ -393,9 +393,8 @@ def test_evaluations_are_counted_as_the_run_makes_them(options, expected):
     assert evaluation_count(subject, subject.steps) == expected
 
 
-def test_evaluations_of_a_real_run_are_as_many_as_counted(make_trainer):
-    trainer = make_trainer(number=40, eval_dataset=samples(4), eval_strategy="steps", eval_steps=3, eval_delay=4)
-    trainer.train()
+def test_evaluations_of_a_real_run_are_as_many_as_counted(make_trained):
+    trainer = make_trained(number=40, eval_dataset=samples(4), eval_strategy="steps", eval_steps=3, eval_delay=4)
     made = sum("eval_loss" in entry for entry in trainer.state.log_history)
     assert made == evaluation_count(CheckContext(trainer.args), 10) == 3
 

@@ -55,7 +55,7 @@ def test_parts_may_be_objects_instead_of_names(tmp_path):
     assert (watch.step, keeper.saves) == (2, [2])
 
 
-def test_an_optimizer_of_ones_own_is_offered_by_an_entry_point(make_trainer, installed):
+def test_an_optimizer_of_ones_own_is_offered_by_an_entry_point(make_trained, installed):
     given = []
 
     def build(params, args):
@@ -65,8 +65,7 @@ def test_an_optimizer_of_ones_own_is_offered_by_an_entry_point(make_trainer, ins
     origin = SimpleNamespace(name="mine", version="1.0")
     offered = SimpleNamespace(name="mine", value="mine:build", group="tr.optimizers", dist=origin, load=lambda: build)
     installed(offered, beside=True)
-    trainer = make_trainer(optim="mine", weight_decay=0.1)
-    trainer.train()
+    trainer = make_trained(optim="mine", weight_decay=0.1)
     assert all({"params", "weight_decay"} <= set(group) and args is trainer.args for group, args in given)
     assert {group["weight_decay"] for group, _ in given} == {0.1, 0.0}
     assert isinstance(trainer.optimizer, torch.optim.SGD)

@@ -42,7 +42,7 @@ class Configured(Classifier):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_use_cache_is_that_of_the_arguments_in_training_and_the_models_own_afterwards(make_trainer, tmp_path, asked):
+def test_use_cache_is_that_of_the_arguments_in_training_and_the_models_own_afterwards(make_trained, tmp_path, asked):
     model = Configured(use_cache=not asked)
     folder = tmp_path / "during"
 
@@ -52,8 +52,7 @@ def test_use_cache_is_that_of_the_arguments_in_training_and_the_models_own_after
             super().log(logs, start_time)
 
     watch = Looks(lambda: model.config.use_cache)
-    trainer = make_trainer(8, trainer_class=Saves, model=model, use_cache=asked, callbacks=[watch])
-    trainer.train()
+    make_trained(8, trainer_class=Saves, model=model, use_cache=asked, callbacks=[watch])
     assert watch.seen == [asked] * 2
     assert model.config.use_cache is not asked
     assert json.loads((folder / "config.json").read_text()) == {"use_cache": not asked}

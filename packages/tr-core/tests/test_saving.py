@@ -259,7 +259,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(make_trainer, change):
 
 
 @pytest.mark.parametrize("change", [last_layer_alone, of_class, both])
-def test_the_best_model_is_loaded_at_the_end(make_trainer, change):
+def test_the_best_model_is_loaded_at_the_end(make_trained, change):
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "load_best_model_at_end": True}
     scores = iter([1.0, 3.0, 2.0, 1.0, 0.0, 9.0])
     seen = []
@@ -269,7 +269,7 @@ def test_the_best_model_is_loaded_at_the_end(make_trainer, change):
             seen.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
 
     torch.manual_seed(0)
-    trainer = make_trainer(
+    trainer = make_trained(
         20,
         model=change(Classifier()),
         checkpointer=MemoryCheckpointer(),
@@ -280,7 +280,6 @@ def test_the_best_model_is_loaded_at_the_end(make_trainer, change):
         callbacks=[Keep],
         **options,
     )
-    trainer.train()
     assert trainer.state.best_global_step == 2
     assert torch.equal(nn.utils.parameters_to_vector(trainer.model.parameters()), seen[1])
 

@@ -51,15 +51,13 @@ def test_five_batches_and_accumulation_two_make_three_steps_an_epoch(make_traine
     assert trainer.state.epoch == 1.0
 
 
-def test_one_and_a_half_epochs_of_three_steps_are_five(make_trainer):
-    trainer = make_trainer(20, gradient_accumulation_steps=2, num_train_epochs=1.5)
-    trainer.train()
+def test_one_and_a_half_epochs_of_three_steps_are_five(make_trained):
+    trainer = make_trained(20, gradient_accumulation_steps=2, num_train_epochs=1.5)
     assert (trainer.state.max_steps, trainer.state.epoch) == (5, 1.8)
 
 
-def test_max_steps_overrides_epochs(make_trainer):
-    trainer = make_trainer(20, max_steps=7, num_train_epochs=9)
-    trainer.train()
+def test_max_steps_overrides_epochs(make_trained):
+    trainer = make_trained(20, max_steps=7, num_train_epochs=9)
     assert (trainer.state.global_step, trainer.state.num_train_epochs) == (7, 2)
 
 
@@ -68,10 +66,9 @@ def test_drop_last_leaves_out_the_short_batch(make_trainer):
     assert make_trainer(18).train().global_step == 5
 
 
-def test_a_stream_begins_again_until_max_steps(make_trainer):
+def test_a_stream_begins_again_until_max_steps(make_trained):
     stream = Stream(samples(12))
-    trainer = make_trainer(train_dataset=stream, max_steps=7)
-    trainer.train()
+    trainer = make_trained(train_dataset=stream, max_steps=7)
     assert (trainer.state.global_step, stream.begun) == (7, 3)
 
 
@@ -225,15 +222,13 @@ def test_an_object_without_events_is_no_callback(make_trainer):
 # Logs
 
 
-def test_the_logged_learning_rate_is_the_one_the_step_used(make_trainer):
-    trainer = make_trainer(16, warmup_steps=2, learning_rate=1.0, optim="sgd")
-    trainer.train()
+def test_the_logged_learning_rate_is_the_one_the_step_used(make_trained):
+    trainer = make_trained(16, warmup_steps=2, learning_rate=1.0, optim="sgd")
     assert [entry["learning_rate"] for entry in training_entries(trainer)] == [0.0, 0.5, 1.0, 0.5]
 
 
-def test_the_logged_loss_is_the_mean_of_the_steps_since_the_last_log(make_trainer, model):
-    every = make_trainer(24, logging_steps=1)
-    every.train()
+def test_the_logged_loss_is_the_mean_of_the_steps_since_the_last_log(make_trainer, make_trained, model):
+    every = make_trained(24, logging_steps=1)
     torch.manual_seed(0)
     thirds = make_trainer(24, logging_steps=3, model=Classifier())
     output = thirds.train()
@@ -243,15 +238,13 @@ def test_the_logged_loss_is_the_mean_of_the_steps_since_the_last_log(make_traine
     assert output.training_loss == pytest.approx(sum(losses) / 6, rel=1e-6)
 
 
-def test_logging_steps_below_one_are_a_share_of_the_run(make_trainer):
-    trainer = make_trainer(max_steps=10, logging_steps=0.3)
-    trainer.train()
+def test_logging_steps_below_one_are_a_share_of_the_run(make_trained):
+    trainer = make_trained(max_steps=10, logging_steps=0.3)
     assert [entry["step"] for entry in training_entries(trainer)] == [3, 6, 9]
 
 
-def test_logging_first_step_logs_step_one(make_trainer):
-    trainer = make_trainer(20, logging_steps=4, logging_first_step=True)
-    trainer.train()
+def test_logging_first_step_logs_step_one(make_trained):
+    trainer = make_trained(20, logging_steps=4, logging_first_step=True)
     assert [entry["step"] for entry in training_entries(trainer)] == [1, 4]
 
 
@@ -264,7 +257,7 @@ def test_the_last_entry_has_the_figures_of_the_run(make_trainer):
     assert names | {"epoch"} == set(output.metrics)
 
 
-def test_a_loss_that_is_not_a_number_is_visible_and_does_not_stick(make_trainer):
+def test_a_loss_that_is_not_a_number_is_visible_and_does_not_stick(make_trained):
     class Once(Classifier):
         calls = 0
 
@@ -276,8 +269,7 @@ def test_a_loss_that_is_not_a_number_is_visible_and_does_not_stick(make_trainer)
             return outputs
 
     torch.manual_seed(0)
-    trainer = make_trainer(16, model=Once(), learning_rate=0.0)
-    trainer.train()
+    trainer = make_trained(16, model=Once(), learning_rate=0.0)
     shown = [math.isnan(entry["loss"]) for entry in training_entries(trainer)]
     assert shown[:2] == [False, True]
 
@@ -292,19 +284,17 @@ class GradientNorms(TrainerCallback):
         self.norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
 
 
-def test_a_clipped_gradient_is_logged_with_its_norm_before_clipping(make_trainer):
+def test_a_clipped_gradient_is_logged_with_its_norm_before_clipping(make_trained):
     look = GradientNorms()
-    trainer = make_trainer(8, max_grad_norm=0.01, callbacks=[look])
-    trainer.train()
+    trainer = make_trained(8, max_grad_norm=0.01, callbacks=[look])
     logged = [entry["grad_norm"] for entry in training_entries(trainer)]
     assert all(norm == pytest.approx(0.01, rel=1e-3) for norm in look.norms)
     assert all(norm > 0.1 for norm in logged)
 
 
-def test_without_clipping_the_norm_is_measured_and_nothing_is_changed(make_trainer):
+def test_without_clipping_the_norm_is_measured_and_nothing_is_changed(make_trained):
     look = GradientNorms()
-    trainer = make_trainer(8, max_grad_norm=0, callbacks=[look])
-    trainer.train()
+    trainer = make_trained(8, max_grad_norm=0, callbacks=[look])
     assert [entry["grad_norm"] for entry in training_entries(trainer)] == look.norms
 
 
@@ -312,31 +302,29 @@ def test_without_clipping_the_norm_is_measured_and_nothing_is_changed(make_train
 
 
 @pytest.mark.parametrize("model_class", [Classifier, ReturnsTuple, ReturnsDataclass])
-def test_models_that_return_dicts_tuples_or_dataclasses_train_and_evaluate(make_trainer, model_class):
-    trainer = make_trainer(
+def test_models_that_return_dicts_tuples_or_dataclasses_train_and_evaluate(make_trained, model_class):
+    trainer = make_trained(
         8, model=model_class(), eval_dataset=samples(5), compute_metrics=lambda p: {"rows": len(p.predictions)}
     )
-    trainer.train()
     metrics = trainer.evaluate()
     assert metrics["eval_rows"] == 5
     assert metrics["eval_loss"] > 0
 
 
-def test_tuples_of_tensors_train_with_a_loss_function(make_trainer):
+def test_tuples_of_tensors_train_with_a_loss_function(make_trained):
     data = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.arange(12) % 3)
-    trainer = make_trainer(
+    trainer = make_trained(
         model=nn.Linear(8, 3),
         train_dataset=data,
         eval_dataset=data,
         compute_loss_func=lambda outputs, labels: nn.functional.cross_entropy(outputs, labels),
         compute_metrics=lambda p: {"shape": list(p.predictions.shape), "labels": p.label_ids.tolist()},
     )
-    trainer.train()
     assert trainer.evaluate()["eval_shape"] == [12, 3]
     assert trainer.evaluate()["eval_labels"] == [i % 3 for i in range(12)]
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(make_trainer):
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(make_trained):
     dtypes = set()
 
     class Look(Classifier):
@@ -345,8 +333,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(make_trainer):
             dtypes.add(outputs["logits"].dtype)
             return outputs
 
-    trainer = make_trainer(8, model=Look(), bf16=True)
-    trainer.train()
+    trainer = make_trained(8, model=Look(), bf16=True)
     assert dtypes == {torch.bfloat16}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
@@ -372,21 +359,20 @@ def test_a_loader_that_ends_before_its_length_says_so(make_trainer):
         make_trainer(2, Own).train()
 
 
-def test_optimizer_and_schedule_given_by_the_user_are_used(make_trainer, model):
+def test_optimizer_and_schedule_given_by_the_user_are_used(make_trained, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = make_trainer(8, optimizers=(optimizer, schedule))
-    trainer.train()
+    trainer = make_trained(8, optimizers=(optimizer, schedule))
     assert trainer.optimizer is optimizer
     assert training_entries(trainer)[-1]["learning_rate"] == 0.5
 
 
-def test_a_schedule_on_a_plateau_follows_the_evaluations(make_trainer, model):
+def test_a_schedule_on_a_plateau_follows_the_evaluations(make_trained, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     seen = []
     schedule.step = lambda metric: seen.append(metric)
-    trainer = make_trainer(
+    trainer = make_trained(
         8,
         optimizers=(optimizer, schedule),
         eval_strategy="steps",
@@ -394,16 +380,15 @@ def test_a_schedule_on_a_plateau_follows_the_evaluations(make_trainer, model):
         eval_dataset=samples(4),
         metric_for_best_model="loss",
     )
-    trainer.train()
     assert seen == log_of(trainer, "eval_loss")
 
 
-def test_an_evaluation_before_the_first_step_does_not_step_a_plateau_schedule(make_trainer, model):
+def test_an_evaluation_before_the_first_step_does_not_step_a_plateau_schedule(make_trained, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     seen = []
     schedule.step = lambda metric: seen.append(metric)
-    trainer = make_trainer(
+    trainer = make_trained(
         8,
         optimizers=(optimizer, schedule),
         eval_strategy="epoch",
@@ -411,15 +396,13 @@ def test_an_evaluation_before_the_first_step_does_not_step_a_plateau_schedule(ma
         eval_dataset=samples(4),
         metric_for_best_model="loss",
     )
-    trainer.train()
     evaluations = steps_with(trainer, "eval_loss")
     assert evaluations[0] == 0
     assert len(seen) == len(evaluations) - 1 > 0
 
 
-def test_every_train_call_begins_a_run_of_its_own(make_trainer):
-    trainer = make_trainer(8)
-    trainer.train()
+def test_every_train_call_begins_a_run_of_its_own(make_trained):
+    trainer = make_trained(8)
     trainer.train()
     assert trainer.state.global_step == 2
     assert len(training_entries(trainer)) == 2

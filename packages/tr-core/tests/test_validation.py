@@ -252,7 +252,7 @@ def test_sharding_that_a_strategy_of_ones_own_does_not_apply_is_refused(make_arg
         Trainer(Classifier(), make_args(fsdp="full_shard"), strategy=Mine("cpu"))
 
 
-def test_a_strategy_assigned_between_runs_trains_the_next_one(make_trainer):
+def test_a_strategy_assigned_between_runs_trains_the_next_one(make_trained):
     class Counting(SingleDevice):
         prepared = backwards = autocasts = 0
 
@@ -268,8 +268,7 @@ def test_a_strategy_assigned_between_runs_trains_the_next_one(make_trainer):
             self.backwards += 1
             super().backward(loss)
 
-    trainer = make_trainer(max_steps=2)
-    trainer.train()
+    trainer = make_trained(max_steps=2)
     trainer.strategy = strategy = Counting("cpu")
     trainer.train()
     assert (strategy.prepared, strategy.autocasts, strategy.backwards) == (1, 2, 2)

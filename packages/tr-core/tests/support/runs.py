@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from support.checkpointer import MemoryCheckpointer
-from support.data import samples
+from support.data import samples, stack
 from support.models import Classifier
 from tr_core import SingleDevice, Trainer
 from tr_core.preemption.signals import SIGNALS, Interrupted
@@ -37,6 +37,25 @@ class ScaledDevice(SingleDevice):
 
 def accuracy(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def train_by_hand(model, optimizer, rows, schedule=None, max_norm=1.0):
+    """Train one epoch of rows in their order, four a step; return the gradient norms of the model before clipping."""
+    model.train()
+    norms = []
+    for start in range(0, len(rows), 4):
+        model.zero_grad()
+        model(**stack(rows[start : start + 4]))["loss"].backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return norms
+
+
+def assert_same_weights(one, other):
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def first_gradient(make_trainer, model, accumulation, batch_size, trainer_class=Trainer, **parts):
