@@ -146,11 +146,12 @@ def test_what_is_chosen_depends_on_the_host_generator_and_the_seed():
 
 
 def test_a_text_after_a_special_token_begins_a_word_also_where_offsets_begin_at_0_again():
-    collate = DataCollatorForLanguageModeling(ToyTokenizer(), whole_word_mask=True)
     offsets = [[0, 0], [0, 2], [2, 4], [4, 6], [0, 0], [0, 3], [3, 4], [5, 6], [0, 0]]
-    may_be_chosen = torch.tensor([[False, True, True, True, False, True, True, True, False]])
-    found = collate._number_words([{"offset_mapping": offsets}], may_be_chosen)
-    assert found.tolist() == [[0, 0, 0, 0, 0, 1, 1, 2, 2]]
+    feature = {"input_ids": [1, 10, 11, 12, 2, 13, 14, 15, 2], "offset_mapping": offsets}
+    chosen = masked([feature] * 200, whole_word_mask=True, mlm_probability=0.5)["labels"] != -100
+    for word in (chosen[:, 1:4], chosen[:, 5:7]):
+        assert torch.equal(word.all(-1), word.any(-1))
+    assert len({tuple(row) for row in chosen[:, [1, 5, 7]].tolist()}) == 8  # three words, each chosen by itself
 
 
 def test_a_seed_makes_every_collator_choose_the_same_outside_the_trainer():

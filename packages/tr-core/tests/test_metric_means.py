@@ -1,6 +1,8 @@
 """Metrics that a run logs of itself: averaged over the window between two logs, on the device."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -137,14 +139,17 @@ def test_a_metric_of_compute_loss_is_the_mean_over_all_micro_batches(make_traine
 
 
 def test_nothing_is_kept_of_the_graph_behind_a_value(make_trainer):
-    def log(trainer, number):
-        value = torch.ones((), requires_grad=True) * number
-        trainer.log_metric("value", value)
-        tensors = [tensor for pair in trainer.metric_window._on_device.values() for tensor in pair]
-        assert tensors
-        assert not any(tensor.requires_grad for tensor in tensors)
+    leaves, alive = [], []
 
-    run(make_trainer, "on_step_end", log, number=8, logging_steps=2)
+    def log(trainer, number):
+        gc.collect()
+        alive.append([leaf() is not None for leaf in leaves])
+        leaf = torch.ones((), requires_grad=True)
+        leaves.append(weakref.ref(leaf))
+        trainer.log_metric("value", leaf * number)
+
+    run(make_trainer, "on_step_end", log, number=12, logging_steps=3)
+    assert alive == [[], [False], [False, False]]
 
 
 def test_values_logged_under_inference_mode_and_outside_it_make_one_mean(make_trainer):
