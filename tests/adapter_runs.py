@@ -1,6 +1,7 @@
 """Runs of optimizers of other libraries in a Trainer: what `tests/parity` and `tests/kernels` compare."""
 
 import torch
+from shared.results import weights
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
@@ -51,10 +52,6 @@ def train(folder, *, resume=None, **options):
     trainer = trainer_of(folder, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten().float() for p in trainer.model.parameters()])
 
 
 def check_resume_at_every_step(folder, **options):

@@ -1,7 +1,8 @@
 """Runs that stop after some steps, and go on with other arguments."""
 
 import pytest
-import torch
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -17,24 +18,6 @@ class Network(nn.Module):
         logits = self.head(self.encoder(x))
         loss = {} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
         return {**loss, "logits": logits}
-
-
-def rows(number=40, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 class Rates(TrainerCallback):
@@ -65,7 +48,7 @@ def build(folder, callbacks=(), data=None, kind=Trainer, network=Network, optimi
     return kind(
         model,
         args,
-        train_dataset=rows() if data is None else data,
+        train_dataset=rows(40) if data is None else data,
         eval_dataset=rows(9, 1),
         callbacks=list(callbacks),
         optimizers=made,

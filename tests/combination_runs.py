@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from shared.callbacks import Stop, StopAt
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -112,19 +113,6 @@ class PartsTrainer(Trainer):
         self.log_metric("length", inputs["attention_mask"].sum().float(), len(inputs["labels"]))
         loss = {"loss": loss, "first_half": loss * 0.5}
         return (loss, outputs) if return_outputs else loss
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 class KeepLast(TrainerCallback):

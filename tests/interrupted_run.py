@@ -10,20 +10,10 @@ import sys
 import time
 
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def say(line):
@@ -51,11 +41,6 @@ class Tell(TrainerCallback):
         say(f"end {state.global_step} {type(error).__name__}")
 
 
-def rows(number):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
@@ -78,7 +63,7 @@ def main():
         resume_from_checkpoint="auto",
         save_async=given.save_async,
     )
-    trainer = Trainer(Network(), args, train_dataset=rows(64), callbacks=[Tell(given.step_s, given.wait_at)])
+    trainer = Trainer(Classifier(seed=0), args, train_dataset=rows(64), callbacks=[Tell(given.step_s, given.wait_at)])
     trainer.train()
     if given.end and trainer.is_world_process_zero():
         torch.save(list(trainer.model.state_dict().values()), given.end)

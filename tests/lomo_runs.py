@@ -42,19 +42,6 @@ def rows(number=40):
     ]
 
 
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
-
-
 class Rates(TrainerCallback):
     """Notes the learning rate that is set while a step's gradients are computed."""
 

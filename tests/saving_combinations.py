@@ -6,15 +6,12 @@ import signal
 from pathlib import Path
 
 from combination_runs import Combination, build, draw_combination, fingerprint
+from shared.callbacks import Stop
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tr_core.testing import Interrupted, set_clock
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_step_end", "on_prediction_step", "on_evaluate", "on_save", "on_log")
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
 
 
 class Stream(IterableDataset):

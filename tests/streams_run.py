@@ -7,7 +7,7 @@ import sys
 import warnings
 
 import torch
-from torch import nn
+from shared.models import Linear
 
 from tr_core import Trainer, TrainingArguments
 from tr_log import capture_warnings, progress
@@ -22,16 +22,6 @@ CONDITIONS = [
     *(["full disk"] if os.path.exists("/dev/full") else []),
 ]
 CASES = [(condition, *flags) for condition in CONDITIONS for flags in ((), ("printed", "captured"))]
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x, labels):
-        logits = self.linear(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def accuracy(prediction):
@@ -88,7 +78,7 @@ def main(folder, condition, *flags):
         disable_tqdm="printed" in flags,
         use_cpu=True,
     )
-    trainer = Trainer(Network(), args, train_dataset=data, eval_dataset=data, compute_metrics=accuracy)
+    trainer = Trainer(Linear(3, 2), args, train_dataset=data, eval_dataset=data, compute_metrics=accuracy)
     result = trainer.train()
     trainer.log_metrics("train", result.metrics | {"größe": 1})
     trainer.save_metrics("train", result.metrics)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from shared.callbacks import KeepWeights
+from shared.results import logged, weights
 from torch import nn
 
-from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments
+from tr_core import SingleDevice, Trainer, TrainingArguments
 from tr_core.testing import set_loss_scaler
 
 NAMES = ["adamw_8bit", "galore_adamw_8bit", "galore_adamw_8bit_layerwise"]
@@ -69,14 +71,6 @@ def train(folder, name, *, resume=None, **options):
     trainer = trainer_of(folder, name, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten().float() for p in trainer.model.parameters()])
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def codes(trainer):
@@ -158,16 +152,6 @@ def test_steps_that_are_not_finite_are_left_out(tmp_path, name):
     trainer = train(tmp_path, name, data=rows(bad=[5, 23]), on_nonfinite="skip", seed=3)
     assert sum(logged(trainer, "skipped_steps")) >= 2
     assert weights(trainer).isfinite().all()
-
-
-class KeepWeights(TrainerCallback):
-    def __init__(self):
-        self.weights, self.states, self.applied = [], [], []
-
-    def on_optimizer_step(self, args, state, control, *, model, optimizer, applied, **kwargs):
-        self.applied.append(applied)
-        self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        self.states.append([value.clone() for held in optimizer.state.values() for value in held.values()])
 
 
 @pytest.mark.parametrize("name", NAMES)

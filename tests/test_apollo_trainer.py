@@ -4,8 +4,9 @@ import logging
 
 import pytest
 import torch
+from shared.models import Tied
+from shared.results import distance, weights
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tr_core import Trainer, TrainingArguments
 from tr_core.testing import check_in_backward
@@ -32,34 +33,6 @@ class Network(nn.Module):
     def forward(self, x, labels):
         out = self.mlp(self.self_attn(self.norm(x)))
         return {"loss": (out - labels).square().mean(), "logits": out}
-
-
-class Tied(nn.Module):
-    """A layer that is used in three checkpointed segments, and a head tied to the embedding."""
-
-    supports_gradient_checkpointing = True
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(20, 16)
-        self.mlp = nn.Linear(16, 16)
-        self.lm_head = nn.Linear(16, 20, bias=False)
-        self.lm_head.weight = self.embed.weight
-        self.reentrant = None
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
-        self.reentrant = (gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-
-    def forward(self, x, labels):
-        hidden = self.embed(x)
-        for _ in range(3):
-            if self.reentrant is None:
-                hidden = torch.tanh(self.mlp(hidden))
-            else:
-                hidden = checkpoint(lambda h: torch.tanh(self.mlp(h)), hidden, use_reentrant=self.reentrant)
-        logits = self.lm_head(hidden)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 def rows(bad=()):
@@ -98,14 +71,6 @@ def train(folder, name, *, resume=None, model=None, data=None, **options):
     trainer = Trainer(model or Network(), args, train_dataset=data or rows())
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
-def distance(first, second):
-    return (weights(first) - weights(second)).abs().max().item()
 
 
 def logged(trainer, key):

@@ -2,20 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
+from shared.models import Linear
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_dist.testing import run_ranks
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 3)
-
-    def forward(self, x, labels):
-        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
 
 
 class Changes(TrainerCallback):
@@ -41,7 +31,7 @@ def train(folder, what, everywhere):
     rows = [{"x": torch.randn(8), "labels": torch.tensor(i % 3)} for i in range(24)]
     callbacks = [Changes(what, everywhere)]
     try:
-        trainer = Trainer(Network(), args, train_dataset=rows, callbacks=callbacks)
+        trainer = Trainer(Linear(seed=0), args, train_dataset=rows, callbacks=callbacks)
         trainer.train()
         result = trainer.state.global_step
     except ValueError as error:

@@ -5,37 +5,15 @@ import logging
 
 import pytest
 import torch
-from torch import nn
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
+from shared.models import Classifier
 
-from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3))
-
-    def forward(self, x, labels):
-        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
+from tr_core import Trainer, TrainingArguments, set_seed
 
 
 def trainer(folder, *callbacks):
     set_seed(7)
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(i % 3)} for i in range(32)]
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -44,7 +22,7 @@ def trainer(folder, *callbacks):
         disable_tqdm=True,
         use_cpu=True,
     )
-    return Trainer(Network(), args, train_dataset=rows, callbacks=list(callbacks))
+    return Trainer(Classifier(), args, train_dataset=rows(32), callbacks=list(callbacks))
 
 
 def section(path, name):
@@ -78,8 +56,8 @@ def cut(path, start, end):
         (
             cut,
             "model.safetensors",
-            "layers.2.bias",
-            "model.safetensors is {missing:,} bytes short: cut in tensor layers.2.bias (bytes {start:,} to {end:,})",
+            "layers.3.bias",
+            "model.safetensors is {missing:,} bytes short: cut in tensor layers.3.bias (bytes {start:,} to {end:,})",
         ),
     ],
     ids=["a changed byte", "a cut file"],

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from shared.callbacks import Stop
 from torch import nn
 
 from tr_core import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
@@ -56,10 +57,6 @@ class Texts:
         if self.notes:
             self.seen.append(index)
         return {"input_ids": self.rows[index], "text": "never asked for"}
-
-
-class Stop(Exception):
-    pass
 
 
 class NoteAndStop(TrainerCallback):

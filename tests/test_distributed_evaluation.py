@@ -5,6 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from shared.data import rows
+from shared.models import Linear
+from shared.results import assert_close, without_speed
 from torch import nn
 
 from tr_core import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
@@ -13,18 +16,11 @@ from tr_dist.testing import run_ranks
 CLASSES = 3
 
 
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, CLASSES)
-
-    def forward(self, x, labels=None):
-        logits = self.layer(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+def network():
+    return Linear(classes=CLASSES, seed=0)
 
 
-class Naming(Network):
+class Naming(Linear):
     def forward(self, x, labels=None):
         outputs = super().forward(x, labels)
         return {**outputs, "texts": [f"{row.argmax()} of {row.sum():.3f}" for row in outputs["logits"]]}
@@ -58,29 +54,18 @@ class Counter(nn.Module):
         return torch.where(steps < input_ids[:, :1], input_ids[:, :1] * 10 + steps, 0)
 
 
-def rows(number):
-    generator = torch.Generator().manual_seed(1)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % CLASSES)} for i in range(number)]
-
-
 def arguments(folder, **options):
     common = {"disable_tqdm": True, "log_level": "error", "use_cpu": True, "save_strategy": "no"}
     kind = Seq2SeqTrainingArguments if "predict_with_generate" in options else TrainingArguments
     return kind(output_dir=folder, **{"per_device_eval_batch_size": 2, **common, **options})
 
 
-def without_speed(metrics):
-    return {k: v for k, v in metrics.items() if not k.endswith(("runtime", "per_second", "epoch"))}
-
-
-def assert_close(given, expected):
-    assert given.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.asarray(given[name]) == pytest.approx(np.asarray(value), rel=1e-6), name
-
-
 def evaluate_loss(folder, number):
-    trainer = Trainer(Network(), arguments(folder, per_device_eval_batch_size=8), eval_dataset=rows(number))
+    trainer = Trainer(
+        network(),
+        arguments(folder, per_device_eval_batch_size=8),
+        eval_dataset=rows(number, 1, CLASSES),
+    )
     tokens = [
         {"tokens": torch.tensor([i % 7] * 5), "labels": torch.tensor([-100] * (i % 5) + [i % 7] * (5 - i % 5))}
         for i in range(number)
@@ -93,8 +78,8 @@ def evaluate_loss(folder, number):
 
 def test_the_mean_loss_of_nine_samples_and_perplexity_are_those_of_one_process(tmp_path):
     alone = evaluate_loss(str(tmp_path / "1"), 9)
-    data = rows(9)
-    expected = Network()(torch.stack([row["x"] for row in data]), torch.stack([row["labels"] for row in data]))["loss"]
+    data = rows(9, 1, CLASSES)
+    expected = network()(torch.stack([row["x"] for row in data]), torch.stack([row["labels"] for row in data]))["loss"]
     assert alone[0]["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert alone[1]["eval_perplexity"] == math.exp(alone[1]["eval_loss"])
     for rank in run_ranks(evaluate_loss, 2, str(tmp_path / "n"), 9, timeout_s=120):
@@ -139,7 +124,7 @@ def test_generations_of_different_lengths_come_together_in_order(tmp_path, limit
 
 def evaluate_objects(folder, number):
     trainer = Trainer(Naming(), arguments(folder, eval_use_gather_object=True))
-    output = trainer.predict(rows(number))
+    output = trainer.predict(rows(number, 1, CLASSES))
     trainer.strategy.close()
     return output.predictions, output.label_ids
 

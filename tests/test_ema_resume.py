@@ -5,9 +5,11 @@ import contextlib
 import pytest
 import torch
 from safetensors.torch import load_file
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
 from torch import nn
 
-from tr_core import Trainer, TrainerCallback, TrainingArguments
+from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
 
@@ -23,24 +25,6 @@ class Network(nn.Module):
     def forward(self, x, labels):
         logits = self.frozen(self.layers(x + self.again(x)[:, :8]))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 def train(folder, stop_at=None, resume=None, dropout=0.2, **changes):

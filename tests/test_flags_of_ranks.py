@@ -2,24 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
+from shared.models import Linear
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_dist.testing import run_ranks
 
 UNITS = {"transformer_layer_cls_to_wrap": ["Linear"]}
 BACKENDS = {"ddp": {"strategy": "ddp"}, "fsdp": {"fsdp": "full_shard auto_wrap", "fsdp_config": UNITS}}
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 3)
-
-    def forward(self, x, labels):
-        logits = self.layer(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class Asks(TrainerCallback):
@@ -72,7 +61,7 @@ def train(folder, asked, strategy="ddp", **options):
     args = TrainingArguments(folder, **(defaults | BACKENDS[strategy] | options))
     rows = [{"x": torch.randn(8), "labels": torch.tensor(i % 3)} for i in range(24)]
     notes = Notes()
-    trainer = Trainer(Network(), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[notes])
+    trainer = Trainer(Linear(seed=0), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[notes])
     mine = asked[trainer.strategy.rank] if len(asked) > 1 else asked[0]
     for (event, step), flags in mine.items():
         trainer.add_callback(Asks(event, step, flags))

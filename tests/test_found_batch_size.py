@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 import torch
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
@@ -28,24 +30,6 @@ class Limited(nn.Module):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         logits = self.layers(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, model, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 class ShrinkAt(TrainerCallback):

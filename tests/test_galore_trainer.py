@@ -4,8 +4,10 @@ import logging
 
 import pytest
 import torch
+from shared.callbacks import KeepWeights
+from shared.models import Tied
+from shared.results import distance, logged, weights
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import set_loss_scaler
@@ -30,34 +32,6 @@ class Network(nn.Module):
 
 class Dropping(Network):
     dropout = 0.2
-
-
-class Tied(nn.Module):
-    """A layer that is used in three checkpointed segments, and a head tied to the embedding."""
-
-    supports_gradient_checkpointing = True
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(20, 16)
-        self.mlp = nn.Linear(16, 16)
-        self.lm_head = nn.Linear(16, 20, bias=False)
-        self.lm_head.weight = self.embed.weight
-        self.reentrant = None
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
-        self.reentrant = (gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-
-    def forward(self, x, labels):
-        hidden = self.embed(x)
-        for _ in range(3):
-            if self.reentrant is None:
-                hidden = torch.tanh(self.mlp(hidden))
-            else:
-                hidden = checkpoint(lambda h: torch.tanh(self.mlp(h)), hidden, use_reentrant=self.reentrant)
-        logits = self.lm_head(hidden)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 def rows(number=64, bad=()):
@@ -101,18 +75,6 @@ def train(folder, *, resume=None, **options):
     trainer = trainer_of(folder, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten().float() for p in trainer.model.parameters()])
-
-
-def distance(first, second):
-    return (weights(first) - weights(second)).abs().max().item()
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -269,16 +231,6 @@ class Overflowing(Network):
         if self.calls == self.step:
             outputs["loss"] = outputs["loss"] * 1e38  # times the scale that is infinite
         return outputs
-
-
-class KeepWeights(TrainerCallback):
-    def __init__(self):
-        self.weights, self.states, self.applied = [], [], []
-
-    def on_optimizer_step(self, args, state, control, *, model, optimizer, applied, **kwargs):
-        self.applied.append(applied)
-        self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        self.states.append([value.clone() for held in optimizer.state.values() for value in held.values()])
 
 
 @pytest.mark.parametrize("name", [*NAMES, "galore_adamw_8bit"])

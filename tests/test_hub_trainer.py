@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_ckpt.testing import set_hub_delays
 from tr_core import Trainer, TrainerCallback, TrainingArguments
@@ -30,24 +32,9 @@ CHECKPOINT = MODEL | {"manifest.json", "model.json", "optimizer.json", "optimize
 }  # fmt: skip
 
 
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
 def make_model():
     torch.manual_seed(0)
-    return Network()
-
-
-def rows(number, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
+    return Classifier()
 
 
 @pytest.fixture

@@ -5,27 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import Interrupted
 from tr_dist.testing import run_ranks
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 class SignalAt(TrainerCallback):
@@ -76,7 +61,7 @@ def build(folder, plan=(), kind=Trainer, **changes):
         "use_cpu": True,
     }
     trainer = kind(
-        Network(),
+        Classifier(seed=0),
         TrainingArguments(folder, **{**options, **changes}),
         train_dataset=rows(40),
         eval_dataset=rows(16),

@@ -5,25 +5,11 @@ import signal
 
 import pytest
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import Interrupted
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 class SignalAt(TrainerCallback):
@@ -58,7 +44,7 @@ def search(folder, callback=None, resume=False, **changes):
     args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
     trainer = Trainer(
         args=args,
-        model_init=Network,
+        model_init=Classifier,
         train_dataset=rows(24),
         eval_dataset=rows(9, 1),
         callbacks=[] if callback is None else [callback],

@@ -7,27 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
 from tr_core.testing import EVENTS, Interrupted
 
 STEPS = 8
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 def build(folder, *callbacks, in_background=False):
@@ -46,7 +32,7 @@ def build(folder, *callbacks, in_background=False):
         use_cpu=True,
         save_async=in_background,
     )
-    return Trainer(Network(), args, train_dataset=rows(16), eval_dataset=rows(12), callbacks=list(callbacks))
+    return Trainer(Classifier(), args, train_dataset=rows(16), eval_dataset=rows(12), callbacks=list(callbacks))
 
 
 def ending(trainer):

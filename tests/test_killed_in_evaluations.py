@@ -6,22 +6,12 @@ import signal
 
 import pytest
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the killed process is a fork of this one")
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class KillAt(TrainerCallback):
@@ -34,11 +24,6 @@ class KillAt(TrainerCallback):
     def _kill(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def rows(number):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 def build(folder, *callbacks, **changes):
@@ -56,7 +41,7 @@ def build(folder, *callbacks, **changes):
         "use_cpu": True,
     }
     args = TrainingArguments(str(folder), **{**options, **changes})
-    return Trainer(Network(), args, train_dataset=rows(20), eval_dataset=rows(12), callbacks=list(callbacks))
+    return Trainer(Classifier(seed=0), args, train_dataset=rows(20), eval_dataset=rows(12), callbacks=list(callbacks))
 
 
 def train_and_be_killed(trainer):

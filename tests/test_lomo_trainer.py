@@ -11,7 +11,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 
-from lomo_runs import Network, Rates, Stop, StopAt, logged, train_as_rank, trained, trainer, weights_of
+from lomo_runs import Network, Rates, logged, train_as_rank, trained, trainer, weights_of
+from shared.callbacks import Stop, StopAt
 
 from tr_core import SingleDevice
 from tr_core.preflight import check

@@ -5,27 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import ModelCard, constants
+from shared.data import rows
+from shared.models import Linear
 
 from tr_core import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=.*:DeprecationWarning")
-
-
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 3)
-
-    def forward(self, x, labels):
-        logits = self.layer(x)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 def metrics(prediction):
@@ -44,7 +30,7 @@ def make_trainer(folder, model=None, **changes):
     }
     args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
     return Trainer(
-        Network() if model is None else model,
+        Linear() if model is None else model,
         args,
         train_dataset=rows(20),
         eval_dataset=rows(9, 1),

@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 from optimizer_combination_runs import STEPS, Combination, ordinary, trainer_of, weights_of
 from optimizer_settings import SETTINGS
+from shared.results import logged
 
 from tr_core import TrainerCallback
 from tr_dist.testing import run_ranks
@@ -32,10 +33,6 @@ def trained(folder, setting, combination=PLAIN, *, resume=None, **changes):
 
 def distance(first, second):
     return (weights_of(first.model) - weights_of(second.model)).abs().max().item()
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def tolerance_of(setting):

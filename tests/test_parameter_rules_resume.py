@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
@@ -17,24 +19,6 @@ class Network(nn.Module):
     def forward(self, x, labels):
         logits = self.head(self.encoder(x))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 RULES = [

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from shared.data import rows
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
@@ -22,11 +23,6 @@ class Network(nn.Module):
             x = x + block(x)
         logits = self.last(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 def train(folder, options):

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Linear
 
 from tr_ckpt import UnreadableError
 from tr_ckpt.testing import READS, replace_operations, shorten_waits
@@ -15,19 +16,8 @@ from tr_core import Trainer, TrainingArguments, set_seed
 ERRNOS = (errno.EIO, errno.EACCES, errno.ESTALE)
 
 
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x, labels):
-        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
-
-
 def trainer(folder, max_steps):
     set_seed(7)
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(i % 3)} for i in range(32)]
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -38,7 +28,7 @@ def trainer(folder, max_steps):
         disable_tqdm=True,
         use_cpu=True,
     )
-    return Trainer(Network(), args, train_dataset=rows)
+    return Trainer(Linear(), args, train_dataset=rows(32))
 
 
 def steps_of(folder):

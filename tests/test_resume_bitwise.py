@@ -10,25 +10,12 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
+from shared.models import Classifier
 from torch.utils.data import IterableDataset
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number=41):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 def collate_at_random(samples):
@@ -36,19 +23,6 @@ def collate_at_random(samples):
     features = torch.stack([sample["x"] for sample in samples])
     features = features + torch.randn_like(features) * random.random() + float(np.random.rand())
     return {"x": features, "labels": torch.stack([sample["labels"] for sample in samples])}
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 def trainer(folder, dataset=None, callbacks=(), **changes):
@@ -65,9 +39,9 @@ def trainer(folder, dataset=None, callbacks=(), **changes):
         "use_cpu": True,
     }
     args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
-    data = rows() if dataset is None else dataset
+    data = rows(41) if dataset is None else dataset
     return Trainer(
-        Network(),
+        Classifier(),
         args,
         train_dataset=data,
         data_collator=collate_at_random,
@@ -150,7 +124,7 @@ def test_bfloat16_runs_resume_bit_equal(tmp_path):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter(rows())
+        return iter(rows(41))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -11,7 +11,9 @@ from torch.utils.data import IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from changed_runs import Network, Stop, StopAt, build, resume, rows, save
+from changed_runs import Network, build, resume, save
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
 
 from tr_core import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -283,7 +285,7 @@ def test_a_seed_that_no_order_depends_on_has_no_effect(tmp_path, said):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter(rows())
+        return iter(rows(40))
 
 
 def test_iterable_data_keeps_its_own_order_under_another_seed(tmp_path, said):

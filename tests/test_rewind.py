@@ -5,24 +5,10 @@ import logging
 
 import pytest
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number=120):
-    generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 class Killed(Exception):
@@ -60,7 +46,7 @@ def trainer(folder, callbacks=(), **changes):
         "use_cpu": True,
     }
     args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
-    return Trainer(Network(), args, train_dataset=rows(), eval_dataset=rows(9), callbacks=list(callbacks))
+    return Trainer(Classifier(), args, train_dataset=rows(120), eval_dataset=rows(9), callbacks=list(callbacks))
 
 
 def weights(finished):

@@ -3,36 +3,13 @@
 import shutil
 
 import pytest
-import torch
-from torch import nn
+from shared.callbacks import Stop, StopAt
+from shared.data import rows
+from shared.models import Classifier
 
-from tr_core import Trainer, TrainerCallback, TrainingArguments
+from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 class TwoMachines(DDP):
@@ -45,8 +22,6 @@ class TwoMachines(DDP):
 
 def train(folder, stop_at, resume, asynchronous, on_each_node=True):
     strategy = TwoMachines(use_cpu=True)
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(48)]
     args = TrainingArguments(
         output_dir=f"{folder}/machine-{strategy.rank // 2}" if on_each_node else folder,
         per_device_train_batch_size=2,
@@ -59,7 +34,7 @@ def train(folder, stop_at, resume, asynchronous, on_each_node=True):
         log_level="error",
         use_cpu=True,
     )
-    trainer = Trainer(Network(), args, train_dataset=rows, callbacks=[StopAt(stop_at)], strategy=strategy)
+    trainer = Trainer(Classifier(seed=0), args, train_dataset=rows(48), callbacks=[StopAt(stop_at)], strategy=strategy)
     try:
         trainer.train(resume_from_checkpoint=resume)
     except Stop:

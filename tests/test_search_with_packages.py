@@ -5,27 +5,13 @@ import json
 import optuna
 import pytest
 import torch
-from torch import nn
+from shared.data import rows
+from shared.models import Classifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_dist.testing import run_ranks
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
-
-
-class Network(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.GELU(), nn.Linear(width, 3))
-
-    def forward(self, x, labels):
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def rows(number, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
 
 
 class Interrupted(BaseException):
@@ -51,7 +37,7 @@ class StepCounter(TrainerCallback):
         self.steps.append((state.trial_name, state.global_step))
 
 
-def make_trainer(folder, callbacks=(), model_init=lambda: Network(), **changes):
+def make_trainer(folder, callbacks=(), model_init=lambda: Classifier(), **changes):
     options = {
         "per_device_train_batch_size": 4,
         "num_train_epochs": 2,
@@ -239,7 +225,7 @@ def search(folder, backend):
     """Run in every rank; returns what the test compares."""
 
     def sized(trial):
-        return Network(16 if trial is None else trial.params["width"])
+        return Classifier(16 if trial is None else trial.params["width"])
 
     def wide(trial):
         trial.suggest_int("width", 4, 8)

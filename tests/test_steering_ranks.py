@@ -4,24 +4,11 @@ import time
 
 import pytest
 import torch
-from torch import nn
+from shared.models import Linear
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import set_clock
 from tr_dist.testing import run_ranks
-
-
-class Network(nn.Module):
-    main_input_name = "x"
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 3)
-
-    def forward(self, x, labels):
-        logits = self.layer(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class Rows:
@@ -71,7 +58,7 @@ def build(folder, watch, **changes):
         "include_for_metrics": ["inputs"],
     }
     return Trainer(
-        Network(),
+        Linear(seed=0),
         TrainingArguments(folder, **{**options, **changes}),
         train_dataset=Rows(rows),
         eval_dataset=Rows(11),

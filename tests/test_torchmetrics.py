@@ -4,24 +4,15 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from torch import nn
+from shared.data import rows
+from shared.models import Linear
+from shared.results import assert_close, without_speed
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
 CLASSES = 3
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, CLASSES)
-
-    def forward(self, x, labels=None):
-        logits = self.layer(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class Mean:
@@ -37,11 +28,6 @@ class Mean:
         return {"right": np.mean([p == t for p, t in self.seen]), "seen": len(self.seen), "first": self.seen[0][1]}
 
 
-def rows(number):
-    generator = torch.Generator().manual_seed(1)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % CLASSES)} for i in range(number)]
-
-
 def arguments(folder):
     return TrainingArguments(
         output_dir=folder,
@@ -51,10 +37,6 @@ def arguments(folder):
         use_cpu=True,
         save_strategy="no",
     )
-
-
-def without_speed(metrics):
-    return {k: v for k, v in metrics.items() if not k.endswith(("runtime", "per_second", "epoch"))}
 
 
 def metrics_of(kind):
@@ -77,9 +59,9 @@ def evaluate_metrics(folder, kinds, number):
     found = {}
     for kind in kinds:
         trainer = Trainer(
-            Network(),
+            Linear(classes=CLASSES, seed=0),
             arguments(folder),
-            eval_dataset=rows(number),
+            eval_dataset=rows(number, 1, CLASSES),
             compute_metrics=metrics_of(kind),
             # Metrics of probabilities guess from each batch's numbers whether these are logits.
             preprocess_logits_for_metrics=lambda logits, labels: logits.softmax(-1),
@@ -89,15 +71,9 @@ def evaluate_metrics(folder, kinds, number):
     return found
 
 
-def assert_close(given, expected):
-    assert given.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.asarray(given[name]) == pytest.approx(np.asarray(value), rel=1e-6), name
-
-
 def test_metrics_give_what_they_give_of_all_predictions_at_once(tmp_path):
     found = evaluate_metrics(str(tmp_path), ["sums", "lists", "matrix", "collection"], 13)
-    data, model = rows(13), Network()
+    data, model = rows(13, 1, CLASSES), Linear(classes=CLASSES, seed=0)
     labels = torch.stack([row["labels"] for row in data])
     logits = model(torch.stack([row["x"] for row in data]), labels)["logits"]
     assert found["sums"][0]["eval_MulticlassAccuracy"] == pytest.approx(

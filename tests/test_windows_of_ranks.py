@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from shared.callbacks import Stop, StopAt
 from torch import nn
 
-from tr_core import Trainer, TrainerCallback, TrainingArguments
+from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
 BAD = 777.0  # features of this value make a batch's loss NaN
@@ -26,19 +27,6 @@ class Network(nn.Module):
         logits = self.layers(torch.where(x > 500, 0.0, x))
         loss = nn.functional.cross_entropy(logits, labels) + torch.where((x == INFINITE).any(), math.inf, 0.0)
         return {"loss": loss * torch.where((x == BAD).any(), math.nan, 1.0), "logits": logits}
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 class LogsMore(Trainer):

@@ -7,20 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from shared.models import Linear
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x, labels):
-        logits = self.linear(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class Samples:
@@ -69,7 +58,7 @@ def trainer_of(folder, *, callbacks=(), dataset=None, **options):
         },
     )
     data = dataset or Samples()
-    return Trainer(Network(), args, train_dataset=data, eval_dataset=Samples(), callbacks=list(callbacks))
+    return Trainer(Linear(3, 2, seed=0), args, train_dataset=data, eval_dataset=Samples(), callbacks=list(callbacks))
 
 
 def finish(trainer, resume=None):

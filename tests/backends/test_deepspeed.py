@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_numbers import Network, Rows, Stop, StopAt
+from shared.callbacks import Stop, StopAt
+from test_numbers import Network, Rows
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import check_strategy

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_numbers import Rows, Stop, StopAt
+from shared.callbacks import Stop, StopAt
+from test_numbers import Rows
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 

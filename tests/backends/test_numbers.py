@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
+from shared.callbacks import Stop, StopAt
 from torch import nn
 
-from tr_core import Trainer, TrainerCallback, TrainingArguments
+from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
 
@@ -47,19 +48,6 @@ class Rows:
     def __getitem__(self, index):
         self.seen.append(index)
         return self.rows[index]
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stop
 
 
 def train(folder, model_name, number, options, stop_at=None, resume=None):

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_numbers import ALONE, Network, Rows, Stop, StopAt
+from shared.callbacks import Stop, StopAt
+from test_numbers import ALONE, Network, Rows
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments

@@ -32,11 +32,21 @@ def set_loss_scaler(strategy: SingleDevice, scaler: torch.amp.GradScaler) -> Sin
 
 
 def read_trials(path: Path, search: Mapping[str, Any]) -> list[int]:
-    """Read the file of a search as a resumed search does; returns the numbers of the trials that ended.
+    """Read the file of a search as a resumed search does, and write nothing.
+
+    Returns:
+        The numbers of the trials that ended.
 
     Raises:
         ValueError: it is not of this search, or is not valid.
     """
-    journal = Journal(path)
+    journal = _Read(path)
     journal.open(search)
     return [record.number for record in journal.finished]
+
+
+class _Read(Journal):
+    """Creates no file."""
+
+    def begin_search(self, search: Mapping[str, Any]) -> None:
+        return

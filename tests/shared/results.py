@@ -1,0 +1,32 @@
+"""Read what a run left."""
+
+import numpy as np
+import pytest
+import torch
+
+
+def weights(trainer):
+    """Return all weights of a trained model in one row."""
+    return torch.cat([p.detach().flatten().float() for p in trainer.model.parameters()])
+
+
+def distance(first, second):
+    """Return the largest difference between the weights of two runs."""
+    return (weights(first) - weights(second)).abs().max().item()
+
+
+def logged(trainer, name):
+    """Return the logged values of a name."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def without_speed(metrics):
+    """Return metrics without those that depend on the machine."""
+    return {k: v for k, v in metrics.items() if not k.endswith(("runtime", "per_second", "epoch"))}
+
+
+def assert_close(given, expected):
+    """Compare metrics, arrays included."""
+    assert given.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.asarray(given[name]) == pytest.approx(np.asarray(value), rel=1e-6), name
