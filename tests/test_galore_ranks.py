@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from shared.projections import STEPS, Counted, Regressor, data, groups, rows, weights
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
 from tr_optim import GaLoreAdafactor, GaLoreAdamW
-
-STEPS, SIZE = 9, 12
 
 
 def net(statistics=False):
@@ -24,34 +23,6 @@ def net(statistics=False):
         nn.Tanh(),
         nn.Linear(32, 8),
     )
-
-
-def data():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(STEPS, SIZE, 16, generator=generator), torch.randn(STEPS, SIZE, 8, generator=generator)
-
-
-def groups(model):
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "rank": 4, "update_proj_gap": 3, "scale": 1.0},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-class Counted:
-    """Collectives that count what they carry."""
-
-    def __init__(self, strategy):
-        self._strategy, self.rank, self.world_size = strategy, strategy.rank, strategy.world_size
-        self.elements = []
-
-    def sum(self, tensor):
-        self.elements.append(tensor.numel())
-        return self._strategy.sum(tensor)
 
 
 def build(model, options):
@@ -225,21 +196,6 @@ def test_immediate_updates_of_projections_are_for_one_process():
         run_ranks(immediate_on_rank, 2)
 
 
-class Network(nn.Module):
-    def __init__(self, statistics=False):
-        super().__init__()
-        self.mlp = net(statistics)
-
-    def forward(self, x, labels):
-        out = self.mlp(x)
-        return {"loss": (out - labels).square().mean(), "logits": out}
-
-
-def rows():
-    inputs, targets = data()
-    return [{"x": x, "labels": y} for x, y in zip(inputs.flatten(0, 1), targets.flatten(0, 1), strict=True)]
-
-
 def trainer_on_rank(folder, options, statistics=False, resume=None):
     args = TrainingArguments(
         output_dir=folder,
@@ -259,7 +215,7 @@ def trainer_on_rank(folder, options, statistics=False, resume=None):
             **options,
         },
     )
-    trainer = Trainer(Network(statistics), args, train_dataset=rows())
+    trainer = Trainer(Regressor(net(statistics)), args, train_dataset=rows())
     trainer.train(resume_from_checkpoint=resume)
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     buffers = [b.clone() for b in trainer.model.buffers()]

@@ -197,6 +197,19 @@ def test_tests_of_a_package_import_public_names_only_of_the_others(package):
     assert [each for each in found if not re.search(rf": {own}\b", each)] == []
 
 
+def test_what_two_files_of_tests_need_is_shared():
+    """Look at what is defined at the top of a file, and has six lines or more."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            node.body = node.body[ast.get_docstring(node) is not None :]
+            if (text := ast.unparse(node)).count("\n") > 4:
+                found.setdefault(text, set()).add(path.name)
+    assert [files for files in found.values() if len(files) > 1] == []
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_prose_says_it_in_the_words_of_the_field(package):
     found = [

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from shared.projections import STEPS, Counted, Regressor, data, groups, rows, weights
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
@@ -9,7 +10,6 @@ from tr_dist import DDP
 from tr_dist.testing import run_ranks
 from tr_optim import APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW
 
-STEPS, SIZE = 9, 12
 KINDS = {
     "apollo": (APOLLOAdamW, {}),
     "fira": (FiraAdamW, {}),
@@ -21,49 +21,6 @@ KINDS = {
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 32, bias=False), nn.Tanh(), nn.Linear(32, 8))
-
-
-def data():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(STEPS, SIZE, 16, generator=generator), torch.randn(STEPS, SIZE, 8, generator=generator)
-
-
-def rows():
-    inputs, targets = data()
-    return [{"x": x, "labels": y} for x, y in zip(inputs.flatten(0, 1), targets.flatten(0, 1), strict=True)]
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = net()
-
-    def forward(self, x, labels):
-        out = self.mlp(x)
-        return {"loss": (out - labels).square().mean(), "logits": out}
-
-
-class Counted:
-    """Collectives that count what they carry."""
-
-    def __init__(self, strategy):
-        self._strategy, self.rank, self.world_size = strategy, strategy.rank, strategy.world_size
-        self.elements = []
-
-    def sum(self, tensor):
-        self.elements.append(tensor.numel())
-        return self._strategy.sum(tensor)
-
-
-def groups(model):
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "rank": 4, "update_proj_gap": 3, "scale": 1.0},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
 
 
 def train(name, collectives, rank, world_size, micro_batches, max_norm):
@@ -169,7 +126,7 @@ def trainer_on_rank(folder, options, resume=None):
             **options,
         },
     )
-    trainer = Trainer(Network(), args, train_dataset=rows())
+    trainer = Trainer(Regressor(net()), args, train_dataset=rows())
     trainer.train(resume_from_checkpoint=resume)
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     result = weights(trainer.model), norms

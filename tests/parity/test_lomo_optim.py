@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from parity_lomo import Network, batches, rates
 from torch import nn
 
 with pytest.MonkeyPatch.context() as patch:
@@ -13,25 +14,6 @@ with pytest.MonkeyPatch.context() as patch:
     lomo_optim = pytest.importorskip("lomo_optim")
 
 from tr_optim import AdaLomo, Lomo
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 8))
-
-    def forward(self, inputs):
-        return self.layers(inputs).square().mean()
-
-
-def batches(number=10):
-    generator = torch.Generator().manual_seed(1)
-    return list(torch.randn(number, 8, 16, generator=generator))
-
-
-def rates(number=10):
-    return [0.1 * (1 - step / number) for step in range(number)]
 
 
 def train_theirs(optimizer, model, clip=None):

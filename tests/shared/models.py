@@ -47,7 +47,7 @@ class Classifier(nn.Module):
 
 
 class Tied(nn.Module):
-    """A head that is the embedding, and a matrix that is used three times, if asked for with its activations anew."""
+    """A head that is the embedding, and a matrix that is used three times; activations can be computed again."""
 
     supports_gradient_checkpointing = True
 
