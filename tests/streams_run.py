@@ -7,7 +7,7 @@ import sys
 import warnings
 
 import torch
-from shared.models import Linear
+from shared.models import LinearClassifier
 
 from tr_core import Trainer, TrainingArguments
 from tr_log import capture_warnings, progress
@@ -78,7 +78,7 @@ def main(folder, condition, *flags):
         disable_tqdm="printed" in flags,
         use_cpu=True,
     )
-    trainer = Trainer(Linear(3, 2), args, train_dataset=data, eval_dataset=data, compute_metrics=accuracy)
+    trainer = Trainer(LinearClassifier(3, 2), args, train_dataset=data, eval_dataset=data, compute_metrics=accuracy)
     result = trainer.train()
     trainer.log_metrics("train", result.metrics | {"größe": 1})
     trainer.save_metrics("train", result.metrics)

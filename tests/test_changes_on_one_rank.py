@@ -1,8 +1,8 @@
 """What is changed on one rank alone, and has to be the same on all, ends the run in words: weights would drift."""
 
 import pytest
-import torch
-from shared.models import Linear
+from shared.data import rows
+from shared.models import LinearClassifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_dist.testing import run_ranks
@@ -28,10 +28,9 @@ def train(folder, what, everywhere):
         lr_scheduler_type="constant", disable_tqdm=True, log_level="error", use_cpu=True, strategy="ddp",
         ddp_timeout=60, optim="sgd", learning_rate=0.1,
     )  # fmt: skip
-    rows = [{"x": torch.randn(8), "labels": torch.tensor(i % 3)} for i in range(24)]
     callbacks = [Changes(what, everywhere)]
     try:
-        trainer = Trainer(Linear(seed=0), args, train_dataset=rows, callbacks=callbacks)
+        trainer = Trainer(LinearClassifier(seed=0), args, train_dataset=rows(24), callbacks=callbacks)
         trainer.train()
         result = trainer.state.global_step
     except ValueError as error:

@@ -74,15 +74,15 @@ def test_the_session_fails_when_a_folder_is_not_synced():
 
 FORGET = """
 import crash_optimizers, crash_session
-from tr_optim.engine.projected import ProjectedOptimizer
+from tr_optim import GaLoreAdamW
 crash_session.Session.chosen = lambda self, faults, stride: faults[7::15]
 crash_optimizers.SETTINGS = [s for s in crash_optimizers.SETTINGS if str(s) == "galore_adamw_layerwise"]
-load = ProjectedOptimizer.load_state_dict
+load = GaLoreAdamW.load_state_dict
 def forget(self, state):
     load(self, state)
     for held in self.state.values():
         {what}
-ProjectedOptimizer.load_state_dict = forget
+GaLoreAdamW.load_state_dict = forget
 """
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from shared.data import rows
-from shared.models import Linear
+from shared.models import LinearClassifier
 from shared.results import assert_close, without_speed
 from torch import nn
 
@@ -17,10 +17,10 @@ CLASSES = 3
 
 
 def network():
-    return Linear(classes=CLASSES, seed=0)
+    return LinearClassifier(classes=CLASSES, seed=0)
 
 
-class Naming(Linear):
+class Naming(LinearClassifier):
     def forward(self, x, labels=None):
         outputs = super().forward(x, labels)
         return {**outputs, "texts": [f"{row.argmax()} of {row.sum():.3f}" for row in outputs["logits"]]}
@@ -123,7 +123,7 @@ def test_generations_of_different_lengths_come_together_in_order(tmp_path, limit
 
 
 def evaluate_objects(folder, number):
-    trainer = Trainer(Naming(), arguments(folder, eval_use_gather_object=True))
+    trainer = Trainer(Naming(seed=0), arguments(folder, eval_use_gather_object=True))
     output = trainer.predict(rows(number, 1, CLASSES))
     trainer.strategy.close()
     return output.predictions, output.label_ids

@@ -1,8 +1,8 @@
 """What a callback of one rank alone asks for, all ranks do together; what it asks for on all, at once."""
 
 import pytest
-import torch
-from shared.models import Linear
+from shared.data import rows
+from shared.models import LinearClassifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_dist.testing import run_ranks
@@ -59,9 +59,9 @@ def train(folder, asked, strategy="ddp", **options):
         "ddp_timeout": 60,
     }
     args = TrainingArguments(folder, **(defaults | BACKENDS[strategy] | options))
-    rows = [{"x": torch.randn(8), "labels": torch.tensor(i % 3)} for i in range(24)]
+    data = rows(24)
     notes = Notes()
-    trainer = Trainer(Linear(seed=0), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[notes])
+    trainer = Trainer(LinearClassifier(seed=0), args, train_dataset=data, eval_dataset=data[:4], callbacks=[notes])
     mine = asked[trainer.strategy.rank] if len(asked) > 1 else asked[0]
     for (event, step), flags in mine.items():
         trainer.add_callback(Asks(event, step, flags))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard, constants
 from shared.data import rows
-from shared.models import Linear
+from shared.models import LinearClassifier
 
 from tr_core import Trainer, TrainingArguments
 
@@ -30,7 +30,7 @@ def make_trainer(folder, model=None, **changes):
     }
     args = TrainingArguments(output_dir=str(folder), **{**options, **changes})
     return Trainer(
-        Linear() if model is None else model,
+        LinearClassifier() if model is None else model,
         args,
         train_dataset=rows(20),
         eval_dataset=rows(9, 1),

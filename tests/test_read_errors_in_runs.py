@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from shared.data import rows
-from shared.models import Linear
+from shared.models import LinearClassifier
 
 from tr_ckpt import UnreadableError
 from tr_ckpt.testing import READS, replace_operations, shorten_waits
@@ -28,7 +28,7 @@ def trainer(folder, max_steps):
         disable_tqdm=True,
         use_cpu=True,
     )
-    return Trainer(Linear(), args, train_dataset=rows(32))
+    return Trainer(LinearClassifier(), args, train_dataset=rows(32))
 
 
 def steps_of(folder):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from shared.callbacks import Stop, StopAt
-from shared.data import rows
+from shared.data import SeenRows, rows
 from shared.models import Classifier
 from torch.utils.data import IterableDataset
 
@@ -155,26 +155,12 @@ def test_resume_true_without_a_checkpoint_says_so_and_auto_begins_anew(tmp_path)
     assert trainer(tmp_path).train(resume_from_checkpoint="auto").global_step == 33
 
 
-class SeenSamples:
-    """A data set that notes which sample was asked for."""
-
-    def __init__(self, number=48):
-        self.rows, self.seen = rows(number), []
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return self.rows[index]
-
-
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 1), (8, 1), (4, 2)])
 def test_resume_with_another_batch_size_goes_on_with_the_next_unseen_sample(tmp_path, batch_size, accumulation):
-    first = SeenSamples()
+    first = SeenRows(rows(48))
     with pytest.raises(Stop):
         trainer(tmp_path, first, [StopAt(6)], num_train_epochs=1, save_steps=6).train()
-    second = SeenSamples()
+    second = SeenRows(rows(48))
     changed = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     resumed = trainer(tmp_path, second, num_train_epochs=1, save_steps=1000, **changed)
     resumed.train(resume_from_checkpoint=True)

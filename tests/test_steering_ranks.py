@@ -4,25 +4,12 @@ import time
 
 import pytest
 import torch
-from shared.models import Linear
+from shared.data import SeenRows, rows
+from shared.models import LinearClassifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import set_clock
 from tr_dist.testing import run_ranks
-
-
-class Rows:
-    def __init__(self, number):
-        generator = torch.Generator().manual_seed(0)
-        self.rows = [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
-        self.seen = []
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return self.rows[index]
 
 
 class Watch(TrainerCallback):
@@ -45,7 +32,7 @@ class Watch(TrainerCallback):
 
 
 def build(folder, watch, **changes):
-    rows = changes.pop("rows", 40)
+    number = changes.pop("rows", 40)
     options = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -58,10 +45,10 @@ def build(folder, watch, **changes):
         "include_for_metrics": ["inputs"],
     }
     return Trainer(
-        Linear(seed=0),
+        LinearClassifier(seed=0),
         TrainingArguments(folder, **{**options, **changes}),
-        train_dataset=Rows(rows),
-        eval_dataset=Rows(11),
+        train_dataset=SeenRows(rows(number)),
+        eval_dataset=SeenRows(rows(11)),
         callbacks=[watch],
         compute_metrics=lambda p: {"rows": len(p.predictions), "sum": float(p.inputs.sum())},
     )

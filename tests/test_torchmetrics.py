@@ -5,7 +5,7 @@ import pytest
 import torch
 import torchmetrics
 from shared.data import rows
-from shared.models import Linear
+from shared.models import LinearClassifier
 from shared.results import assert_close, without_speed
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
@@ -59,7 +59,7 @@ def evaluate_metrics(folder, kinds, number):
     found = {}
     for kind in kinds:
         trainer = Trainer(
-            Linear(classes=CLASSES, seed=0),
+            LinearClassifier(classes=CLASSES, seed=0),
             arguments(folder),
             eval_dataset=rows(number, 1, CLASSES),
             compute_metrics=metrics_of(kind),
@@ -73,7 +73,7 @@ def evaluate_metrics(folder, kinds, number):
 
 def test_metrics_give_what_they_give_of_all_predictions_at_once(tmp_path):
     found = evaluate_metrics(str(tmp_path), ["sums", "lists", "matrix", "collection"], 13)
-    data, model = rows(13, 1, CLASSES), Linear(classes=CLASSES, seed=0)
+    data, model = rows(13, 1, CLASSES), LinearClassifier(classes=CLASSES, seed=0)
     labels = torch.stack([row["labels"] for row in data])
     logits = model(torch.stack([row["x"] for row in data]), labels)["logits"]
     assert found["sums"][0]["eval_MulticlassAccuracy"] == pytest.approx(

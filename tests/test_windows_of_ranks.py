@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from shared.callbacks import Stop, StopAt
+from shared.data import rows
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
@@ -45,8 +46,7 @@ class LogsMore(Trainer):
 
 
 def make_rows(number, bad=(), fault=BAD):
-    generator = torch.Generator().manual_seed(0)
-    made = [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(number)]
+    made = rows(number)
     for index in bad:
         made[index]["x"] = torch.full((8,), fault)
     return made

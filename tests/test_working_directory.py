@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared.models import Linear
+from shared.models import LinearClassifier
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 
@@ -58,7 +58,9 @@ def trainer_of(folder, *, callbacks=(), dataset=None, **options):
         },
     )
     data = dataset or Samples()
-    return Trainer(Linear(3, 2, seed=0), args, train_dataset=data, eval_dataset=Samples(), callbacks=list(callbacks))
+    return Trainer(
+        LinearClassifier(3, 2, seed=0), args, train_dataset=data, eval_dataset=Samples(), callbacks=list(callbacks)
+    )
 
 
 def finish(trainer, resume=None):

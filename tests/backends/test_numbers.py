@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from shared.callbacks import Stop, StopAt
+from shared.data import SeenRows, rows
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
@@ -33,28 +34,20 @@ class Counting(Network):
     counts = True
 
 
-class Rows:
+class Rows(SeenRows):
+    """Every fourth row has no label that counts."""
+
     def __init__(self, number):
-        generator = torch.Generator().manual_seed(0)
-        self.rows = [
-            {"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3 if i % 4 else -100)}
-            for i in range(number)
-        ]
-        self.seen = []
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return self.rows[index]
+        super().__init__(
+            [row if i % 4 else {**row, "labels": torch.tensor(-100)} for i, row in enumerate(rows(number))]
+        )
 
 
 def train(folder, model_name, number, options, stop_at=None, resume=None):
     """Run in every rank; returns what the test compares."""
-    rows, seen = Rows(number), None
+    data = Rows(number)
     if model_name == "Network":
-        for row in rows.rows:
+        for row in data.rows:
             row["labels"] = row["labels"].clamp(min=0)
     args = TrainingArguments(
         output_dir=folder,
@@ -70,7 +63,7 @@ def train(folder, model_name, number, options, stop_at=None, resume=None):
     trainer = Trainer(
         {"Network": Network, "Counting": Counting}[model_name](),
         args,
-        train_dataset=rows,
+        train_dataset=data,
         eval_dataset=Rows(7).rows
         if model_name == "Counting"
         else [dict(r, labels=r["labels"].clamp(min=0)) for r in Rows(7).rows],
@@ -79,7 +72,7 @@ def train(folder, model_name, number, options, stop_at=None, resume=None):
     )
     with contextlib.suppress(Stop):
         trainer.train(resume_from_checkpoint=resume)
-    seen = list(rows.seen)
+    seen = list(data.seen)
     history = [
         {k: v for k, v in entry.items() if not k.endswith(("runtime", "per_second"))}
         for entry in trainer.state.log_history

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Linear(nn.Module):
+class LinearClassifier(nn.Module):
     """One layer that classifies rows of numbers.
 
     Args:
