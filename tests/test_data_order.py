@@ -134,7 +134,7 @@ def test_a_grouped_run_goes_on_with_the_next_sample_whatever_its_batch_size(tmp_
 
 def test_a_run_is_not_gone_on_with_in_another_order(tmp_path):
     train(tmp_path, 26, SAVING, stop_at=3)
-    with pytest.raises(ValueError, match="12 samples into a pass with train_sampling_strategy='random'"):
+    with pytest.raises(ValueError, match="12 samples into an epoch with train_sampling_strategy='random'"):
         train(tmp_path, 26, GROUPED, resume=True)
 
 

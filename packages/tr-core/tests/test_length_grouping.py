@@ -294,7 +294,7 @@ def test_continuing_an_epoch_in_another_order_is_refused(make_trainer):
     begun, other = (
         passes_of(make_trainer(24, train_sampling_strategy=strategy)) for strategy in ("random", "sequential")
     )
-    message = "8 samples into a pass with train_sampling_strategy='random'; going on with 'sequential' would repeat"
+    message = "8 samples into an epoch with train_sampling_strategy='random'; going on with 'sequential' would repeat"
     with pytest.raises(ValueError, match=message):
         other.restore_order(begun.order_state(), 8)
     other.restore_order(begun.order_state(), 0)

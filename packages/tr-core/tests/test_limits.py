@@ -211,12 +211,12 @@ def test_a_loader_of_the_users_own_is_shortened_too(make_trained):
     [
         (
             {"overfit_batches": 0.25, "eval_strategy": "epoch"},
-            "overfit_batches=0.25: every pass is the first 2 micro-batches of the training data, in the same order; "
+            "overfit_batches=0.25: every epoch is the first 2 micro-batches of the training data, in the same order; "
             "evaluations use them too",
         ),
         (
             {"overfit_batches": 3},
-            "overfit_batches=3: every pass is the first 3 micro-batches of the training data, in the same order",
+            "overfit_batches=3: every epoch is the first 3 micro-batches of the training data, in the same order",
         ),
     ],
 )

@@ -172,7 +172,7 @@ def test_data_that_processes_divide_is_not_continued_in_another_division(workers
     begun = stream(Divided(), workers=2)
     _, position = take(begun, 2)
     resumed = stream(Divided(), workers=workers, batch_size=batch_size)
-    message = "8 samples into a pass over iterable data that 2 processes read in turn, 4 samples at a time; "
+    message = "8 samples into an epoch of iterable data that 2 processes read in turn, 4 samples at a time; "
     with pytest.raises(ValueError, match=f"{message}{max(workers, 1)} that read {batch_size} at a time would repeat"):
         resumed.restore_order(begun.order_state(), position)
     resumed.restore_order(begun.order_state(), 0)  # an epoch that begins may be divided as it likes
@@ -269,7 +269,7 @@ def test_a_short_last_batch_that_was_left_out_is_no_part_of_an_epoch():
 
 
 def test_a_position_that_fits_nothing_is_refused_with_the_figures():
-    message = "at epoch 0.77 after 3 steps, which fits neither 5 micro-batches a pass with 1 a step"
+    message = "at epoch 0.77 after 3 steps, which fits neither 5 micro-batches an epoch with 1 a step"
     with pytest.raises(ValueError, match=message):
         derive_position(saved(3, 0.77, 4), data_of(18, 4), 4)
     with pytest.raises(ValueError, match="nor the None samples a device on 1 processes"):

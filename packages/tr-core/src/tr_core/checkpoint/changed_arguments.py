@@ -118,8 +118,8 @@ class _ArgumentChanges:
         if is_same_length and state is not None:
             is_same = not rates and not self.names & set(facts(type(args), Numbers.SCHEDULE))
             return None if is_same else int(state["last_epoch"])
-        by_passes = args.max_steps <= 0 and not args.ignore_data_skip
-        left = steps_left(args, run.data, run.position.epoch, run.position.samples) if by_passes else None
+        by_epochs = args.max_steps <= 0 and not args.ignore_data_skip
+        left = steps_left(args, run.data, run.position.epoch, run.position.samples) if by_epochs else None
         return self.run.methods.state.global_step if left is None else max(self.settings.steps - left, 0)
 
     def _has_another_metric(self) -> bool:
@@ -200,7 +200,7 @@ def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequ
         changed[name] = found[name]
     if args.ignore_data_skip:
         return dict.fromkeys(changed, "applied: the epoch restarts")
-    if saved["is_between_passes"]:
+    if saved["is_between_epochs"]:
         if SAMPLES in changed and run.position.samples:
             run.position.samples = run.data.num_samples or run.position.samples
         return dict.fromkeys(changed, "applied from the next epoch on")

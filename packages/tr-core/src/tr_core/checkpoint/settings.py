@@ -130,7 +130,7 @@ class Settings:
             "schedule": self._schedule,
             "steps": self.steps,
             "samples_per_step": run.plan.samples_per_step,
-            "is_between_passes": run.position.samples == 0 or run.is_epoch_complete(),
+            "is_between_epochs": run.position.samples == 0 or run.is_epoch_complete(),
             "frozen": self._frozen,
         }
 

@@ -145,7 +145,7 @@ class _Stream:
             return
         if read_by != now:
             raise ValueError(
-                f"the checkpoint is {position} samples into a pass over iterable data that {read_by[0]} processes read "
+                f"the checkpoint is {position} samples into an epoch of iterable data that {read_by[0]} processes read "
                 f"in turn, {read_by[1]} samples at a time; {self._parts} that read {self._stream.per_round} at a time "
                 "would repeat samples and leave others out. Resume with the dataloader_num_workers, batch size and "
                 "number of processes as saved, or restart the epoch with ignore_data_skip=True"

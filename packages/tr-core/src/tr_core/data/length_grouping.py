@@ -11,7 +11,7 @@ from tr_core.random_state import separate_randomness
 from tr_log import progress
 
 # The reference's numbers: most steps in a sorted group, and fewest groups in an epoch.
-STEPS_IN_A_GROUP, GROUPS_IN_A_PASS = 50, 4
+STEPS_IN_A_GROUP, GROUPS_IN_AN_EPOCH = 50, 4
 SAMPLES_AT_A_TIME = 1000
 
 
@@ -40,7 +40,7 @@ class LengthGrouping:
     def group_size(self) -> int:
         """Number of samples that are sorted together."""
         per_step = self.samples_per_step
-        return max(min(len(self.lengths) // (GROUPS_IN_A_PASS * per_step), STEPS_IN_A_GROUP), 1) * per_step
+        return max(min(len(self.lengths) // (GROUPS_IN_AN_EPOCH * per_step), STEPS_IN_A_GROUP), 1) * per_step
 
     def arrange(self, shuffled: torch.Tensor) -> torch.Tensor:
         """Return the indices of `shuffled`, int64 of shape (samples,), sorted within groups, the longest sample first.

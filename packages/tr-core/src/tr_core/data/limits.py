@@ -85,7 +85,7 @@ def training_batches(loader: Any, args: TrainingArguments, world_size: int) -> B
     if args.overfit_batches is not None:
         number = args.overfit_batches if batches.num_batches is None else batches.num_batches
         logger.info(
-            "overfit_batches=%s: every pass is the first %s micro-batches of the training data, in the same order%s",
+            "overfit_batches=%s: every epoch is the first %s micro-batches of the training data, in the same order%s",
             args.overfit_batches,
             number,
             "" if args.eval_strategy == "no" else "; evaluations use them too",

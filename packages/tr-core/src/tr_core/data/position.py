@@ -61,10 +61,10 @@ def derive_position(saved: Mapping[str, Any], data: Batches, samples_per_step: i
     if data.num_batches is None:
         return _in_stream(saved, data.samples_per_micro_batch, accumulation)
     step, epoch = saved["global_step"], saved["epoch"]
-    passes, steps = divmod(step, max(math.ceil(data.num_batches / accumulation), 1))
+    epochs, steps = divmod(step, max(math.ceil(data.num_batches / accumulation), 1))
     done = steps * accumulation
-    if epoch is None or abs(epoch - passes - done / data.num_batches) * data.num_batches < _ROUNDING:
-        return passes, done * data.samples_per_micro_batch
+    if epoch is None or abs(epoch - epochs - done / data.num_batches) * data.num_batches < _ROUNDING:
+        return epochs, done * data.samples_per_micro_batch
     whole, share = divmod(epoch, 1)
     size, samples = (saved["train_batch_size"] or 0) * saved["world_size"], data.num_samples or 0
     for batches in (math.ceil(samples / size), samples // size) if size else ():
@@ -72,8 +72,8 @@ def derive_position(saved: Mapping[str, Any], data: Batches, samples_per_step: i
         if abs(micro_batches - round(micro_batches)) < _ROUNDING:
             return int(whole), round(micro_batches) * size
     raise ValueError(
-        f"the run was at epoch {epoch:g} after {step} steps, which fits neither {data.num_batches} micro-batches a "
-        f"pass with {accumulation} a step, as now, nor the {saved['train_batch_size']} samples a device on "
+        f"the run was at epoch {epoch:g} after {step} steps, which fits neither {data.num_batches} micro-batches an "
+        f"epoch with {accumulation} a step, as now, nor the {saved['train_batch_size']} samples a device on "
         f"{saved['world_size']} processes that it names: resume with the data, batch size and accumulation as saved"
     )
 

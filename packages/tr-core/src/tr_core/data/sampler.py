@@ -261,7 +261,7 @@ class SampledBatches:
         saved = state.get("strategy", sampler.strategy)
         if saved != sampler.strategy and position > 0 and self.remaining(position) > 0:
             raise ValueError(
-                f"the checkpoint is {position} samples into a pass with train_sampling_strategy={saved!r}; going on "
+                f"the checkpoint is {position} samples into an epoch with train_sampling_strategy={saved!r}; going on "
                 f"with {sampler.strategy!r} would repeat samples and leave others out. Resume with {saved!r}"
             )
         if grouping is not None and state.get("samples_per_step") is not None:
