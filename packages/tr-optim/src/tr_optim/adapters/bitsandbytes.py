@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW and Lion with 8 or 32 bits, with a state of plain tensors and their own settings."""
+"""bitsandbytes' AdamW, AdEMAMix, Lion and RMSprop with 8 or 32 bits, with a state of plain tensors and own settings."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ _TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 class _Blockwise(Optimizer):
     """Base of the library's optimizers.
 
-    A state is `step`, `state1`, and with AdamW `state2`: float32 of the parameter's shape, or its codes (uint8) with
-    `absmax1`, `absmax2`, the greatest size in each block of 256 elements. The tables of code values, which are the same
-    for all, are not saved.
+    A state is `step`, `state1`, and with AdamW and AdEMAMix `state2`: float32 of the parameter's shape, or its codes
+    (uint8) with `absmax1`, `absmax2`, the greatest size in each block of 256 elements. The tables of code values, which
+    are the same for all, are not saved. AdEMAMix has two moments in `state1`, one after the other.
 
     Attributes:
-        num_moments: 1 or 2.
+        num_moments: 1, 2 or 3.
+        own_options: options of groups that only this method has.
     """
 
     num_moments = 1
+    own_options: tuple[str, ...] = ()
 
     if TYPE_CHECKING:  # attributes of the library's classes
         is_paged: bool
@@ -40,7 +42,7 @@ class _Blockwise(Optimizer):
         super().__init__(*args, **options)
         # Those of another method, which would do nothing here.
         for group in (self.defaults, *self.param_groups):
-            for name in ("alpha", "t_alpha", "t_beta3"):
+            for name in {"alpha", "t_alpha", "t_beta3"}.difference(self.own_options):
                 group.pop(name, None)
 
     @all_or_nothing
@@ -75,9 +77,10 @@ class _Blockwise(Optimizer):
         The library adds options that were registered for another optimizer's parameter with the same number, or with
         the same address.
         """
-        own = ("lr", "betas", "eps", "weight_decay", "optim_bits")
+        own = ("lr", "betas", "eps", "weight_decay", "optim_bits", *self.own_options)
         fixed = {"min_8bit_size": self.args.min_8bit_size, "max_unorm": 0.0, "skip_zeros": False}
-        return {**{name: group[name] for name in own}, **fixed, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
+        unused = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
+        return {**unused, **fixed, **{name: group[name] for name in own}}
 
     def check_overrides(self) -> None:
         """Ignore options that were registered for all optimizers."""
@@ -131,15 +134,15 @@ class _Blockwise(Optimizer):
         dtype = torch.uint8 if self._has_codes(parameter, group) else torch.float32
         state: dict[str, Any] = {"step": int(saved["step"])}
         for name in [name for name in ("state1", "state2") if name in saved]:
-            value = saved[name]
-            if value.shape != parameter.shape or value.dtype != dtype:
+            value, buffer = saved[name], self._buffer(name, parameter, dtype)
+            if value.shape != buffer.shape or value.dtype != dtype:
                 raise ValueError(
                     f"{type(self).__name__}: the saved {name} of a parameter of shape {tuple(parameter.shape)} is "
-                    f"{value.dtype} of shape {tuple(value.shape)}, and {dtype} of its shape is needed; resume with the "
-                    "model and the optimizer that it was saved with"
+                    f"{value.dtype} of shape {tuple(value.shape)}, and {dtype} of shape {tuple(buffer.shape)} is needed; "
+                    "resume with the model and the optimizer that it was saved with"
                 )
-            state[name] = self.get_state_buffer(parameter, dtype=dtype)
-            state[name].copy_(value)
+            state[name] = buffer
+            buffer.copy_(value)
             number = name[-1]
             if dtype == torch.uint8:
                 table = _TABLES[f"qmap{number}"]
@@ -147,6 +150,9 @@ class _Blockwise(Optimizer):
                 state[f"qmap{number}"] = self.name2qmap[table]
                 state[f"absmax{number}"] = saved[f"absmax{number}"].to(parameter.device, torch.float32, copy=True)
         return state
+
+    def _buffer(self, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.get_state_buffer(parameter, dtype=dtype)
 
 
 class BitsAndBytesAdamW(_Blockwise, _LIBRARY.AdamW):
@@ -220,6 +226,96 @@ class BitsAndBytesLion(_Blockwise, _LIBRARY.Lion):
     ) -> None:
         self._bits, self.is_paged = {"optim_bits": optim_bits}, is_paged
         super().__init__(params, lr, betas, weight_decay, optim_bits=8, is_paged=is_paged)
+
+
+class BitsAndBytesAdEMAMix(_Blockwise, _LIBRARY.AdEMAMix):
+    """bitsandbytes' AdEMAMix: AdamW with a second, slower average of gradients; see `BitsAndBytesAdamW`.
+
+    Source: Pagliardini et al., "The AdEMAMix optimizer: better, faster, older" (2024), by bitsandbytes.
+
+    State of a parameter of n elements: 12 n bytes, or with codes 3 n + 3 n / 64.
+
+    Args:
+        params: parameters or groups; a group's `optim_bits` may differ.
+        lr: learning rate.
+        betas: decay of the fast average, of the second moment, and of the slow average.
+        alpha: weight of the slow average in the update.
+        t_alpha: steps in which alpha grows from 0; None is no growth.
+        t_beta3: steps in which the decay of the slow average grows from that of the fast one; None is no growth.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
+        optim_bits: 8, or 32 for moments as they are.
+        is_paged: keep the state in memory that a GPU can move to its host.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter cannot be updated.
+    """
+
+    num_moments = 3
+    own_options = ("alpha", "t_alpha", "t_beta3")
+
+    if TYPE_CHECKING:
+        _get_state_double_buffer: Callable[..., torch.Tensor]
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        optim_bits: int = 8,
+        is_paged: bool = False,
+    ) -> None:
+        self._bits, self.is_paged = {"optim_bits": optim_bits}, is_paged
+        given = (lr, betas, alpha, t_alpha, t_beta3, eps, weight_decay)
+        super().__init__(params, *given, optim_bits=8, is_paged=is_paged)
+
+    def _buffer(self, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if name == "state1":
+            return self._get_state_double_buffer(parameter, dtype=dtype)
+        return super()._buffer(name, parameter, dtype)
+
+
+class BitsAndBytesRMSprop(_Blockwise, _LIBRARY.RMSprop):
+    """bitsandbytes' RMSprop, whose moment is codes of 8 bits; see `BitsAndBytesAdamW`.
+
+    The library's argument `momentum` does nothing, so there is none here.
+
+    Source: Tieleman and Hinton, "Lecture 6.5: RMSprop" (2012), by bitsandbytes.
+
+    State of a parameter of n elements: n + n / 64 bytes.
+
+    Args:
+        params: parameters or groups; a group's `optim_bits` may differ.
+        lr: learning rate.
+        alpha: decay of the moment.
+        eps: added to the root of the moment.
+        weight_decay: share of the weights that is added to the gradient.
+        optim_bits: 8, or 32 for a moment as it is.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter cannot be updated.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        optim_bits: int = 8,
+    ) -> None:
+        if alpha == 0:
+            raise ValueError("BitsAndBytesRMSprop: alpha=0 must be greater than 0, and at most 1")
+        self._bits, self.is_paged = {"optim_bits": optim_bits}, False
+        super().__init__(params, lr, alpha, eps, weight_decay, optim_bits=8)
 
 
 def _plain(state: dict[str, Any]) -> dict[str, torch.Tensor]:
