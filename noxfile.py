@@ -78,6 +78,8 @@ HARDWARE = {
 }
 NOTHING_COLLECTED = 5  # pytest's exit code
 
+# Libraries of optimizers with adapters, other than those of `parity`.
+KERNELS = ("bitsandbytes", "torchao", "schedulefree", "torch-optimi", "grokadamw")
 # Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) by hand.
 ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
 
@@ -250,9 +252,9 @@ def launching(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """Test the optimizers of bitsandbytes and torchao, which are large, beside the libraries as they are."""
+    """Test the adapters for optimizers of bitsandbytes, torchao, schedulefree and others beside the libraries."""
     session.install(*PYTEST, "packaging", *EVERYTHING, *CONSTRAINTS)
-    session.install("--no-deps", "bitsandbytes", "torchao", *CONSTRAINTS)
+    session.install("--no-deps", *KERNELS, *CONSTRAINTS)
     session.run("pytest", "tests/kernels", *session.posargs, env=TEST_ENVIRONMENT)
 
 

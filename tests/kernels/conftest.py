@@ -1,4 +1,4 @@
-"""Optimizers of 8 and 4 bits of bitsandbytes and torchao: large libraries, in an environment of their own."""
+"""Optimizers of bitsandbytes, torchao, schedulefree and others: libraries in an environment of their own."""
 
 import sys
 import warnings

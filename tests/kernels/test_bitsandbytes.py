@@ -20,22 +20,36 @@ from kernel_steps import OPTIONS, net, step
 from torch import nn
 
 from tr_dist.testing import run_ranks
-from tr_optim.adapters.bitsandbytes import BitsAndBytesAdamW, BitsAndBytesLion
+from tr_optim.adapters.bitsandbytes import (
+    BitsAndBytesAdamW,
+    BitsAndBytesAdEMAMix,
+    BitsAndBytesLion,
+    BitsAndBytesRMSprop,
+)
 
+SLOW = {"lr": 1e-2, "betas": (0.8, 0.95, 0.999), "weight_decay": 0.1}
+GROWING = {**SLOW, "alpha": 2.0, "t_alpha": 8, "t_beta3": 10}
+RMS = {"lr": 1e-2, "alpha": 0.95, "weight_decay": 0.1}
 PAIRS = [
-    (BitsAndBytesAdamW, bitsandbytes.optim.AdamW8bit, {}),
-    (BitsAndBytesLion, bitsandbytes.optim.Lion8bit, {}),
-    (BitsAndBytesAdamW, bitsandbytes.optim.AdamW, {"optim_bits": 32}),
-    (BitsAndBytesLion, bitsandbytes.optim.Lion, {"optim_bits": 32}),
+    (BitsAndBytesAdamW, bitsandbytes.optim.AdamW8bit, OPTIONS),
+    (BitsAndBytesLion, bitsandbytes.optim.Lion8bit, OPTIONS),
+    (BitsAndBytesAdEMAMix, bitsandbytes.optim.AdEMAMix8bit, GROWING),
+    (BitsAndBytesRMSprop, bitsandbytes.optim.RMSprop8bit, RMS),
+    (BitsAndBytesAdamW, bitsandbytes.optim.AdamW, {**OPTIONS, "optim_bits": 32}),
+    (BitsAndBytesLion, bitsandbytes.optim.Lion, {**OPTIONS, "optim_bits": 32}),
+    (BitsAndBytesAdEMAMix, bitsandbytes.optim.AdEMAMix, {**SLOW, "optim_bits": 32}),
+    (BitsAndBytesAdEMAMix, bitsandbytes.optim.AdEMAMix, {**GROWING, "optim_bits": 32}),
+    (BitsAndBytesRMSprop, bitsandbytes.optim.RMSprop, {**RMS, "optim_bits": 32}),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("adapter", "library", "bits"), PAIRS)
-def test_weights_are_the_librarys_bit_for_bit(adapter, library, bits, dtype):
+@pytest.mark.parametrize(("adapter", "library", "options"), PAIRS)
+def test_weights_are_the_librarys_bit_for_bit(adapter, library, options, dtype):
     ours, theirs = net(dtype), net(dtype)
-    found = step(ours, adapter(ours.parameters(), **OPTIONS, **bits))
-    assert torch.equal(found, step(theirs, library(theirs.parameters(), **OPTIONS)))
+    found = step(ours, adapter(ours.parameters(), **options))
+    given = {name: value for name, value in options.items() if name != "optim_bits"}
+    assert torch.equal(found, step(theirs, library(theirs.parameters(), **given)))
 
 
 def test_8_bits_are_near_adamw_of_torch_and_32_bits_and_small_parameters_equal_it():
@@ -55,17 +69,17 @@ def test_8_bits_are_near_adamw_of_torch_and_32_bits_and_small_parameters_equal_i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("adapter", "library", "bits"), PAIRS)
-def test_a_state_is_plain_tensors_that_are_loaded_as_copies_and_go_on_bit_for_bit(adapter, library, bits, dtype):
+@pytest.mark.parametrize(("adapter", "library", "options"), PAIRS)
+def test_a_state_is_plain_tensors_that_are_loaded_as_copies_and_go_on_bit_for_bit(adapter, library, options, dtype):
     whole, first = net(dtype), net(dtype)
-    expected = step(whole, reference := adapter(whole.parameters(), **OPTIONS, **bits))
-    step(first, optimizer := adapter(first.parameters(), **OPTIONS, **bits), range(7))
+    expected = step(whole, reference := adapter(whole.parameters(), **options))
+    step(first, optimizer := adapter(first.parameters(), **options), range(7))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second, untouched = copy.deepcopy(first), copy.deepcopy(saved["state"])
-    resumed = adapter(second.parameters(), **OPTIONS, **bits)
+    resumed = adapter(second.parameters(), **options)
     resumed.load_state_dict(saved)
     assert torch.equal(step(second, resumed, range(7, 12)), expected)
     check_same_tensors(resumed.state_dict()["state"], reference.state_dict()["state"])
@@ -119,12 +133,33 @@ def test_what_has_no_effect_or_cannot_be_is_refused(adapter):
     assert not {"alpha", "t_alpha", "t_beta3"} & {*adapter([parameter]).param_groups[0], *adapter([parameter]).defaults}
 
 
-@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "lion_8bit", "lion_32bit"])
-def test_a_run_resumed_at_any_step_ends_as_if_it_had_not_stopped(tmp_path, name):
-    trainer = check_resume_at_every_step(tmp_path, optim=name)
+def test_the_momentum_of_rmsprop_which_the_library_ignores_is_not_taken(tmp_path):
+    first, second = net(), net()
+    plain = step(first, bitsandbytes.optim.RMSprop(first.parameters(), **RMS))
+    assert torch.equal(plain, step(second, bitsandbytes.optim.RMSprop(second.parameters(), **RMS, momentum=0.9)))
+    with pytest.raises(ValueError, match="rmsprop_bnb does not take 'momentum'"):
+        trainer_of(tmp_path, optim="rmsprop_bnb", optim_args="momentum=0.9").train()
+    with pytest.raises(ValueError, match="alpha=0 must be greater than 0"):
+        BitsAndBytesRMSprop(first.parameters(), alpha=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "optim_args"),
+    [
+        ("adamw_bnb_8bit", None),
+        ("lion_8bit", None),
+        ("lion_32bit", None),
+        ("ademamix", "alpha=2, t_alpha=4, t_beta3=4"),
+        ("ademamix_8bit", "beta3=0.99"),
+        ("rmsprop_bnb", "alpha=0.9"),
+        ("rmsprop_bnb_8bit", None),
+    ],
+)
+def test_a_run_resumed_at_any_step_ends_as_if_it_had_not_stopped(tmp_path, name, optim_args):
+    trainer = check_resume_at_every_step(tmp_path, optim=name, optim_args=optim_args)
     states = trainer.optimizer.state_dict()["state"].values()
     has_codes = [state["state1"].dtype == torch.uint8 for state in states]
-    assert any(has_codes) == (name != "lion_32bit")
+    assert any(has_codes) == name.endswith("8bit")
     assert not all(has_codes)
 
 
@@ -158,6 +193,8 @@ def test_a_run_is_near_that_of_adamw(tmp_path):
     [
         ({"optim": "paged_adamw_8bit"}, "is on the CPU; use the optimizer that is not paged"),
         ({"optim": "paged_lion_32bit"}, "is on the CPU; use the optimizer that is not paged"),
+        ({"optim": "paged_ademamix_8bit"}, "is on the CPU; use the optimizer that is not paged"),
+        ({"optim": "paged_ademamix_32bit"}, "is on the CPU; use the optimizer that is not paged"),
         ({"optim": "adamw_bnb_8bit", "optim_args": "amsgrad=true"}, "adamw_bnb_8bit does not take 'amsgrad'"),
     ],
 )
@@ -166,7 +203,10 @@ def test_a_run_is_refused_in_words(tmp_path, options, message):
         trainer_of(tmp_path, **options).train()
 
 
-@pytest.mark.parametrize(("adapter", "moments"), [(BitsAndBytesAdamW, 2), (BitsAndBytesLion, 1)])
+@pytest.mark.parametrize(
+    ("adapter", "moments"),
+    [(BitsAndBytesAdamW, 2), (BitsAndBytesLion, 1), (BitsAndBytesAdEMAMix, 3), (BitsAndBytesRMSprop, 1)],
+)
 def test_bytes_are_told_before_the_first_step(adapter, moments):
     model = net()
     gradients, state = adapter(model.parameters()).expected_bytes(2)

@@ -27,6 +27,7 @@ ROUNDED = "stochastic_rounding=true"  # in bfloat16 alone
 WAYS = {
     "adafactor": [("beta1=0.9, scale_parameter=true", None), (ROUNDED, None)],
     "adamw_8bit": [("", 0.1)],
+    "adamw_anyprecision": [("use_kahan_summation=true, compensation_buffer_dtype=float32", 0.1)],
     "lomo": [
         ("", 0.05),
         ("nonfinite=skip_step", 0.05),

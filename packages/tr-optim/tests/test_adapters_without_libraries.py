@@ -22,7 +22,12 @@ EXTRAS = {
     "lomo_optim": "lomo-optim",
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
+    "schedulefree": "schedulefree",
+    "optimi": "torch-optimi",
+    "grokadamw": "grokadamw",
 }
+SAME_AS = {"rmsprop_bnb_32bit": "rmsprop_bnb"}
+REFUSED = ("galore_torch_adamw_8bit", "adamw_torch_xla", "adamw_torch_npu_fused")
 NEEDS = {
     "galore_torch_adamw": "galore_torch",
     "galore_torch_adafactor": "galore_torch",
@@ -35,6 +40,18 @@ NEEDS = {
     "lion_32bit": "bitsandbytes",
     "paged_lion_8bit": "bitsandbytes",
     "paged_lion_32bit": "bitsandbytes",
+    "ademamix": "bitsandbytes",
+    "ademamix_8bit": "bitsandbytes",
+    "paged_ademamix_32bit": "bitsandbytes",
+    "paged_ademamix_8bit": "bitsandbytes",
+    "rmsprop_bnb": "bitsandbytes",
+    "rmsprop_bnb_8bit": "bitsandbytes",
+    "rmsprop_bnb_32bit": "bitsandbytes",
+    "schedule_free_adamw": "schedulefree",
+    "schedule_free_radam": "schedulefree",
+    "schedule_free_sgd": "schedulefree",
+    "stable_adamw": "optimi",
+    "grokadamw": "grokadamw",
     "adamw_torch_8bit": "torchao",
     "adamw_torch_4bit": "torchao",
 }
@@ -56,14 +73,14 @@ def no_libraries(monkeypatch):
 
 def arguments():
     given = {"optim_args": None, "learning_rate": 0.1, "max_grad_norm": 0, "gradient_accumulation_steps": 1}
-    adam = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "on_nonfinite": "ignore"}
+    adam = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "on_nonfinite": "ignore", "warmup_steps": 2}
     return SimpleNamespace(**given, **adam, optim="x", optim_target_modules="all-linear", seed=0)
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(no_libraries, name):
     model = nn.Linear(4, 4)
-    factory = getattr(registry, name)
+    factory = getattr(registry, SAME_AS.get(name, name))
     given = [[{"params": list(model.parameters()), "weight_decay": 0.0}], arguments()]
     library = NEEDS[name]
     message = rf"that of {library}, which is not installed; pip install 'tr-optim\[{EXTRAS[library]}\]'"
@@ -102,17 +119,23 @@ def test_the_8_bit_class_of_galore_torch_is_refused_with_what_to_use_instead():
         registry.galore_torch_adamw_8bit([{"params": list(model.parameters())}], arguments(), model)
 
 
+@pytest.mark.parametrize("name", ["adamw_torch_xla", "adamw_torch_npu_fused"])
+def test_an_optimizer_for_other_devices_is_refused_with_what_to_use_instead(name):
+    with pytest.raises(ValueError, match=f"optim='{name}' is not offered: .* use optim='adamw_torch'"):
+        getattr(registry, name)([{"params": []}], arguments())
+
+
 def test_every_name_has_a_factory_and_every_extra_is_declared():
     offered = {
         entry.name: entry
         for entry in distribution("tr-optim").entry_points
         if entry.group == "tr.optimizers" and entry.value.startswith("tr_optim.adapters.")
     }
-    assert offered.keys() == {*NEEDS, "galore_torch_adamw_8bit"}
-    assert all(entry.load() is getattr(registry, name) for name, entry in offered.items())
+    assert offered.keys() == {*NEEDS, *REFUSED, "muon"}
+    assert all(entry.load() is getattr(registry, SAME_AS.get(name, name)) for name, entry in offered.items())
     extras = PROJECT["optional-dependencies"]
-    for library, extra in EXTRAS.items():
-        assert [required.partition(">")[0] for required in extras[extra]] == [library.replace("_", "-")]
+    for extra in EXTRAS.values():
+        assert [required.partition(">")[0] for required in extras[extra]] == [extra]
     assert [required.partition(">")[0] for required in PROJECT["dependencies"]] == ["torch"]
 
 

@@ -138,8 +138,8 @@ class _Blockwise(Optimizer):
             if value.shape != buffer.shape or value.dtype != dtype:
                 raise ValueError(
                     f"{type(self).__name__}: the saved {name} of a parameter of shape {tuple(parameter.shape)} is "
-                    f"{value.dtype} of shape {tuple(value.shape)}, and {dtype} of shape {tuple(buffer.shape)} is needed; "
-                    "resume with the model and the optimizer that it was saved with"
+                    f"{value.dtype} of shape {tuple(value.shape)}, and {dtype} of shape {tuple(buffer.shape)} is "
+                    "needed; resume with the model and the optimizer that it was saved with"
                 )
             state[name] = buffer
             buffer.copy_(value)
@@ -239,11 +239,11 @@ class BitsAndBytesAdEMAMix(_Blockwise, _LIBRARY.AdEMAMix):
         params: parameters or groups; a group's `optim_bits` may differ.
         lr: learning rate.
         betas: decay of the fast average, of the second moment, and of the slow average.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         alpha: weight of the slow average in the update.
         t_alpha: steps in which alpha grows from 0; None is no growth.
         t_beta3: steps in which the decay of the slow average grows from that of the fast one; None is no growth.
-        eps: added to the root of the second moment.
-        weight_decay: share of the weights, times the learning rate, that each step subtracts.
         optim_bits: 8, or 32 for moments as they are.
         is_paged: keep the state in memory that a GPU can move to its host.
 
@@ -262,12 +262,12 @@ class BitsAndBytesAdEMAMix(_Blockwise, _LIBRARY.AdEMAMix):
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        alpha: float = 5.0,
-        t_alpha: int | None = None,
-        t_beta3: int | None = None,
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        alpha: float = 5.0,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
         optim_bits: int = 8,
         is_paged: bool = False,
     ) -> None:

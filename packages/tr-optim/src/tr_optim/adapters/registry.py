@@ -2,7 +2,7 @@
 
 An entry point in the group `tr.optimizers` names each function. A library is imported when its name is used.
 `galore_adamw` is this package's own optimizer, and `galore_torch_adamw` is galore-torch's. transformers' names for
-bitsandbytes and torchao are kept, except `adamw_8bit`, which is this package's own.
+the other libraries are kept, except `adamw_8bit`, which is this package's own.
 
 galore-torch's optimizers are refused on ranks with different hardware, where replicas would drift apart.
 """
@@ -21,7 +21,16 @@ from torch.optim import Optimizer
 
 from tr_optim.engine.fused_checks import fused_options
 from tr_optim.engine.settings import GROUP_OPTIONS, GaLoreOptions
-from tr_optim.options import ADAFACTOR_OPTIONS, ADALOMO_OPTIONS, converters, flag, read_options
+from tr_optim.options import (
+    ADAFACTOR_OPTIONS,
+    ADALOMO_OPTIONS,
+    converters,
+    flag,
+    number,
+    optional_number,
+    read_options,
+    whole_number,
+)
 from tr_optim.registry import Groups, divide_groups, projects_modules, resolve_targets
 
 
@@ -149,6 +158,114 @@ def paged_lion_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     return _bitsandbytes_lion(groups, args, model, 32, is_paged=True)
 
 
+def ademamix(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' AdEMAMix."""
+    return _bitsandbytes_ademamix(groups, args, model, 32)
+
+
+def ademamix_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' AdEMAMix with moments of 8 bits."""
+    return _bitsandbytes_ademamix(groups, args, model, 8)
+
+
+def paged_ademamix_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' AdEMAMix with moments that a GPU can move to host memory."""
+    return _bitsandbytes_ademamix(groups, args, model, 32, is_paged=True)
+
+
+def paged_ademamix_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' AdEMAMix with 8-bit moments that a GPU can move to host memory."""
+    return _bitsandbytes_ademamix(groups, args, model, 8, is_paged=True)
+
+
+def rmsprop_bnb(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' RMSprop; `rmsprop_bnb_32bit` is another name of it."""
+    return _bitsandbytes_rmsprop(groups, args, model, 32)
+
+
+def rmsprop_bnb_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build bitsandbytes' RMSprop with a moment of 8 bits."""
+    return _bitsandbytes_rmsprop(groups, args, model, 8)
+
+
+def schedule_free_adamw(groups: Groups, args: Any) -> Optimizer:
+    """Build schedulefree's AdamWScheduleFree, with its own warmup of `warmup_steps`."""
+    from tr_optim.adapters.schedulefree import ScheduleFreeAdamW
+
+    return ScheduleFreeAdamW(groups, **_adam(args), **_schedule_free(args), warmup_steps=_whole_warmup(args))
+
+
+def schedule_free_radam(groups: Groups, args: Any) -> Optimizer:
+    """Build schedulefree's RAdamScheduleFree, which needs no warmup."""
+    from tr_optim.adapters.schedulefree import ScheduleFreeRAdam
+
+    return ScheduleFreeRAdam(groups, **_adam(args), **_schedule_free(args))
+
+
+def schedule_free_sgd(groups: Groups, args: Any) -> Optimizer:
+    """Build schedulefree's SGDScheduleFree, with its own warmup of `warmup_steps`."""
+    from tr_optim.adapters.schedulefree import ScheduleFreeSGD
+
+    return ScheduleFreeSGD(groups, args.learning_rate, **_schedule_free(args), warmup_steps=_whole_warmup(args))
+
+
+def stable_adamw(groups: Groups, args: Any) -> Optimizer:
+    """Build torch-optimi's StableAdamW."""
+    from tr_optim.adapters.optimi import OptimiStableAdamW
+
+    takes = {"decouple_lr": flag, "max_lr": optional_number, "kahan_sum": flag}
+    return OptimiStableAdamW(groups, **_adam(args), **read_options(args.optim_args, takes, "stable_adamw"))
+
+
+def grokadamw(groups: Groups, args: Any) -> Optimizer:
+    """Build grokadamw's GrokAdamW."""
+    from tr_optim.adapters.grokadamw import GrokAdamW
+
+    names = ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")
+    return GrokAdamW(groups, **_adam(args), **read_options(args.optim_args, dict.fromkeys(names, number), "grokadamw"))
+
+
+def muon(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    """Build torch's Muon for hidden matrices, with torch's AdamW for all other parameters.
+
+    The matrices are those that `optim_target_modules` names; without it, of all linear layers but the output layer.
+    """
+    from tr_optim.adapters.torch_muon import MuonAdamW, hidden_matrices
+
+    takes = {"momentum": number, "nesterov": flag, "ns_steps": whole_number, "adjust_lr_fn": str}
+    options = read_options(args.optim_args, takes, "muon")
+    targets = hidden_matrices(model, args.optim_target_modules)
+    return MuonAdamW(divide_groups(groups, targets), **_adam(args), **options)
+
+
+vars(muon).update(needs_model=True, takes_target_modules=True)
+
+
+def adamw_torch_xla(groups: Groups, args: Any) -> Optimizer:
+    """Refuse torch_xla's AdamW, with the reason.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "optim='adamw_torch_xla' is not offered: torch_xla's AdamW differs from torch's only in that it skips steps of "
+        "overflown float16 gradients by itself, and here on_nonfinite does that; use optim='adamw_torch', which trains "
+        "on XLA devices"
+    )
+
+
+def adamw_torch_npu_fused(groups: Groups, args: Any) -> Optimizer:
+    """Refuse torch_npu's AdamW, with the reason.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "optim='adamw_torch_npu_fused' is not offered: it runs on Ascend NPUs only, for which there is no strategy "
+        "here; use optim='adamw_torch', or build torch_npu's NpuFusedAdamW yourself and pass optimizers=(it, None)"
+    )
+
+
 def adamw_torch_8bit(groups: Groups, args: Any) -> Optimizer:
     """Build torchao's AdamW with moments of 8 bits."""
     from tr_optim.adapters.torchao import TorchAOAdamW8bit
@@ -171,6 +288,12 @@ for _factory in (
     lion_32bit,
     paged_lion_8bit,
     paged_lion_32bit,
+    ademamix,
+    ademamix_8bit,
+    paged_ademamix_32bit,
+    paged_ademamix_8bit,
+    rmsprop_bnb,
+    rmsprop_bnb_8bit,
 ):
     vars(_factory).update(needs_model=True)
 
@@ -191,6 +314,45 @@ def _bitsandbytes_lion(groups: Groups, args: Any, model: nn.Module, bits: int, *
     betas = (args.adam_beta1, args.adam_beta2)
     divided = _embeddings_whole(groups, model)
     return BitsAndBytesLion(divided, args.learning_rate, betas, optim_bits=bits, is_paged=is_paged)
+
+
+def _bitsandbytes_ademamix(
+    groups: Groups, args: Any, model: nn.Module, bits: int, *, is_paged: bool = False
+) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesAdEMAMix
+
+    numbers = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), number)
+    takes = {**numbers, "t_alpha": whole_number, "t_beta3": whole_number}
+    usual = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "beta3": 0.9999, "eps": args.adam_epsilon}
+    options = {**usual, **read_options(args.optim_args, takes, str(args.optim))}
+    options["betas"] = tuple(options.pop(name) for name in ("beta1", "beta2", "beta3"))
+    divided = _embeddings_whole(groups, model)
+    return BitsAndBytesAdEMAMix(divided, args.learning_rate, **options, optim_bits=bits, is_paged=is_paged)
+
+
+def _bitsandbytes_rmsprop(groups: Groups, args: Any, model: nn.Module, bits: int) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesRMSprop
+
+    options = read_options(args.optim_args, {"alpha": number, "eps": number}, str(args.optim))
+    return BitsAndBytesRMSprop(_embeddings_whole(groups, model), args.learning_rate, **options, optim_bits=bits)
+
+
+def _adam(args: Any) -> dict[str, Any]:
+    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
+
+def _schedule_free(args: Any) -> dict[str, Any]:
+    return read_options(args.optim_args, {"weight_lr_power": number, "r": number}, str(args.optim))
+
+
+def _whole_warmup(args: Any) -> int:
+    steps = args.warmup_steps
+    if not isinstance(steps, int | float) or not float(steps).is_integer():
+        raise ValueError(
+            f"warmup_steps={steps!r} with optim={str(args.optim)!r}, which warms up by itself and does not know how "
+            "many steps the run has: give a whole number of steps, or use schedule_free_radam, which needs no warmup"
+        )
+    return int(steps)
 
 
 def _torchao(kind: Callable[..., Optimizer], name: str, groups: Groups, args: Any) -> Optimizer:
