@@ -151,13 +151,13 @@ class OptimizerFields:
 
     # A checkpoint of another kind of optimizer is refused; torch's variants of one kind compute the same numbers.
     optim: Annotated[str, Numbers.OTHER] = "adamw_torch_fused"
-    """Name of the optimizer: adamw_torch, adamw_torch_fused, sgd, adafactor, galore_adamw, lomo, ..."""
+    """Name of the optimizer: adamw_torch, adamw_torch_fused, sgd, adafactor, galore_adamw, lomo, muon, ..."""
 
     optim_args: Annotated[str | dict | None, OptimizerOptions(), Numbers.OPTIMIZER] = None
     """Further options of the optimizer: "rank=64, scale=0.1" or a mapping."""
 
     optim_target_modules: Annotated[str | list[str] | None, Numbers.OTHER] = None
-    """Modules a low-rank optimizer works on: names or regular expressions, or "all-linear"."""
+    """Modules a low-rank optimizer or Muon works on: names or regular expressions, or "all-linear"."""
 
     weight_decay: Annotated[NonNegative, Numbers.OPTIMIZER, GroupOption("weight_decay")] = 0.0
     """Decoupled weight decay, without biases and weights of normalisation layers."""

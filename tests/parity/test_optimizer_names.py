@@ -1,0 +1,55 @@
+"""Every optimizer name of transformers is this project's own, an adapter's, or refused in words."""
+
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import pytest
+from transformers.training_args import OptimizerNames
+
+from tr_core.optim.optimizers import optimizer_names
+
+OURS = {
+    *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),  # classes of torch
+    *("adafactor", "adamw_8bit", "adamw_anyprecision", "lomo", "adalomo"),
+    *("galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
+    *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+    *("apollo_adamw", "apollo_adamw_layerwise"),
+}
+ADAPTERS = {
+    "bitsandbytes": {
+        *("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+        *("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
+        *("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"),
+        *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    },
+    "torchao": {"adamw_torch_4bit", "adamw_torch_8bit"},
+    "schedulefree": {"schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"},
+    "torch-optimi": {"stable_adamw"},
+    "grokadamw": {"grokadamw"},
+}
+REFUSED = {"adamw_torch_xla", "adamw_torch_npu_fused"}
+
+
+def entries():
+    return {entry.name: entry for entry in entry_points(group="tr.optimizers")}
+
+
+def test_every_name_is_listed_once():
+    adapters = [name for names in ADAPTERS.values() for name in names]
+    listed = [*OURS, *adapters, *REFUSED]
+    assert sorted(listed) == sorted(name.value for name in OptimizerNames)
+    assert len(set(listed)) == len(listed)
+
+
+def test_every_name_is_known_by_its_kind():
+    found = entries()
+    assert set(optimizer_names()) >= {name.value for name in OptimizerNames}
+    assert not [name for name in OURS if name in found and ".adapters." in found[name].value]
+    for names in ADAPTERS.values():
+        assert all(".adapters." in found[name].value for name in names)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_those_that_are_refused_say_what_to_use(name):
+    with pytest.raises(ValueError, match=f"optim='{name}' is not offered: .* use optim='adamw_torch'"):
+        entries()[name].load()([{"params": []}], SimpleNamespace())
