@@ -44,10 +44,6 @@ def check_group(group: dict[str, Any], owner: str) -> None:
     Raises:
         ValueError: the message says what is needed.
     """
-    for parameter in group["params"]:
-        if parameter.is_complex():
-            shape = tuple(parameter.shape)
-            raise ValueError(f"{owner}: a parameter of shape {shape} is complex; only real ones can be updated")
     rank, gap, scale, proj_type = (group[name] for name in ("rank", "update_proj_gap", "scale", "proj_type"))
     if not group["projects"]:
         return
@@ -63,7 +59,20 @@ def check_group(group: dict[str, Any], owner: str) -> None:
         _check_projectable(parameter, owner)
 
 
+def check_real(parameters: Sequence[torch.Tensor], owner: str) -> None:
+    """Raise if a parameter is complex.
+
+    Raises:
+        ValueError: one is; their second moments would be wrong.
+    """
+    for parameter in parameters:
+        if parameter.is_complex():
+            shape = tuple(parameter.shape)
+            raise ValueError(f"{owner}: a parameter of shape {shape} is complex; only real ones can be updated")
+
+
 def _check_projectable(parameter: torch.Tensor, owner: str) -> None:
+    check_real([parameter], owner)
     shape = tuple(parameter.shape)
     if parameter.dim() == 1:
         raise ValueError(
@@ -115,6 +124,8 @@ def check_saved_state(saved: dict[str, Any], parameter: torch.Tensor, group: dic
             f"{' and '.join(wanted) or 'none'} is needed; resume with the model, target modules and proj_type that it "
             "was saved with"
         )
+    if "exp_avg" in saved:
+        _check_shape(saved, "exp_avg", _gradient_shape(saved, parameter, group), parameter)
 
 
 def refuse_codes(saved: dict[str, Any], parameter: torch.Tensor) -> None:
@@ -235,12 +246,8 @@ def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], 
     Raises:
         ValueError: the message says what is missing or does not fit.
     """
-    shape = parameter.shape
-    bases = [saved[name] for name in ("basis_left", "basis_right") if name in saved]
-    rank = bases[0].shape[-1] if bases else group["rank"]  # a new one of the group counts from the next basis on
-    projected = projected_shape(shape, rank, group["proj_type"]) if group["projects"] else shape
     needed: State = {}
-    rule.start(needed, torch.empty(projected, device="meta"), group)
+    rule.start(needed, torch.empty(_gradient_shape(saved, parameter, group), device="meta"), group)
     # Scales are no moments: float32 ones become codes.
     moments = {name: value.shape for name, value in needed.items() if not name.endswith("_scale")}
     check_shapes(saved, moments, parameter, owner)
@@ -282,9 +289,22 @@ def check_shapes(saved: State, needed: Mapping[str, torch.Size], parameter: torc
     """
     check_names(saved, ["step", *needed], parameter, owner)
     for name, shape in needed.items():
-        if saved[name].shape != shape:
-            raise ValueError(
-                f"the saved optimizer state does not fit the model: {name} of a parameter of shape "
-                f"{tuple(parameter.shape)} has the shape {tuple(saved[name].shape)}, and {tuple(shape)} is needed; "
-                "resume with the model that it was saved with"
-            )
+        _check_shape(saved, name, shape, parameter)
+
+
+def _check_shape(saved: State, name: str, needed: Sequence[int], parameter: torch.Tensor) -> None:
+    if tuple(saved[name].shape) != tuple(needed):
+        raise ValueError(
+            f"the saved optimizer state does not fit the model: {name} of a parameter of shape "
+            f"{tuple(parameter.shape)} has the shape {tuple(saved[name].shape)}, and {tuple(needed)} is needed; "
+            "resume with the model that it was saved with"
+        )
+
+
+def _gradient_shape(saved: State, parameter: torch.Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the (projected) gradients that a saved state is of."""
+    if not group["projects"]:
+        return tuple(parameter.shape)
+    bases = [saved[name] for name in ("basis_left", "basis_right") if name in saved]
+    rank = bases[0].shape[-1] if bases else group["rank"]  # a new one of the group counts from the next basis on
+    return projected_shape(parameter.shape, rank, group["proj_type"])

@@ -17,6 +17,7 @@ from tr_optim.engine.checks import (
     all_or_nothing,
     check_group,
     check_moments,
+    check_real,
     check_shards,
     checked_state_dict,
     is_sharded,
@@ -155,6 +156,7 @@ class ProjectedOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("projects", group["rank"] is not None)
+        check_real(group["params"], type(self).__name__)
         check_group(group, type(self).__name__)
         check_shards(self.param_groups, type(self).__name__, self._projection, self._rule)
         self._gathering.renew_hooks()
