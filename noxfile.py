@@ -61,6 +61,7 @@ EXAMPLE_DATA = (
 )
 
 # What the scenarios of a backend need beside the packages.
+BACKENDS = ("ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
 BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
 # The tests of backends whose hardware a test machine seldom has.
 HARDWARE = {
@@ -165,7 +166,7 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("name", [nox.param(name, id=name) for name in ("ddp", "fsdp", "deepspeed", "xla", "mps", "cuda")])
+@nox.parametrize("name", [nox.param(name, id=name) for name in BACKENDS])
 def backend(session: nox.Session, name: str) -> None:
     """Run the scenarios that every backend passes on all variants of one, in real processes."""
     if name == "xla":

@@ -43,8 +43,8 @@ class Rows(SeenRows):
         )
 
 
-def train(folder, model_name, number, options, stop_at=None, resume=None):
-    """Run in every rank; returns what the test compares."""
+def train(folder, model_name, number, options, stop_at=None, resume=None, **given):
+    """Run in every rank; returns what the test compares. What else is given goes to the Trainer."""
     data = Rows(number)
     if model_name == "Network":
         for row in data.rows:
@@ -69,6 +69,7 @@ def train(folder, model_name, number, options, stop_at=None, resume=None):
         else [dict(r, labels=r["labels"].clamp(min=0)) for r in Rows(7).rows],
         compute_metrics=lambda p: {"rows": len(p.predictions), "first": float(p.predictions[:, 0].sum())},
         callbacks=[StopAt(stop_at)] if stop_at else [],
+        **given,
     )
     with contextlib.suppress(Stop):
         trainer.train(resume_from_checkpoint=resume)

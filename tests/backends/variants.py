@@ -6,6 +6,7 @@ _IN_HOST_MEMORY = {"device": "cpu"}
 
 VARIANTS = {
     "ddp": {"ddp": {"strategy": "ddp"}},
+    "accelerate": {"accelerate": {"strategy": "accelerate"}},
     "fsdp": {
         "full_shard": {"fsdp": "full_shard"},
         "units": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, **_BY_CLASS}},

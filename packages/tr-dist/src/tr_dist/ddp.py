@@ -102,16 +102,20 @@ class DDP(Ranks):
                 device) or is on another accelerator than this rank's; or it was trained already.
         """
         check_trainable(model, self.device)
-        earlier = None if self._last is None else self._last()
-        if earlier is not None and earlier.module is model and earlier.has_buckets:
-            raise ValueError(
-                f"modules or parameters of {type(model).__name__} were replaced after it was trained: its gradients "
-                "would be averaged twice; build a new Trainer (or strategy) with the model as it is now"
-            )
+        self._refuse_trained(model)
         # device_ids stays None: with it every forward would search its arguments for tensors to move.
         replica = Replica(moved(model, self.device), **self._wrapping)
         self._last = ref(replica)
         return replica
+
+    def _refuse_trained(self, model: nn.Module) -> None:
+        """Raise `ValueError` if a model that is to be prepared again was trained already."""
+        earlier = None if self._last is None else self._last()
+        if earlier is not None and self.unwrap(earlier) is model and earlier.has_buckets:
+            raise ValueError(
+                f"modules or parameters of {type(model).__name__} were replaced after it was trained: its gradients "
+                "would be averaged twice; build a new Trainer (or strategy) with the model as it is now"
+            )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""

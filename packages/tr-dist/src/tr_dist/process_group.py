@@ -59,6 +59,7 @@ class ProcessGroup:
     _users = 0  # objects that share the group this class made
     _made_here = False
     _exit_registered = False
+    _leaves_others = False  # whether a group that other code made is destroyed at exit
     _stuck = False
     _agreeing_groups: list[Any] = []  # the shared gloo group of `agree`, once it was made; it is kept alive too
     _left: list[tuple[float, Any]] = []  # destroyed groups that are kept alive, with the time of destruction
@@ -107,9 +108,7 @@ class ProcessGroup:
                 "first one failed"
             ) from error
         ProcessGroup._made_here, ProcessGroup._users = True, 0
-        if not ProcessGroup._exit_registered:
-            atexit.register(_leave_at_exit)
-            ProcessGroup._exit_registered = True
+        _register_exit()
 
     def _check_is_as_launched(self, backend: str | None) -> None:
         """Refuse a group that differs from the environment, or that would train unsynchronised copies."""
@@ -289,9 +288,22 @@ def _destroy_within(seconds: float) -> None:
     ProcessGroup._stuck = thread.is_alive()
 
 
+def leave_at_exit() -> None:
+    """Destroy the group of this process at the interpreter's exit, also if other code made it and does not do so."""
+    ProcessGroup._leaves_others = True
+    _register_exit()
+
+
+def _register_exit() -> None:
+    if not ProcessGroup._exit_registered:
+        atexit.register(_leave_at_exit)
+        ProcessGroup._exit_registered = True
+
+
 def _leave_at_exit() -> None:
     """Prepare the exit of the interpreter: destroy open groups, then wait until no backend thread needs the lock."""
-    if ProcessGroup._made_here and dist.is_initialized() and not ProcessGroup._stuck:
+    is_left = ProcessGroup._made_here or ProcessGroup._leaves_others
+    if is_left and dist.is_initialized() and not ProcessGroup._stuck:
         _destroy_within(_FAILED_DESTROY_S)  # it is unknown how the run ended, so other ranks are not waited for
     if ProcessGroup._stuck:
         flush_streams()

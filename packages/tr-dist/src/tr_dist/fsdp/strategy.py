@@ -152,7 +152,7 @@ class FSDP(Ranks):
         for module in (*units, model):
             fully_shard(module, **options)
             if not sharding.reshards_after_forward:
-                module.register_forward_hook(_free_gathered)
+                module.register_forward_hook(free_gathered)
         if sharding.rank0_loads:
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
@@ -284,7 +284,7 @@ class FSDP(Ranks):
             )
 
 
-def _free_gathered(module: nn.Module, inputs: Any, output: Any) -> None:
+def free_gathered(module: nn.Module, inputs: Any, output: Any) -> None:
     """Free a unit's gathered parameters after a forward without a backward.
 
     If they were kept, the next forward would compute with them, even if the shards have changed since. Averaged weights
