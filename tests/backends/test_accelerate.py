@@ -275,7 +275,7 @@ class Settings:
     def __init__(self, **settings):
         own = accelerate.Accelerator(cpu=True)
         names = ("distributed_type", "dataloader_config", "parallelism_config", "is_fsdp2", "mixed_precision", "scaler")
-        names += ("gradient_accumulation_steps",)
+        names += ("gradient_accumulation_steps", "device")
         vars(self).update({name: getattr(own, name) for name in names}, **settings)
 
 
@@ -289,6 +289,7 @@ LOADERS = accelerate.DataLoaderConfiguration
         ({"distributed_type": TYPE.DEEPSPEED}, r"a DeepSpeed plugin trains by TrainingArguments\(deepspeed="),
         ({"distributed_type": TYPE.MEGATRON_LM}, "Megatron-LM has a training loop of its own; use an FSDP2 plugin"),
         ({"distributed_type": TYPE.XLA}, "an XLA device trains by strategy='xla'"),
+        ({"device": torch.device("mps")}, "an mps device trains by strategy='mps'"),
         ({"distributed_type": TYPE.FSDP}, "an FSDP plugin of version 1 is not offered; .* fsdp_version=2"),
         ({"parallelism_config": accelerate.ParallelismConfig(tp_size=2)}, "a parallelism_config with tp divides"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is not offered; use 'bf16'"),

@@ -70,7 +70,7 @@ def test_each_kind_of_file_says_what_it_starts(kind, count, expected, tmp_path, 
     assert expected in shown(capsys, "--config_file", str(file))
 
 
-@pytest.mark.parametrize("kind", ["MULTI_XPU", "MEGATRON_LM"])
+@pytest.mark.parametrize("kind", ["MULTI_XPUS", "MEGATRON_LM"])
 def test_a_kind_that_cannot_be_started_is_named_once(kind, tmp_path, capsys):
     file = tmp_path / "file.json"
     file.write_text(json.dumps({"distributed_type": kind, "num_processes": 2}))

@@ -41,18 +41,12 @@ class AcceleratorStrategy(Ranks):
     and `TorchDynamoPlugin`; with `FullyShardedDataParallelPlugin(fsdp_version=2)` the model is sharded by
     `Accelerator.prepare`. The loop itself decides which micro-batch ends a step, and sets `sync_gradients` accordingly.
 
-    It uses the Accelerator's process group. Closing the strategy leaves the group open; it is destroyed at the exit of
-    the process. Constructing it gives an object of one of the two subclasses, for replicas or for shards.
-
-    Args:
-        accelerator: built by the user, before or after the launch environment was read.
+    It uses the Accelerator's process group, which stays open when the strategy is closed and is destroyed at the exit
+    of the process. Constructing it gives an object of one of the two subclasses, for replicas or for shards.
 
     Attributes:
-        accelerator: the same object.
-        device: the device of this process.
-        rank: number of this process among all, from 0.
-        local_rank: number of this process on its machine, from 0.
-        world_size: number of processes.
+        accelerator: the argument.
+        device, rank, local_rank, world_size: those of the Accelerator.
 
     Raises:
         ValueError: the Accelerator has a setting that this loop would not follow.
@@ -91,35 +85,39 @@ class AcceleratorStrategy(Ranks):
         Raises:
             ValueError: accelerate is not installed, or the environment does not fit this machine.
         """
-        accelerate = _load("accelerate")
-        options = common_options(args)
-        environment = read_environment()
-        device = rank_device(environment, use_cpu=args.use_cpu)
-        wrapping = {
-            "find_unused_parameters": bool(args.ddp_find_unused_parameters),
-            "broadcast_buffers": args.ddp_broadcast_buffers is not False,
-            "static_graph": bool(args.ddp_static_graph),
-            **({} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}),
-        }
-        # The Accelerator takes a group that exists; ours meets where the launcher says, and is left without aborting.
+        accelerate = _load_accelerate()
+        options, precision = common_options(args), precision_of(args)
+        joining: dict[str, Any] = {"timeout": timedelta(seconds=options["timeout_s"])}
+        group, on_cpu = None, args.use_cpu
         unset = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
-        group = ProcessGroup(environment, device, backend=options["backend"], timeout_s=options["timeout_s"])
+        if args.use_cpu or not _has_other_accelerator():
+            # The Accelerator takes a group that exists; ours meets where the launcher says, also through a file.
+            environment = read_environment()
+            device = rank_device(environment, use_cpu=args.use_cpu)
+            on_cpu = device.type == "cpu"
+            group = ProcessGroup(environment, device, backend=options["backend"], timeout_s=options["timeout_s"])
+        elif options["backend"]:
+            joining["backend"] = options["backend"]
         try:
-            precision = precision_of(args)
             strategy = AcceleratorStrategy(
                 accelerate.Accelerator(
-                    cpu=device.type == "cpu",
+                    cpu=on_cpu,
                     mixed_precision=None if precision == "no" else precision,
-                    kwargs_handlers=[accelerate.DistributedDataParallelKwargs(**wrapping)],
+                    kwargs_handlers=[
+                        accelerate.DistributedDataParallelKwargs(**_wrapping(args)),
+                        accelerate.InitProcessGroupKwargs(**joining),
+                    ],
                 )
             )
         except BaseException:
-            group.leave(failed=True)
+            if group is not None:
+                group.leave(failed=True)
             raise
         finally:
             for name in unset:
                 os.environ.pop(name, None)
-        group.leave()
+        if group is not None:
+            group.leave()  # the strategy is in it now
         return strategy
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -298,11 +296,7 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
 
 
 def _check_plugins(accelerator: Any) -> None:
-    """Refuse an Accelerator with a setting that this loop would not follow.
-
-    Raises:
-        ValueError: the message says what to use instead.
-    """
+    """Refuse an Accelerator with a setting that this loop would not follow, by a `ValueError`."""
     kind, loaders = _kind(accelerator), accelerator.dataloader_config
     sizes = accelerator.parallelism_config
     within = [] if sizes is None else [n for n in ("tp", "cp", "sp") if getattr(sizes, f"{n}_size", 1) > 1]
@@ -314,6 +308,7 @@ def _check_plugins(accelerator: Any) -> None:
         ),
         "Megatron-LM": (kind == "MEGATRON_LM", "has a training loop of its own; use an FSDP2 plugin"),
         "an XLA device": (kind == "XLA", "trains by strategy='xla' instead"),
+        "an mps device": (accelerator.device.type == "mps", "trains by strategy='mps' instead"),
         "an FSDP plugin of version 1": (
             kind == "FSDP" and not accelerator.is_fsdp2,
             "is not offered; build the plugin with fsdp_version=2",
@@ -346,6 +341,22 @@ def _check_plugins(accelerator: Any) -> None:
             raise ValueError(f"an Accelerator with {what} {advice}")
 
 
+def _wrapping(args: Any) -> dict[str, Any]:
+    """Return what the `ddp_*` arguments are for `DistributedDataParallelKwargs`."""
+    return {
+        "find_unused_parameters": bool(args.ddp_find_unused_parameters),
+        "broadcast_buffers": args.ddp_broadcast_buffers is not False,
+        "static_graph": bool(args.ddp_static_graph),
+        **({} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}),
+    }
+
+
+def _has_other_accelerator() -> bool:
+    """Whether this machine computes on what only accelerate knows: neither CUDA nor the CPU."""
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return current is not None and current.type not in ("cuda", "cpu")
+
+
 def _kind(accelerator: Any) -> str:
     return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
 
@@ -353,7 +364,6 @@ def _kind(accelerator: Any) -> str:
 def _environment_of(accelerator: Any) -> LaunchEnvironment:
     """Return where the Accelerator found this process; alone it has no launcher to be asked again."""
     return LaunchEnvironment(
-        launcher="accelerate launch" if accelerator.num_processes > 1 else "none",
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         local_rank=max(accelerator.local_process_index, 0),
@@ -362,9 +372,9 @@ def _environment_of(accelerator: Any) -> LaunchEnvironment:
     )
 
 
-def _load(name: str) -> Any:
+def _load_accelerate() -> Any:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("accelerate")
     except ImportError as error:
         raise ValueError(
             f"strategy='accelerate' needs accelerate, which cannot be imported ({error}): pip install "

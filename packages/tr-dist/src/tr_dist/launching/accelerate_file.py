@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from tr_dist.bounded_text import MOST_BYTES, ContentError, load_json, read_text
@@ -19,12 +20,23 @@ from tr_dist.launching.launch import LaunchError
 
 _LONGEST_WORDS = 300  # of a library's message
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "XLA")
+# Kinds whose processes start as those of MULTI_GPU, and the variable that selects devices for each.
+_OTHER_DEVICES = {
+    "MULTI_XPU": "ZE_AFFINITY_MASK",
+    "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
+    "MULTI_HPU": "HABANA_VISIBLE_MODULES",
+    "MULTI_MLU": "MLU_VISIBLE_DEVICES",
+    "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
+    "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
+    "MULTI_NEURON": "NEURON_RT_VISIBLE_CORES",
+}
 PRECISIONS = ("no", "fp16", "bf16")
 # No effect on the processes that this launcher starts. key -> the reason, shown when it is set
 _WITHOUT_EFFECT = {
     "main_training_function": "",  # read if a launcher imports the script; present in every file
     "same_network": "",  # machines meet at main_process_ip in either case
     "tpu_env": "is for starting other machines of a pod",
+    "tpu_vm": "is for starting other machines of a pod",
     "tpu_use_cluster": "is for starting other machines of a pod",
     "tpu_use_sudo": "is for starting other machines of a pod",
     "tpu_name": "is for starting other machines of a pod",
@@ -39,6 +51,7 @@ _REFUSED = {
     "fp8_config": "there is no training in 8 bits; use mixed_precision: bf16",
     "mpirun_config": "processes are started here, not by mpirun; use distributed_type: MULTI_CPU without it",
 }
+_FORMER = ("fp16", "dynamo_backend")  # keys of earlier versions, which Accelerate still translates
 _ACTING = {
     *("compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "debug"),
     *("main_process_ip", "main_process_port", "mixed_precision", "use_cpu", "gpu_ids", "rdzv_backend"),
@@ -123,10 +136,18 @@ def interpret(content: Mapping[str, Any], name: str) -> FileSettings:
         LaunchError: lists every key that is unknown, refused or contradicts another.
     """
     problems: list[str] = []
-    known = {*_ACTING, *_WITHOUT_EFFECT, *_REFUSED}
-    problems += [f"{key}: is not a key of Accelerate's files that is known here" for key in content if key not in known]
-    problems += [f"{key}: {reason}" for key, reason in _REFUSED.items() if content.get(key)]
     settings = FileSettings()
+    try:
+        content = _translated(content, settings)
+    except LaunchError as error:
+        problems.append(str(error))
+    known = {*_ACTING, *_WITHOUT_EFFECT, *_REFUSED}
+    problems += [
+        f"{key}: is not a key of Accelerate's files that is known here{_hint(key, known)}"
+        for key in content
+        if key not in (*known, *_FORMER)
+    ]
+    problems += [f"{key}: {reason}" for key, reason in _REFUSED.items() if content.get(key)]
     settings.notes += [
         f"{key} {reason}; it has no effect"
         for key, reason in _WITHOUT_EFFECT.items()
@@ -138,6 +159,28 @@ def interpret(content: Mapping[str, Any], name: str) -> FileSettings:
         listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
         raise LaunchError(f"{name} cannot be used:\n{listed}")
     return settings
+
+
+def _hint(key: Any, known: set[str]) -> str:
+    close = get_close_matches(str(key), sorted(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _translated(content: Mapping[str, Any], settings: FileSettings) -> dict[str, Any]:
+    """Return the content with its former keys as those of today, in the way of Accelerate."""
+    today = {key: value for key, value in content.items() if key not in _FORMER}
+    if "fp16" in content:
+        halves = _truth(content, "fp16")
+        if "mixed_precision" not in content:
+            today["mixed_precision"] = "fp16" if halves else None
+        elif halves and str(content["mixed_precision"]).lower() != "fp16":
+            settings.notes.append("fp16 is a former key, and mixed_precision decides beside it; it has no effect")
+    if "dynamo_backend" in content:
+        backend = content["dynamo_backend"]
+        # YAML reads an unquoted NO as false.
+        compiles = backend not in (None, False) and str(backend).upper() != "NO"
+        today["dynamo_config"] = {"dynamo_backend": backend} if compiles else {}
+    return today
 
 
 _Reader = Callable[[Mapping[str, Any], FileSettings], None]
@@ -175,8 +218,9 @@ def _type_of(content: Mapping[str, Any]) -> str:
     kind = "NO" if given in (False, None) else str(given).upper()
     kind = "XLA" if kind in ("TPU", "XLA_TPU", "XLA_GPU") else kind
     kind = "NO" if kind == "MPS" else kind  # one process, which selects the Mac's GPU
-    if kind not in TYPES:
-        raise LaunchError(f"distributed_type: {given} cannot be started here; it is one of {', '.join(TYPES)}")
+    if kind not in (*TYPES, *_OTHER_DEVICES):
+        known = ", ".join((*TYPES, *_OTHER_DEVICES))
+        raise LaunchError(f"distributed_type: {given} cannot be started here; it is one of {known}")
     return kind
 
 
@@ -190,6 +234,8 @@ def _processes(content: Mapping[str, Any], settings: FileSettings) -> None:
             f"divide it; give a multiple of {machines}"
         )
     settings.nproc = total // machines if total > 0 else None
+    if kind in _OTHER_DEVICES and total < 1:
+        raise LaunchError(f"num_processes: distributed_type: {kind} needs it; only CUDA devices are counted here")
     if kind in ("NO", "XLA") and total > 1:
         instead = "MULTI_GPU or MULTI_CPU" if kind == "NO" else "1, and torch_xla.launch in the script"
         raise LaunchError(f"num_processes: {total} with distributed_type: {kind}, which is one process; use {instead}")
@@ -225,8 +271,19 @@ def _precision(content: Mapping[str, Any], settings: FileSettings) -> None:
 
 def _devices(content: Mapping[str, Any], settings: FileSettings) -> None:
     given = content.get("gpu_ids")
-    if given is not None and str(given) != "all":
-        settings.devices = ",".join(map(str, given)) if isinstance(given, list) else str(given)
+    kind = _type_of(content)
+    if kind in _OTHER_DEVICES:
+        settings.notes.append(
+            f"distributed_type: {kind} is for scripts with an Accelerator of their own and for strategy='accelerate'; "
+            "other strategies compute on CUDA devices or the CPU"
+        )
+    if given is None or str(given) == "all":
+        return
+    devices = ",".join(map(str, given)) if isinstance(given, list) else str(given)
+    if kind in _OTHER_DEVICES:
+        settings.variables[_OTHER_DEVICES[kind]] = devices
+    else:
+        settings.devices = devices
 
 
 def _rest(content: Mapping[str, Any], settings: FileSettings) -> None:

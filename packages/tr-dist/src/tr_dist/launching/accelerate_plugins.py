@@ -46,7 +46,12 @@ _DYNAMO = {
     "mode": "ACCELERATE_DYNAMO_MODE",
     "use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
     "use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
 }
+_COMPILERS = (
+    *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT"),
+    *("ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON", "IPEX"),
+)
 # Sizes that spread samples over processes: by replicas, and by shards of the model.
 _SPREAD = ("dp_replicate_size", "dp_shard_size")
 # Sizes that divide the work on one sample, which is not supported; their companions have no effect without them.
@@ -123,7 +128,10 @@ def _size(section: str, key: str, value: Any) -> int:
 def dynamo_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables for the keys of `dynamo_config`."""
     plain = {str(key).removeprefix("dynamo_"): value for key, value in config.items()}
-    return _renamed("dynamo_config", plain, _DYNAMO)
+    backend = plain.get("backend")
+    if backend not in (None, False) and str(backend).upper() not in _COMPILERS:
+        raise LaunchError(f"dynamo_config: backend: {backend} is not known{_hint(str(backend).upper(), _COMPILERS)}")
+    return _renamed("dynamo_config", plain | ({"backend": "NO"} if backend is False else {}), _DYNAMO)
 
 
 def _renamed(section: str, config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
@@ -141,6 +149,9 @@ def _renamed(section: str, config: Mapping[str, Any], names: Mapping[str, str]) 
 def _check_known(section: str, config: Mapping[str, Any], names: Collection[str]) -> None:
     for key in config:
         if key not in names:
-            close = get_close_matches(str(key), names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"
-            raise LaunchError(f"{section}: {key} is not known{hint}")
+            raise LaunchError(f"{section}: {key} is not known{_hint(str(key), names)}")
+
+
+def _hint(key: str, names: Collection[str]) -> str:
+    close = get_close_matches(key, names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"
