@@ -160,7 +160,7 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    folders = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness")
+    folders = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness", "trackers")
     ignored = [f"--ignore=tests/{name}" for name in folders] + [f"--ignore={path}" for path in HOUSE]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -257,6 +257,15 @@ def kernels(session: nox.Session) -> None:
     session.install(*PYTEST, "packaging", *EVERYTHING, *CONSTRAINTS)
     session.install("--no-deps", *KERNELS, *CONSTRAINTS)
     session.run("pytest", "tests/kernels", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def trackers(session: nox.Session) -> None:
+    """Report to trackers by transformers' callbacks, with the libraries that work without a network."""
+    session.install(
+        *PYTEST, *EVERYTHING, *TRANSFORMERS, "dvclive>=3.48", "trackio>=0.40", "codecarbon>=3", *CONSTRAINTS
+    )
+    session.run("pytest", "tests/trackers", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

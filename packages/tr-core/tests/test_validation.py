@@ -68,7 +68,7 @@ CASES = {
     "unknown tracker": (
         {"report_to": ["tensorbord"]},
         plugins.PluginError,
-        "no callback named 'tensorbord'; installed:",
+        "no tracker named 'tensorbord'; installed:",
     ),
     "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
     "other processes than were started": (
@@ -186,6 +186,7 @@ READ_ELSEWHERE = {
     "log_level", "log_level_replica", "log_on_each_node", "per_device_train_batch_size", "per_device_eval_batch_size",
     "warmup_steps",  # tr-args: derived values
     "logging_dir", "run_name",  # tr-log: trackers
+    "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # transformers' callback for Trackio
     "save_total_limit", "save_keep_every", "save_on_each_node",  # tr-ckpt
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
@@ -210,16 +211,30 @@ def test_report_to_all_leaves_out_trackers_whose_library_is_missing(make_trainer
     class Tracker:
         def on_log(self, args, state, control, **kwargs): ...
 
-    offered = {"wandb": missing, "own": lambda args: Tracker(), "hub": missing}
-    monkeypatch.setattr(plugins, "available", lambda group: dict.fromkeys(offered, "x 1"))
+    def of_one_kind_of_job(args):
+        raise AssertionError("not asked for")
+
+    of_one_kind_of_job.by_name_only = True
+    offered = {"tr.trackers": {"wandb": missing, "own": lambda args: Tracker(), "flyte": of_one_kind_of_job}}
+    # A package may have its tracker in the group of all callbacks, where two are asked for by other arguments.
+    offered["tr.callbacks"] = {"former": lambda args: Tracker(), "hub": missing, "neftune": missing}
+    monkeypatch.setattr(plugins, "available", lambda group: dict.fromkeys(offered.get(group, ()), "x 1"))
     load = plugins.load
-    monkeypatch.setattr(
-        plugins, "load", lambda group, name: offered[name] if group == "tr.callbacks" else load(group, name)
-    )
+    monkeypatch.setattr(plugins, "load", lambda group, name: offered.get(group, {}).get(name) or load(group, name))
     callbacks = make_trainer(report_to="all").callback_handler.callbacks
-    assert [type(callback) for callback in callbacks].count(Tracker) == 1
+    assert [type(callback) for callback in callbacks].count(Tracker) == 2
+    assert Tracker in [type(callback) for callback in make_trainer(report_to="former").callback_handler.callbacks]
     with pytest.raises(ImportError, match=r"tr-log\[wandb\]"):
         make_trainer(report_to="wandb")
+
+
+@pytest.mark.parametrize("name", ["hub", "neftune", "hup"])
+def test_what_other_arguments_ask_for_is_no_tracker_and_is_not_suggested(make_trainer, name):
+    with pytest.raises(plugins.PluginError, match=f"report_to='{name}': no tracker named '{name}'") as raised:
+        make_trainer(report_to=name)
+    message = str(raised.value).partition("installed: ")[2]
+    assert not {"hub", "neftune"} & {part.strip().partition(" ")[0] for part in message.split(",")}
+    assert "did you mean hub" not in message
 
 
 def test_an_unknown_part_is_an_error_of_the_trainer(make_args):

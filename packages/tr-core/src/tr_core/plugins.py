@@ -14,10 +14,11 @@ from tr_args.errors import did_you_mean
 
 # Packages that register names of a group, for the error about a missing name.
 _PACKAGES = {
-    "tr.callbacks": ("tr-log", "tr-ckpt", "tr-optim"),
+    "tr.callbacks": ("tr-ckpt", "tr-optim"),
     "tr.checkpointers": ("tr-ckpt",),
     "tr.optimizers": ("tr-optim",),
     "tr.strategies": ("tr-dist",),
+    "tr.trackers": ("tr-log",),
 }
 _KINDS = {
     "tr.callbacks": "callback",
@@ -25,6 +26,7 @@ _KINDS = {
     "tr.commands": "command",
     "tr.optimizers": "optimizer",
     "tr.strategies": "strategy",
+    "tr.trackers": "tracker",
 }
 
 

@@ -104,10 +104,22 @@ class LoggingFields:
     report_to: Annotated[list[str], CommaSeparated(nothing="none"), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = field(
         default_factory=list
     )
-    """Trackers to report to, such as tensorboard or wandb; "none" for none, "all" for all installed."""
+    """Trackers to report to, such as tensorboard, wandb or trackio; "none" for none, "all" for all installed."""
 
     run_name: Annotated[str | None, Numbers.UNCHANGED] = None
     """Name of the run in trackers."""
+
+    project: Annotated[str, Numbers.UNCHANGED] = "huggingface"
+    """Name of the project in Trackio."""
+
+    trackio_space_id: Annotated[str | None, Numbers.UNCHANGED] = None
+    """Space on the Hub that Trackio reports to while training; unset reports to a local folder."""
+
+    trackio_bucket_id: Annotated[str | None, Numbers.UNCHANGED] = None
+    """Bucket on the Hub that holds Trackio's data; unset lets Trackio choose."""
+
+    trackio_static_space_id: Annotated[str | bool | None, Numbers.UNCHANGED] = None
+    """Static Space that Trackio makes after training, if it has reported to a Space; False makes none."""
 
     include_num_input_tokens_seen: Annotated[
         Literal["no", "all", "non_padding"], TokenCounting(), Numbers.UNCHANGED

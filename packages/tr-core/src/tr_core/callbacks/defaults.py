@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tr_args import Duration, TrainingArguments
@@ -11,14 +10,10 @@ from tr_core.callbacks.ema import EMACallback
 from tr_core.callbacks.empty_cache import EmptyCacheCallback
 from tr_core.callbacks.flow import DefaultFlowCallback
 from tr_core.callbacks.group_lr import RuleRatesCallback
+from tr_core.callbacks.trackers import trackers
 from tr_core.callbacks.wall_time import WallTimeCallback
 from tr_core.protocols import Strategy
-from tr_log import MetricsFile, PrinterCallback, ProgressCallback, get_logger
-
-logger = get_logger(__name__)
-
-# Callbacks with their own option; `report_to="all"` does not include them.
-NOT_TRACKERS = ("hub", "neftune")
+from tr_log import MetricsFile, PrinterCallback, ProgressCallback
 
 
 def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
@@ -52,30 +47,3 @@ def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:
     if args.torch_empty_cache_steps is not None and strategy.device.type != "cpu":  # a CPU has no such cache
         wanted.append(EmptyCacheCallback(strategy.device, args.torch_empty_cache_steps))
     return wanted
-
-
-def trackers(args: TrainingArguments) -> list[Any]:
-    """Return the trackers in `report_to`: `none` means no tracker, `all` every usable one.
-
-    Raises:
-        tr_core.plugins.PluginError: a named one is not installed.
-        ImportError: the library of a named one is not installed.
-    """
-    if "all" not in args.report_to:
-        return [_tracker(name)(args) for name in args.report_to if name != "none"]
-    usable = []
-    for name in sorted(plugins.available("tr.callbacks")):
-        if name in NOT_TRACKERS:
-            continue
-        try:
-            usable.append(plugins.load("tr.callbacks", name)(args))
-        except ImportError as error:
-            logger.info("report_to='all' leaves out %s: %s", name, error)
-    return usable
-
-
-def _tracker(name: str) -> Callable[[TrainingArguments], Any]:
-    try:
-        return plugins.load("tr.callbacks", name)
-    except plugins.PluginError as error:
-        raise plugins.PluginError(f"report_to={name!r}: {error}") from None

@@ -20,6 +20,7 @@ from torch import nn
 
 from tr_args import ArgumentsError
 from tr_core import plugins
+from tr_core.callbacks.trackers import CALLBACKS_BY_ARGUMENT, tracker_factory
 from tr_core.choose_strategy import usable_strategy
 from tr_core.optim.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.optim.schedules import get_scheduler
@@ -72,12 +73,12 @@ def _check_callbacks(subject: CheckContext) -> Iterator[Problem]:
     args = subject.args
     for name in [name for name in args.report_to if name not in ("none", "all")]:
         try:
-            plugins.load("tr.callbacks", name)(args)
+            tracker_factory(name)(args)
         except plugins.PluginError as error:
-            yield Problem("T301", f"report_to={name!r}: {error}", subject.origin("report_to"))
+            yield Problem("T301", str(error), subject.origin("report_to"))
         except ImportError as error:
             yield Problem("T302", str(error), subject.origin("report_to"))
-    for option, name in (("neftune_noise_alpha", "neftune"), ("push_to_hub", "hub")):
+    for name, option in CALLBACKS_BY_ARGUMENT.items():
         if getattr(args, option):
             yield from _check_name(subject, "tr.callbacks", name, option)
 
