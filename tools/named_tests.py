@@ -11,7 +11,10 @@ PACKAGES = ("args", "log", "core", "ckpt", "optim", "dist", "all")
 # The short name of a folder of tests, and where it is.
 FOLDERS = {
     **{name: f"packages/tr-{name}/tests" for name in PACKAGES},
-    **{name: f"tests/{name}" for name in ("backends", "habits", "kernels", "launching", "parity", "robustness")},
+    **{
+        name: f"tests/{name}"
+        for name in ("backends", "habits", "kernels", "launching", "parity", "robustness", "trackers")
+    },
     "tests": "tests",
     "crash_tests": "tests/crash",
 }

@@ -192,7 +192,8 @@ def schedule_free_adamw(groups: Groups, args: Any) -> Optimizer:
     """Build schedulefree's AdamWScheduleFree, with its own warmup of `warmup_steps`."""
     from tr_optim.adapters.schedulefree import ScheduleFreeAdamW
 
-    return ScheduleFreeAdamW(groups, **_adam(args), **_schedule_free(args), warmup_steps=_whole_warmup(args))
+    options = {**_adam(args), **_schedule_free(args), "warmup_steps": _whole_warmup(args)}
+    return ScheduleFreeAdamW(groups, **options)
 
 
 def schedule_free_radam(groups: Groups, args: Any) -> Optimizer:
@@ -206,7 +207,8 @@ def schedule_free_sgd(groups: Groups, args: Any) -> Optimizer:
     """Build schedulefree's SGDScheduleFree, with its own warmup of `warmup_steps`."""
     from tr_optim.adapters.schedulefree import ScheduleFreeSGD
 
-    return ScheduleFreeSGD(groups, args.learning_rate, **_schedule_free(args), warmup_steps=_whole_warmup(args))
+    options = {**_schedule_free(args), "warmup_steps": _whole_warmup(args)}
+    return ScheduleFreeSGD(groups, args.learning_rate, **options)
 
 
 def stable_adamw(groups: Groups, args: Any) -> Optimizer:

@@ -58,7 +58,7 @@ class MuonAdamW(Optimizer):
     ) -> None:
         shape: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         shape["adjust_lr_fn"] = adjust_lr_fn
-        common = {"lr": lr, "weight_decay": weight_decay}
+        common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         # They check the arguments, and make the steps; the parameters are given to them there.
         self._muon = _class_of_torch()([nn.Parameter(torch.zeros(1, 1))], **common, **shape)
         self._adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **common, betas=betas, eps=eps)
