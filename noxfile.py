@@ -261,10 +261,11 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session
 def trackers(session: nox.Session) -> None:
-    """Report to trackers by transformers' callbacks, with the libraries that work without a network."""
-    session.install(
-        *PYTEST, *EVERYTHING, *TRANSFORMERS, "dvclive>=3.48", "trackio>=0.40", "codecarbon>=3", *CONSTRAINTS
-    )
+    """Report to trackers by callbacks of transformers and through accelerate, by their real libraries, offline."""
+    libraries = ("clearml", "codecarbon>=3", "comet_ml>=3.41", "dvclive>=3.48", "swanlab", "trackio>=0.40")
+    # Without a bound on botocore, Aim is resolved with one that this Python cannot import.
+    aim = ("aim>=3.27", "botocore>=1.34")
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *libraries, *aim, *CONSTRAINTS)
     session.run("pytest", "tests/trackers", *session.posargs, env=TEST_ENVIRONMENT)
 
 

@@ -24,11 +24,12 @@ PRIVATE_WORDS = re.compile(
 # Below a root, what is documented for users as well; of `adapters`, the module of each library.
 PUBLIC_MODULES = re.compile(
     r"tr_\w+\.testing|tr_core\.(collators|preflight)|tr_ckpt\.(hf_import|sharded)|"
-    r"tr_dist\.(deepspeed|fsdp|mps|xla)|tr_optim\.adapters\.(bitsandbytes|galore_torch|lomo_optim|torchao)"
+    r"tr_dist\.(accelerate_strategy|deepspeed|fsdp|mps|xla)|tr_optim\.adapters\.(bitsandbytes|galore_torch|lomo_optim|torchao)"
 )
 # Tests that are about the inside of a package.
 KNOW_THE_INSIDE = {
     "attack/conditions_shards.py": "writes the shards of 1,000 ranks in one process",
+    "backends/test_accelerate_files.py": "compares how the launcher reads a file with how accelerate does",
     "backends/substitute_device.py": "lets another device be taken for a Mac's",
     "crash/crash_mutations.py": "plants faults in saves",
     "fuzz/faults.py": "plants faults in training",

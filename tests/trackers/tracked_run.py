@@ -1,0 +1,42 @@
+"""Train two steps with a tracker: `python tracked_run.py NAME FOLDER`."""
+
+import sys
+
+import torch
+from torch import nn
+
+from tr_core import Trainer, TrainingArguments
+from tr_log.accelerate_tracker import AccelerateTracker
+
+KINDS = {kind.name: kind for kind in AccelerateTracker.__subclasses__()}
+
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1:]
+    rows = [{"x": torch.tensor([1.0, float(number)]), "labels": torch.tensor([1.0])} for number in range(4)]
+    args = TrainingArguments(
+        folder,
+        run_name="first",
+        max_steps=2,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        hub_token="hf_kept_to_itself",
+    )
+    trainer = Trainer(Line(), args, train_dataset=rows, eval_dataset=rows, callbacks=[KINDS[name].from_arguments(args)])
+    trainer.train()
+    trainer.evaluate()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    print("losses", *losses, trainer.state.log_history[-1]["eval_loss"])
