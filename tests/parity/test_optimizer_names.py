@@ -4,12 +4,19 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers.training_args import OptimizerNames
 
-from tr_core.optim.optimizers import optimizer_names
+from tr_core import Trainer, TrainingArguments
 
+OF_TORCH = {
+    "adamw_torch": torch.optim.AdamW,
+    "adamw_torch_fused": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
 OURS = {
-    *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),  # classes of torch
     *("adafactor", "adamw_8bit", "adamw_anyprecision", "lomo", "adalomo"),
     *("galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
     *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
@@ -36,15 +43,16 @@ def entries():
 
 def test_every_name_is_listed_once():
     adapters = [name for names in ADAPTERS.values() for name in names]
-    listed = [*OURS, *adapters, *REFUSED]
+    listed = [*OF_TORCH, *OURS, *adapters, *REFUSED]
     assert sorted(listed) == sorted(name.value for name in OptimizerNames)
     assert len(set(listed)) == len(listed)
 
 
 def test_every_name_is_known_by_its_kind():
     found = entries()
-    assert set(optimizer_names()) >= {name.value for name in OptimizerNames}
-    assert not [name for name in OURS if name in found and ".adapters." in found[name].value]
+    for name, kind in OF_TORCH.items():
+        assert Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="x", optim=name))[0] is kind
+    assert not [name for name in OURS if ".adapters." in found[name].value]
     for names in ADAPTERS.values():
         assert all(".adapters." in found[name].value for name in names)
 

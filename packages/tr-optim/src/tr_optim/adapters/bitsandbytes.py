@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing, is_sharded
+from tr_optim.engine.checks import all_or_nothing
+from tr_optim.engine.shards import sharded_parameters
 
 _LIBRARY = require("bitsandbytes.optim", "bitsandbytes")
 _TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
@@ -57,17 +58,13 @@ class _Blockwise(Optimizer):
         group, name = self.param_groups[-1], type(self).__name__
         if group["optim_bits"] not in (8, 32):
             raise ValueError(f"{name}: optim_bits={group['optim_bits']!r} must be 8 or 32")
+        instead = "and bitsandbytes looks for its memory; train with replicas (strategy='ddp'), or use adamw_torch"
+        sharded_parameters(group["params"], name, takes=False, instead=instead)
         for parameter in group["params"]:
-            shape = tuple(parameter.shape)
-            if is_sharded(parameter):
-                raise ValueError(
-                    f"{name}: a parameter of shape {shape} is a DTensor, of which each rank holds a part, and "
-                    "bitsandbytes looks for its memory; train with replicas (strategy='ddp'), or use adamw_torch"
-                )
             if self.is_paged and parameter.device.type == "cpu":
                 raise ValueError(
                     f"{name}: paged state moves between the memory of a GPU and of its host, and a parameter of shape "
-                    f"{shape} is on the CPU; use the optimizer that is not paged, such as "
+                    f"{tuple(parameter.shape)} is on the CPU; use the optimizer that is not paged, such as "
                     "adamw_bnb_8bit for paged_adamw_8bit"
                 )
 

@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require_parts
-from tr_optim.engine.checks import all_or_nothing, is_sharded
+from tr_optim.engine.checks import all_or_nothing
+from tr_optim.engine.shards import sharded_parameters
 
 
 def _library() -> Any:
@@ -49,13 +50,9 @@ class GrokAdamW(_LIBRARY.GrokAdamW):
             ValueError: a parameter is a DTensor.
         """
         Optimizer.add_param_group(self, param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if is_sharded(parameter):
-                raise ValueError(
-                    f"GrokAdamW: a parameter of shape {tuple(parameter.shape)} is a DTensor, of which each rank holds "
-                    "a part, and gradients are clipped by their norm; train with replicas (strategy='ddp'), or use "
-                    "adamw_torch"
-                )
+        why = "and gradients are clipped by their norms"
+        instead = f"{why}; train with replicas (strategy='ddp'), or use adamw_torch"
+        sharded_parameters(self.param_groups[-1]["params"], "GrokAdamW", takes=False, instead=instead)
 
     def _update_group(
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor], grokking_signal: Any

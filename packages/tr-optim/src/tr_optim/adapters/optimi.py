@@ -9,7 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing, is_sharded
+from tr_optim.engine.checks import all_or_nothing
+from tr_optim.engine.shards import sharded_parameters
 
 _LIBRARY = require("optimi", "torch-optimi")
 _PARTS = require("optimi.stableadamw", "torch-optimi")
@@ -33,13 +34,9 @@ class OptimiStableAdamW(_LIBRARY.StableAdamW):
             ValueError: a parameter is a DTensor.
         """
         Optimizer.add_param_group(self, param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if is_sharded(parameter):
-                raise ValueError(
-                    f"OptimiStableAdamW: a parameter of shape {tuple(parameter.shape)} is a DTensor, of which each "
-                    "rank holds a part, and the step depends on a mean over all of it; train with replicas "
-                    "(strategy='ddp'), or use adamw_torch"
-                )
+        why = "and the step depends on a mean over all of it"
+        instead = f"{why}; train with replicas (strategy='ddp'), or use adamw_torch"
+        sharded_parameters(self.param_groups[-1]["params"], "OptimiStableAdamW", takes=False, instead=instead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, of plain tensors; each group has its count of steps."""

@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing, is_sharded
+from tr_optim.engine.checks import all_or_nothing
+from tr_optim.engine.shards import sharded_parameters
 
 _LIBRARY = require("schedulefree", "schedulefree")
 
@@ -85,12 +86,8 @@ class _ScheduleFree(Optimizer):
             ValueError: a parameter is a DTensor.
         """
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if is_sharded(parameter):
-                raise ValueError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} is a DTensor, of which each "
-                    "rank holds a part; train with replicas (strategy='ddp'), or use adamw_torch"
-                )
+        instead = "which is not tried; train with replicas (strategy='ddp'), or use adamw_torch"
+        sharded_parameters(self.param_groups[-1]["params"], type(self).__name__, takes=False, instead=instead)
 
 
 def _is_near(point: torch.Tensor, computed: torch.Tensor) -> bool:

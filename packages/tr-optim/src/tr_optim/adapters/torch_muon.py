@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tr_optim.engine.checks import all_or_nothing, is_sharded
+from tr_optim.engine.checks import all_or_nothing
+from tr_optim.engine.shards import sharded_parameters
 from tr_optim.targets import ALL_LINEAR, Targets, find_targets
 
 _FIXED = ("eps", "ns_coefficients")  # of Muon; AdamW's eps is another
@@ -77,18 +78,13 @@ class MuonAdamW(Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
-            shape = tuple(parameter.shape)
-            if is_sharded(parameter):
-                raise ValueError(
-                    f"MuonAdamW: a parameter of shape {shape} is a DTensor, of which each rank holds a part, and Muon "
-                    "needs whole matrices; train with replicas (strategy='ddp'), or use adamw_torch"
-                )
-            if group["projects"] and parameter.dim() != 2:
-                raise ValueError(
-                    f"MuonAdamW: a parameter of shape {shape} is no matrix; Muon updates matrices only: name those in "
-                    "optim_target_modules"
-                )
+        instead = "and Muon needs whole matrices; train with replicas (strategy='ddp'), or use adamw_torch"
+        sharded_parameters(group["params"], "MuonAdamW", takes=False, instead=instead)
+        if group["projects"] and (odd := [tuple(p.shape) for p in group["params"] if p.dim() != 2]):
+            raise ValueError(
+                f"MuonAdamW: a parameter of shape {odd[0]} is no matrix; Muon updates matrices only: name those in "
+                "optim_target_modules"
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients. Returns the result of `closure`, if one is given."""

@@ -12,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing, is_sharded
+from tr_optim.engine.checks import all_or_nothing
+from tr_optim.engine.shards import sharded_parameters
 
 _LIBRARY = require("torchao.optim", "torchao")
 # Without torch's wrapper of the library's class, which would call hooks twice.
@@ -44,13 +45,8 @@ class _Quantized(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its learning rate stays a number, as schedules set and loggers read it."""
         Optimizer.add_param_group(self, param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if is_sharded(parameter):
-                raise ValueError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} is a DTensor, of which each "
-                    "rank holds a part; codes of such parts are not saved here: train with replicas (strategy='ddp'), "
-                    "or use adamw_torch"
-                )
+        instead = "and codes of such parts are not saved here: train with replicas (strategy='ddp'), or use adamw_torch"
+        sharded_parameters(self.param_groups[-1]["params"], type(self).__name__, takes=False, instead=instead)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients. Returns the result of `closure`, if one is given."""
