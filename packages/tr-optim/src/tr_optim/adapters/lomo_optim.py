@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict, is_sharded, refuse_any_state
+from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict, refuse_any_state
 from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.shards import sharded_parameters
 from tr_optim.moments.adafactor import check_ranges, start_moments, state_shapes
 
 _LIBRARY = require("lomo_optim", "lomo-optim")
@@ -100,12 +101,9 @@ class _LibraryOptimizer(FusedOptimizer):
                 )
             if group[option] < 0:
                 raise ValueError(f"{option}={group[option]:g} must not be negative")
+        instead = f"and lomo_optim knows whole ones only; use {self.own}, or replicas (strategy='ddp')"
+        sharded_parameters(group["params"], name, takes=False, instead=instead)
         for parameter in group["params"]:
-            if is_sharded(parameter):
-                raise ValueError(
-                    f"{name}: a parameter of shape {tuple(parameter.shape)} is a DTensor, of which each rank holds a "
-                    f"part, and lomo_optim knows whole ones only; use {self.own}, or replicas (strategy='ddp')"
-                )
             if parameter.dtype not in _DTYPES:
                 raise ValueError(
                     f"{name}: a parameter of shape {tuple(parameter.shape)} is of {parameter.dtype}, and lomo_optim "
