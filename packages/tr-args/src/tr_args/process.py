@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 from tr_args.errors import ArgumentsError, Problem
@@ -156,6 +157,34 @@ class ProcessView:
     def n_gpu(self) -> int:
         """Number of accelerators this process uses: 0 or 1, never several."""
         return 0 if getattr(self.device, "type", "cpu") == "cpu" else 1
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """`zero_stage` of the DeepSpeed configuration; None without one, and before the file of one is read."""
+        config = self._args.deepspeed
+        if not isinstance(config, Mapping):
+            return None
+        return SimpleNamespace(
+            zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)), deepspeed_config=config
+        )
+
+    @property
+    def distributed_state(self) -> Any:
+        """What accelerate's `PartialState` says of this process, and its blocks for the main process."""
+        kind = "DEEPSPEED" if self._args.deepspeed else "FSDP" if self._args.fsdp else ""
+        on_cpu = getattr(self.device, "type", "cpu") == "cpu"
+        return SimpleNamespace(
+            distributed_type=kind or ("NO" if self.world_size == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"),
+            device=self.device,
+            num_processes=self.world_size,
+            process_index=self.process_index,
+            local_process_index=self.local_process_index,
+            is_main_process=self.process_index == 0,
+            is_local_main_process=self.local_process_index == 0,
+            is_last_process=self.process_index == self.world_size - 1,
+            main_process_first=lambda: self.main_process_first(local=False),
+            local_main_process_first=self.main_process_first,
+        )
 
     @property
     def parallel_mode(self) -> ParallelMode:

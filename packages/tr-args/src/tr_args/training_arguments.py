@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from tr_args.aliases import OldNames
+from tr_args.bounded_text import load_json
 from tr_args.checked import Rule
 from tr_args.constraints import OptionalCount
 from tr_args.facts import Numbers
@@ -30,6 +31,15 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
         ArgumentsError: names are unknown, or values do not fit their fields or each other.
     """
 
+    # Subclasses written for transformers add their own: text that begins with a brace is read as JSON.
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        "accelerator_config",
+        "fsdp_config",
+        "deepspeed",
+        "gradient_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+    ]
+
     @property
     def train_batch_size(self) -> int:
         """Samples this process takes in one forward and backward pass."""
@@ -51,6 +61,10 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
         return batch_size // self.world_size if self.accelerator_config.split_batches else batch_size
 
     def _complete(self) -> None:
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lstrip().startswith("{"):
+                setattr(self, name, load_json(value))
         follow_launcher(self)
         fill_defaults(self)
 

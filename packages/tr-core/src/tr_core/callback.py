@@ -44,6 +44,9 @@ _CLEARED = {
     "on_save": ("should_save",),
 }
 
+# What an event gets by position after `(args, state, control)`, where it is called as a method.
+_POSITIONAL = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
+
 # At these events the index of methods is rebuilt: methods may be set on a callback at any time.
 _REINDEX_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
 
@@ -264,6 +267,42 @@ class CallbackList:
                     _apply(answer, control, method)
         finally:
             self._depth -= 1
+
+    def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **extra: Any) -> TrainerControl:
+        """Send an event, as subclasses written for transformers do, and return the control object.
+
+        `on_log(args, state, control, logs)` and the other events may be called as methods too. The callbacks get the
+        current arguments, state and control of the Trainer.
+        """
+        self.fire(event, **extra)
+        return self.context().control
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in EVENTS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; events are {', '.join(EVENTS)}")
+
+        def call(args: Any, state: Any, control: TrainerControl, *values: Any, **extra: Any) -> TrainerControl:
+            named = dict(zip(_POSITIONAL.get(name, ()), values, strict=True))
+            return self.call_event(name, args, state, control, **named, **extra)
+
+        return call
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, or an instance of a callback class."""
+        self.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a callback: this object, or the first of this class; None if there is none."""
+        return self.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback: this object, or the first of this class."""
+        self.pop(callback)
+
+    @property
+    def callback_list(self) -> str:
+        """The names of the callbacks' classes, one a line."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def announce(self, folder: Path, step: int) -> None:
         """Call `on_checkpoint` of every callback that defines it, for a complete checkpoint.

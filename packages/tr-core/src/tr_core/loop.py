@@ -59,7 +59,7 @@ def train_step(run: Run, step: StepData) -> None:
     window.begin_step(state.global_step)
     fire("on_step_begin")
     for number, batch in enumerate(step.micro_batches, start=1):
-        scope.weight = batch.weight
+        scope.weight, scope.is_last = batch.weight, number == step.size
         if not inner.training:
             run.mode.restore()
         with strategy.accumulate(model, sync=run.plan.syncs_each_batch or number == step.size):

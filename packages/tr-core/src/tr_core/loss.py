@@ -334,6 +334,7 @@ class StepScope:
 
     Attributes:
         size: micro-batches of the step.
+        is_last: whether the micro-batch is the last of its step; True outside a step.
         weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
         loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
         outputs: the model's outputs for this micro-batch, if a callback wants them.
@@ -341,6 +342,7 @@ class StepScope:
     """
 
     size: int = 1
+    is_last: bool = True
     weight: float = 1.0
     loss: torch.Tensor | None = None
     outputs: Any = None

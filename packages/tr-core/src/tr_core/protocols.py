@@ -86,20 +86,21 @@ class Strategy(Collectives, Protocol):
 
     Attributes:
         acts_on: which of the arguments `fsdp` and `deepspeed` it applies. A Trainer refuses the others.
+        accelerator: the `accelerate.Accelerator` that it trains with, None for none.
         forward_is_collective: whether every rank must call the forward equally often.
-        binds_optimizer: whether `bind_optimizer` checks or replaces the contents of an optimizer. Then the loop does
-            not look for the model's parameters in it.
+        binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters; the loop then does not.
     """
 
     acts_on: frozenset[str]
+    accelerator: Any
     forward_is_collective: bool
     binds_optimizer: bool
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.
 
-        Called before the optimizer is built, and again after modules or parameters of the model were replaced.
-        Raises `ValueError` if the model cannot be trained this way, or if it cannot apply the replacement.
+        Called before the optimizer is built, and again after parts of the model were replaced. Raises `ValueError` if
+        the model cannot be trained this way.
         """
         ...
 
@@ -137,8 +138,7 @@ class Strategy(Collectives, Protocol):
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
         Returns:
-            The norm before clipping, a scalar tensor on the device. It is a new tensor each step, because the loop
-            keeps it for several steps. Nothing is read back to the host.
+            The norm before clipping: each step a new scalar tensor on the device. Nothing is read back to the host.
         """
         ...
 
@@ -166,7 +166,7 @@ class Strategy(Collectives, Protocol):
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of the unwrapped module, which rank 0 writes for other programs. Collective.
 
-        It may be empty on the other ranks. Its tensors may be the model's own, or copies in host memory.
+        Empty on the other ranks, perhaps. Its tensors may be the model's own, or copies in host memory.
         """
         ...
 

@@ -51,6 +51,7 @@ class RunMethods(Protocol):
         random_state: the random generators.
         search: the search whose trial this run is; None for any other run.
         has_assignments: whether an assignment acts from the next step.
+        has_own_layout: whether an override writes the model's files of a checkpoint.
     """
 
     args: TrainingArguments
@@ -69,6 +70,11 @@ class RunMethods(Protocol):
     random_state: RandomState
     search: Any
     has_assignments: bool
+
+    @property
+    def has_own_layout(self) -> bool:
+        """Whether an override writes the model's files of a checkpoint."""
+        ...
 
     @property
     def has_given_optimizer(self) -> bool:
@@ -106,6 +112,10 @@ class RunMethods(Protocol):
 
     def save_checkpoint(self, run: Any) -> None:
         """Save everything that the run needs to continue."""
+        ...
+
+    def after_resume(self, folder: str) -> None:
+        """Call the overrides that load more from a checkpoint."""
         ...
 
     def checkpointer(self) -> Checkpointer:

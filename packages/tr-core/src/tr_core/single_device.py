@@ -51,6 +51,7 @@ class StrategyDefaults:
 
     accumulate: Callable[..., AbstractContextManager[object]]
     acts_on: frozenset[str] = frozenset()
+    accelerator: Any = None
     binds_optimizer = False
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -73,14 +74,15 @@ def complete_strategy(strategy: Any) -> Strategy:
     """
     methods = [name for name in ("bind_optimizer", "accumulate_fused", "gathered") if not hasattr(strategy, name)]
     try:
-        if not hasattr(strategy, "acts_on"):
-            strategy.acts_on = StrategyDefaults.acts_on
+        for name in ("acts_on", "accelerator"):
+            if not hasattr(strategy, name):
+                setattr(strategy, name, getattr(StrategyDefaults, name))
         if not hasattr(strategy, "binds_optimizer"):
             strategy.binds_optimizer = "bind_optimizer" not in methods
         for name in methods:
             setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
     except AttributeError:
-        lacking = ", ".join(["acts_on", "binds_optimizer", *methods])
+        lacking = ", ".join(["acts_on", "accelerator", "binds_optimizer", *methods])
         raise TypeError(
             f"the strategy {type(strategy).__name__} lacks {lacking}, and no attribute can be added to it; define "
             "them, as tr_core.SingleDevice does"

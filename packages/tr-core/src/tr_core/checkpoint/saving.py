@@ -53,30 +53,24 @@ def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def save_model(
-    strategy: Strategy, model: nn.Module, wrapped: nn.Module, folder: Path, save_companions: Callable[[Path], None]
-) -> None:
-    """Write weights in safetensors, and their companion files. Collective; rank 0 writes.
+def save_model(model: nn.Module, state: dict[str, Any], folder: Path, save_companions: Callable[[Path], None]) -> None:
+    """Write weights in safetensors, and their companion files.
 
     Args:
-        strategy: returns the full state dict.
-        model: the unwrapped model, with the weights and the configuration to save.
-        wrapped: the model as the strategy wrapped it.
+        model: the unwrapped model, with the configuration to save.
+        state: its full state dict.
         folder: where to write.
         save_companions: writes the model's files other than its weights into a folder.
     """
-    state = strategy.full_state_dict(wrapped)
-    if strategy.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_pretrained: Any = getattr(model, "save_pretrained", None)
-        if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
-            save_pretrained(str(folder), state_dict=state)
-        elif save_pretrained is not None and _holds(model, state):
-            save_pretrained(str(folder))
-        else:
-            save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
-        save_companions(folder)
-    strategy.barrier()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_pretrained: Any = getattr(model, "save_pretrained", None)
+    if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
+        save_pretrained(str(folder), state_dict=state)
+    elif save_pretrained is not None and _holds(model, state):
+        save_pretrained(str(folder))
+    else:
+        save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
+    save_companions(folder)
 
 
 def save_companions(
@@ -129,12 +123,12 @@ def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
     parts = checkpoint_parts(run)
     if methods.args.save_only_model:
         weights = weight_parts(methods.callback_handler.callbacks, model)
-        whole = model_parts(run.strategy, model, methods.model_wrapped)
+        whole = model_parts(run.strategy, model, methods.model_wrapped, own_layout=methods.has_own_layout)
         parts = {name: parts[name] for name in (*whole, *weights, "trainer_state")}
 
     def write_extra(path: Path) -> None:
         save_companions(path)
-        if is_adapter(model):
+        if is_adapter(model) and not methods.has_own_layout:
             write_adapter_config(model, path)
 
     # An optimizer with two sets of weights saves the evaluation weights, so that they can be loaded as the best.
@@ -174,7 +168,7 @@ def checkpoint_parts(run: Run) -> dict[str, Stateful]:
     parts = {
         # Restored first: it checks whether the others fit.
         **({} if run.settings is None else {"settings": run.settings}),
-        **model_parts(run.strategy, methods.model, methods.model_wrapped),
+        **model_parts(run.strategy, methods.model, methods.model_wrapped, own_layout=methods.has_own_layout),
         **others,
         "scheduler": run.schedule,
         "rng": methods.random_state,
@@ -188,15 +182,20 @@ def checkpoint_parts(run: Run) -> dict[str, Stateful]:
     return {**parts, **weights}
 
 
-def model_parts(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> dict[str, Stateful]:
+def model_parts(
+    strategy: Strategy, model: nn.Module, wrapped: nn.Module, *, own_layout: bool = False
+) -> dict[str, Stateful]:
     """Return the checkpoint parts of the model, by name: the full model, or only what is trained with an adapter.
 
     Args:
         strategy: saves and restores the model.
         model: the unwrapped model.
         wrapped: the model as the strategy wrapped it.
+        own_layout: whether an override writes the model's files; the part then has a name that it does not use.
     """
     part = model_part(strategy, model, wrapped)
+    if own_layout:
+        return {"trained_model": part}
     return adapter_parts(model, part) if is_adapter(model) else {"model": part}
 
 

@@ -23,7 +23,7 @@ from tr_args.fields.saving import SavingFields
 from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.sampler import EpochSampler, UserSampler, num_micro_batches
-from tr_core.model_io import base_model, kept_columns
+from tr_core.model_io import base_model
 from tr_core.protocols import Collectives
 
 
@@ -167,6 +167,7 @@ def train_loader(
     input_name: str = "input_ids",
     *,
     sampler: Any = None,
+    batch_size: int | None = None,
 ) -> SeededLoader:
     """Build the loader of the training data: in the seeded order, or in the data's own order if requested.
 
@@ -177,6 +178,7 @@ def train_loader(
         collectives: give rank and number of processes.
         input_name: the sample's entry to measure, if samples are grouped by length.
         sampler: another order (see `UserSampler`); None for the order of the arguments.
+        batch_size: samples of a batch of this process; None for the arguments' number.
 
     Raises:
         ValueError: samples are to be grouped by length, and have no length.
@@ -187,15 +189,21 @@ def train_loader(
     if sampler is None and args.train_sampling_strategy == "group_by_length":
         grouping = _grouping(dataset, args, collectives, input_name)
     order = {"seed": seed, "shuffle": shuffle, "grouping": grouping, "own": sampler, "follows_epoch": True}
-    return _loader(dataset, collate, args, collectives, args.train_batch_size, **order)
+    return _loader(dataset, collate, args, collectives, batch_size or args.train_batch_size, **order)
 
 
 def eval_loader(
-    dataset: Any, collate: Collate, args: TrainingArguments, collectives: Collectives, *, sampler: Any = None
+    dataset: Any,
+    collate: Collate,
+    args: TrainingArguments,
+    collectives: Collectives,
+    *,
+    sampler: Any = None,
+    batch_size: int | None = None,
 ) -> SeededLoader:
     """Build the loader of evaluation data: every sample once, in order; or the samples of `sampler`."""
     order = {"seed": args.seed, "shuffle": False, "own": sampler}
-    return _loader(dataset, collate, args, collectives, args.eval_batch_size, **order)
+    return _loader(dataset, collate, args, collectives, batch_size or args.eval_batch_size, **order)
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -291,7 +299,8 @@ def has_length(dataset: Any) -> bool:
         return False
 
 
-def keeping_columns(collate: Collate, model: nn.Module, label_names: list[str], logged: set[frozenset[str]]) -> Collate:
-    """Return a collator that hides the columns that the model does not take; see `KeepColumns`."""
-    columns = kept_columns(model, label_names)
+def keeping_columns(
+    collate: Collate, columns: list[str] | None, model: nn.Module, logged: set[frozenset[str]]
+) -> Collate:
+    """Return a collator that hides all but these columns, if any are named; see `KeepColumns`."""
     return collate if columns is None else KeepColumns(collate, columns, type(base_model(model)).__name__, logged)

@@ -117,7 +117,7 @@ def collate(
             return
         if not samples:
             return
-        collator = subject.trainer._collator()
+        collator = subject.trainer._get_collator_with_removed_columns(subject.trainer.data_collator)
         try:
             into.append(collator(samples))
         except Exception as error:

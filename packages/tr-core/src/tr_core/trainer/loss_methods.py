@@ -42,7 +42,7 @@ class Stepping(Reporting):
         Returns:
             This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
         """
-        inputs = to_device(inputs, self.strategy.device)
+        inputs = self._prepare_inputs(inputs) if self.prepares_inputs else to_device(inputs, self.strategy.device)
         count: dict[str, Any] = {}
         if num_items_in_batch is not None and self._loss_takes_count:
             count = {"num_items_in_batch": self.loss_rule.hand_over(num_items_in_batch)}

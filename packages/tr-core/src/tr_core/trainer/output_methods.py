@@ -15,11 +15,11 @@ from tr_core.checkpoint import saving
 from tr_core.metric_means import MetricWindow
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.runtime.run_context import training_context
-from tr_core.trainer.parts import TrainerParts
+from tr_core.trainer.hooks import Hooks
 from tr_log.terminal import write_line
 
 
-class Reporting(TrainerParts):
+class Reporting(Hooks):
     """Log and save."""
 
     @property
@@ -100,16 +100,23 @@ class Reporting(TrainerParts):
         if self.args.include_num_input_tokens_seen != "no":
             metrics["num_input_tokens_seen"] = self.state.num_input_tokens_seen
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write weights (safetensors), configuration and tokenizer. Collective; rank 0 writes.
 
-        With `ema_decay` the weights are the average.
+        With `ema_decay` the weights are the average. A run calls an override for each checkpoint too, on rank 0, with
+        `_internal_call=True`.
         """
+        if self._state_to_save is not None:  # a checkpoint's
+            self._save(str(output_dir), state_dict=self._state_to_save)
+            return
         stop_if_requested(self)
         self.prepare()
-        folder = Path(output_dir or self.args.output_dir)
+        folder = str(output_dir or self.args.output_dir)
         with self.holding_evaluation_weights(), self.use_cache.original(self.model):
-            saving.save_model(self.strategy, self.model, self.model_wrapped, folder, self._save_companions)
+            state = self.strategy.full_state_dict(self.model_wrapped)
+            if self.strategy.rank == 0:
+                self._save(folder, state_dict=state)
+            self.strategy.barrier()
 
     def _save_companions(self, folder: Path) -> None:
         processor = saving.find_processor(self.processing_class, self.data_collator)

@@ -36,6 +36,7 @@ from tr_core.search.trial import takes_trial
 from tr_core.signatures import is_overridden, one_of_two_names, takes_argument, with_count
 from tr_core.state import EventContext, TrainerControl, TrainerState
 from tr_core.trainer.chosen_optimizer import ChosenOptimizer
+from tr_core.trainer.refused_hooks import refuse_unknown_hooks
 from tr_core.validation import (
     check_args,
     check_data,
@@ -81,7 +82,9 @@ class TrainerParts:
     get_total_train_batch_size: Callable[..., int]
     get_train_dataloader: Callable[..., Any]
     train: Callable[..., TrainOutput]
-    _collator: Callable[..., Any]
+    create_accelerator_and_postprocess: Callable[..., None]
+    save_model: Callable[..., None]
+    _get_collator_with_removed_columns: Callable[..., Any]
     _save_companions: Callable[..., None]
     _checkpointer_made_of: dict[str, Any] | None = None
 
@@ -106,6 +109,7 @@ class TrainerParts:
         strategy: Strategy | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
+        refuse_unknown_hooks(type(self), self.own_class)
         check_model(model, model_init)
         check_args(args)
         self.args = args if args is not None else TrainingArguments()
@@ -129,16 +133,16 @@ class TrainerParts:
         self._checkpointer, self.has_own_checkpointer = checkpointer, checkpointer is not None
         self.random_state = RandomState(self.strategy.device)
         self._prepare_conditions()
-        self.control = TrainerControl()
+        self.control, self.is_in_train, self.scope = TrainerControl(), False, StepScope()
         is_first, is_first_here = self.strategy.rank == 0, self.strategy.local_rank == 0
         self.state = TrainerState(is_local_process_zero=is_first_here, is_world_process_zero=is_first)
-        self.is_in_train, self.scope = False, StepScope()
         given = one_of_two_names("callbacks", callbacks, "callback", callback) or ()
         given = [*default_callbacks(self.args, self.strategy), *given]
         self.callback_handler = CallbackList(self.event_context, given)
         self.loaders: dict[str, Any] = {"train_dataloader": None, "eval_dataloader": None}
         self.kept_loaders = LoaderCache()
         self.logged_columns: set[frozenset[str]] = set()
+        self.create_accelerator_and_postprocess()
         check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
         self.check_setup()
         self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
@@ -325,6 +329,7 @@ class TrainerParts:
         self._loss_takes_count = takes_argument(self.compute_loss, "num_items_in_batch")
         self.step_function = with_count(self.training_step)
         # A step calls these methods only if they are overridden.
+        self.prepares_inputs = self.overrides("_prepare_inputs")
         is_own = self.overrides("compute_loss_context_manager", "autocast_smart_context_manager")
         own: Callable[[], AbstractContextManager[object]] = self.compute_loss_context_manager
         self.loss_context = own if is_own else self.strategy.autocast
@@ -359,10 +364,6 @@ class TrainerParts:
             self._checkpointer = saving.build_checkpointer(self.args, self.strategy)
         self._checkpointer_made_of = made_of
         return self._checkpointer
-
-    def save_checkpoint(self, run: Any) -> None:
-        """Save everything that the run needs to resume from here."""
-        saving.save_checkpoint(run, self._save_companions)
 
     def _prepare_conditions(self) -> None:
         args = self.args

@@ -35,6 +35,7 @@ from tr_core.session import (
     warn_of_earlier,
 )
 from tr_core.state import TrainerState
+from tr_core.trainer.hooks import OwnClipping
 from tr_core.trainer.hub_methods import Publishing
 from tr_core.trainer.loss_methods import Stepping
 from tr_core.trainer.optimizer_methods import Optimizing
@@ -110,6 +111,8 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         resumed = False
         if resume not in (None, False):
             resumed = resume_run(run, resume, self._fresh_state(plan))
+            if resumed:
+                self.after_resume(str(self.checkpointer().path(self.state.global_step)))
         if not resumed and args.save_strategy != "no":
             warn_of_earlier(self.checkpointer(), strategy, args.output_dir)
         return run
@@ -125,9 +128,10 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         usual = self.strategy
         name = None if self.has_given_optimizer else str(self.args.optim)
         check_fused_backward(optimizer, usual, name, syncs_each_batch=plan.syncs_each_batch)
+        own_clipping = self.overrides("_clip_grad_norm")
         with fused_backward(usual, optimizer, self.model_wrapped, plan.max_grad_norm, self.logger.info) as strategy:
             self._set("strategy", strategy)  # overrides of `training_step` call its `backward`
-            use(strategy)
+            use(cast("Strategy", OwnClipping(strategy, self._clip_grad_norm)) if own_clipping else strategy)
             try:
                 yield
             finally:
@@ -170,18 +174,18 @@ class Running(Stepping, Publishing, Optimizing, Searching):
 
     def _load_final_weights(self) -> None:
         """Load the final weights that the arguments select: those of the last or the best step."""
-        callbacks, args = self.callback_handler.callbacks, self.args
-        if args.load_best_model_at_end:
-            is_there = load_best(
-                self.state,
-                self.checkpointer(),
-                self.strategy,
-                lambda: {
-                    **model_parts(self.strategy, self.model, self.model_wrapped),
-                    **weight_parts(callbacks, self.model),
-                },
-                args.metric_for_best_model,
-            )
-            if is_there is not None:
-                self.lacks_best_weights = not is_there
-        adopt_evaluation_weights(callbacks, self.model, self.state)
+        if self.args.load_best_model_at_end:
+            self._load_best_model()
+        adopt_evaluation_weights(self.callback_handler.callbacks, self.model, self.state)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best step. Collective."""
+
+        def parts() -> dict[str, Any]:
+            own = model_parts(self.strategy, self.model, self.model_wrapped, own_layout=self.has_own_layout)
+            return {**own, **weight_parts(self.callback_handler.callbacks, self.model)}
+
+        metric = self.args.metric_for_best_model
+        is_there = load_best(self.state, self.checkpointer(), self.strategy, parts, metric)
+        if is_there is not None:
+            self.lacks_best_weights = not is_there

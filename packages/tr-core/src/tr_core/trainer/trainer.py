@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from torch import nn
 
 from tr_core.checkpoint.restoring import Resume
 from tr_core.data.limits import evaluates_training_batches, limited_batches
-from tr_core.data.loaders import eval_loader, keeping_columns, train_loader
-from tr_core.data.sampler import call_sampler_method
 from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics
 from tr_core.evaluation.evaluation_loop import (
     EvaluationLoop,
@@ -25,7 +22,6 @@ from tr_core.evaluation.evaluation_loop import (
 )
 from tr_core.evaluation.gather import map_objects, map_tensors
 from tr_core.evaluation.metrics import EvaluationLoss, is_streaming
-from tr_core.model_io import main_input_name
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from tr_core.runtime.run_context import evaluation_context
@@ -187,9 +183,8 @@ class Trainer(Running):
         """
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset; it is None")
-        name = main_input_name(self.model, self.processing_class)
-        sampler = call_sampler_method(self._get_train_sampler, self.train_dataset)
-        return train_loader(self.train_dataset, self._collator(), self.args, self.strategy, name, sampler=sampler)
+        size = self.args.train_batch_size
+        return self._get_dataloader(self.train_dataset, "Training", size, self._get_train_sampler, is_training=True)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return a sampler of the training samples' indices, with a length; None lets the arguments select one.
@@ -218,16 +213,13 @@ class Trainer(Running):
             dataset = _named(eval_dataset, self.eval_dataset)
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; the Trainer has none and none was given")
-        sampler = call_sampler_method(self._get_eval_sampler, dataset)
-        build = partial(eval_loader, dataset, self._collator(), self.args, self.strategy, sampler=sampler)
-        if not own:
-            return build()
-        name = (eval_dataset, self.args.eval_batch_size)
-        return self.kept_loaders.get(name, (dataset, self.data_collator, self.model), build)
+        key = eval_dataset or "eval" if own else None
+        size = self.args.eval_batch_size
+        return self._get_dataloader(dataset, "Evaluation", size, self._get_eval_sampler, dataloader_key=key)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Build the loader of the data to predict."""
-        return eval_loader(test_dataset, self._collator(), self.args, self.strategy)
+        return self._get_dataloader(test_dataset, "Prediction", self.args.eval_batch_size)
 
     def num_examples(self, dataloader: Any) -> int:
         """Count the samples behind a loader of all ranks; for an unknown number, return batches times batch size."""
@@ -250,6 +242,8 @@ class Trainer(Running):
         Returns:
             Loss (None without labels), logits (None with `prediction_loss_only`), labels (None without).
         """
+        if self.prepares_inputs:
+            inputs = self._prepare_inputs(inputs)
         has_function = self.loss_function is not None
         detach = map_objects if self.args.eval_use_gather_object else map_tensors
         labels, gives_loss = read_labels(
@@ -336,11 +330,6 @@ class Trainer(Running):
         args, model, device, state = self.args, self.model, self.strategy.device, self.state
         names, compilation, is_in_train = self.label_names, self.compilation, self.is_in_train
         return evaluation_context(args, model, device, names, compilation, state, is_in_train=is_in_train)
-
-    def _collator(self) -> Any:
-        if not self.args.remove_unused_columns:
-            return self.data_collator
-        return keeping_columns(self.data_collator, self.model, self.label_names, self.logged_columns)
 
     def _timed_loop(self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         start_s = time.perf_counter()

@@ -1,0 +1,236 @@
+"""What subclasses written for transformers call on `trainer.accelerator`, answered by the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tr_args import TrainingArguments
+from tr_core.evaluation.gather import gather_tree, map_tensors
+from tr_core.loss import StepScope
+from tr_core.model_io import to_device
+from tr_core.protocols import Strategy
+
+_KINDS = {"ddp": ("MULTI_GPU", "MULTI_CPU"), "fsdp": ("FSDP", "FSDP"), "deepspeed": ("DEEPSPEED", "DEEPSPEED")}
+
+
+class StrategyAccelerator:
+    """The members of `accelerate.Accelerator` that subclasses use, over a strategy. Nothing is prepared twice.
+
+    Any other member raises an error that says how to get a real `Accelerator`.
+
+    Args:
+        strategy: returns the current strategy.
+        args: returns the current arguments.
+        optimizer: returns the current optimizer.
+        scope: the data of the current step.
+
+    Attributes:
+        even_batches: accepted and ignored: loaders give each rank as many batches.
+        dataloader_config: settings that may be assigned, and do nothing.
+        parallelism_config: None: a model is divided by the strategy.
+    """
+
+    parallelism_config = None
+    even_batches = True
+
+    def __init__(
+        self,
+        strategy: Callable[[], Strategy],
+        args: Callable[[], TrainingArguments],
+        optimizer: Callable[[], Any],
+        scope: StepScope,
+    ) -> None:
+        self._strategy, self._args, self._optimizer, self._scope = strategy, args, optimizer, scope
+        self.dataloader_config = SimpleNamespace(split_batches=False, dispatch_batches=None, even_batches=True)
+
+    # Processes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._strategy().device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes."""
+        return self._strategy().world_size
+
+    @property
+    def process_index(self) -> int:
+        """Number of this process among all, from 0."""
+        return self._strategy().rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this process on its machine, from 0."""
+        return self._strategy().local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def distributed_type(self) -> str:
+        """The name that accelerate gives this way to train: `NO`, `MULTI_CPU`, `MULTI_GPU`, `FSDP` or `DEEPSPEED`."""
+        args = self._args()
+        kind = "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else "ddp" if self.num_processes > 1 else ""
+        return _KINDS[kind][self.device.type == "cpu"] if kind else "NO"
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of the arguments: `no`, `bf16` or `fp16`."""
+        args = self._args()
+        return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+
+    @property
+    def state(self) -> Any:
+        """What accelerate holds of the processes; without plugins, as the strategy has none."""
+        names = ("device", "num_processes", "process_index", "local_process_index", "is_main_process",
+                 "is_local_main_process", "distributed_type", "mixed_precision")  # fmt: skip
+        plugins = {"deepspeed_plugin": self._args().deepspeed_plugin, "fsdp_plugin": None, "parallelism_config": None}
+        return SimpleNamespace(**{name: getattr(self, name) for name in names}, **plugins)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all processes. Collective."""
+        self._strategy().barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the block on the main process before it runs on the others. Collective."""
+        if not self.is_main_process:
+            self.wait_for_everyone()
+        yield
+        if self.is_main_process:
+            self.wait_for_everyone()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    # Models and steps
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self._args().gradient_accumulation_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch is the last of its step; True outside a run."""
+        return self._scope.is_last
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether float16 overflowed in the last step: not known here, an event tells (`applied`)."""
+        return False
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """Return the objects as they are, a model on the device: the Trainer prepares what it trains."""
+        placed = tuple(self.prepare_model(item) if isinstance(item, nn.Module) else item for item in objects)
+        return placed if len(placed) != 1 else placed[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Move another model, such as a frozen reference, to the device. Each process has all of it."""
+        if device_placement is not False and not hasattr(model, "hf_device_map"):
+            model = model.to(self.device)
+        return model.eval() if evaluation_mode else model
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """Return the module inside what the strategy wrapped."""
+        inner = self._strategy().unwrap(model)
+        return inner if keep_torch_compile else getattr(inner, "_orig_mod", inner)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Compute gradients of a loss, divided by the micro-batches of the step as accelerate does."""
+        self._strategy().backward(loss / self._scope.size if self._scope.size > 1 else loss, **options)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> torch.Tensor:
+        """Clip the gradients of these parameters to a norm."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[object]:
+        """Do nothing: the loop decides when gradients are exchanged."""
+        return nullcontext()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a block without an exchange of gradients."""
+        return self._strategy().accumulate(model, sync=False)
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
+        """Return the context of mixed precision."""
+        return self._strategy().autocast()
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict of a wrapped model. Collective."""
+        return self._strategy().full_state_dict(model)
+
+    # Values of all processes
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all processes along their first dimension; scalars become vectors. Collective.
+
+        In one process tensors stay as they are.
+        """
+        if self.num_processes == 1:
+            return tensor
+        rows = map_tensors(lambda value: value.reshape(1) if value.dim() == 0 else value, tensor)
+        return gather_tree(to_device(rows, self.device), self._strategy(), None)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather tensors, or lists of objects. Loaders give no rank a sample twice, so nothing is cut. Collective."""
+        if self.num_processes == 1:
+            return input_data
+        if use_gather_object or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
+            return [item for rank in self._strategy().gather_objects(input_data) for item in rank]
+        return self.gather(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Add tensors of all processes elementwise; `mean` divides by their number. Collective."""
+        if reduction not in ("sum", "mean", "none"):
+            raise ValueError(f"reduction={reduction!r} is not known; choose sum, mean or none")
+        if reduction == "none":
+            return tensor
+        factor = scale / self.num_processes if reduction == "mean" else scale
+        return map_tensors(lambda value: self._strategy().sum(value.clone()) * factor, tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors to the greatest size that a process has along a dimension. Collective."""
+
+        def padded(value: torch.Tensor) -> torch.Tensor:
+            if dim >= value.dim():
+                return value
+            largest = max(self._strategy().gather_objects(value.shape[dim]))
+            shape = list(value.shape)
+            shape[dim] = largest - shape[dim]
+            filler = value.new_full(shape, pad_index)
+            return torch.cat((filler, value) if pad_first else (value, filler), dim=dim)
+
+        return map_tensors(padded, tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer.accelerator.{name} is not there: this Trainer trains by its strategy, and offers only the most "
+            "used members of an accelerate.Accelerator; for a real one pass Trainer(..., "
+            "strategy=tr_dist.AcceleratorStrategy(accelerator))"
+        )

@@ -1,0 +1,289 @@
+"""Hooks that subclasses written for transformers override or call, with the meaning that they have there.
+
+A run calls them where transformers would. `tr_core.trainer.refused_hooks` lists those that have no place here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tr_core.checkpoint import saving
+from tr_core.data.loaders import SeededLoader, eval_loader, keeping_columns, train_loader
+from tr_core.data.sampler import call_sampler_method
+from tr_core.evaluation.gather import gather_tree
+from tr_core.loss import LabelSmoother
+from tr_core.model_io import kept_columns, main_input_name, to_device
+from tr_core.protocols import Strategy
+from tr_core.run import Run
+from tr_core.trainer.accelerator import StrategyAccelerator
+from tr_core.trainer.parts import TrainerParts
+
+
+class OwnClipping:
+    """A strategy whose gradients an override of `_clip_grad_norm` clips; all else is the strategy's.
+
+    Args:
+        strategy: the strategy.
+        clip: `(wrapped model)` → the norm of the gradients before clipping.
+    """
+
+    def __init__(self, strategy: Strategy, clip: Callable[[nn.Module], Any]) -> None:
+        self._strategy, self._clip = strategy, clip
+
+    def clip_grad_norm(self, model: nn.Module, optimizer: Any, max_norm: float | None) -> torch.Tensor:
+        """Call the override; `max_norm` is the arguments', which it reads itself."""
+        return torch.as_tensor(self._clip(model), device=self._strategy.device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+
+class Hooks(TrainerParts):
+    """Hooks of transformers, called where it calls them."""
+
+    _signature_columns: list[str] | None = None
+    _saved_run: Run | None = None
+    _state_to_save: dict[str, Any] | None = None
+    _is_loading = False
+
+    # Processes
+
+    @property
+    def accelerator(self) -> Any:
+        """The strategy's `accelerate.Accelerator` where it has one, else the members that subclasses use most."""
+        if self.strategy.accelerator is not None:
+            return self.strategy.accelerator
+        if self._accelerator is None:
+            parts = (lambda: self.strategy), (lambda: self.args), (lambda: self.optimizer)
+            self._set("_accelerator", StrategyAccelerator(*parts, self.scope))
+        return self._accelerator
+
+    _accelerator: StrategyAccelerator | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Prepare what accelerate's functions need; called at construction, once the processes are known.
+
+        Libraries that subclass the Trainer call them, and rely on the `Accelerator` that transformers builds.
+        """
+        state = sys.modules.get("accelerate.state")
+        if state is not None and type(self) is not self.own_class and not state.is_initialized():
+            sys.modules["accelerate"].Accelerator(cpu=self.args.use_cpu)
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed trains."""
+        return bool(self.args.deepspeed)
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the parameters are sharded by FSDP."""
+        return bool(self.args.fsdp)
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether its loader placed the model on several devices."""
+        return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the model is moved to the device."""
+        return bool(getattr(self.args, "place_model_on_device", True))
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The name of the Hub repository in the arguments."""
+        return self.args.hub_model_id
+
+    def get_tp_size(self) -> int:
+        """Return 1: no strategy divides tensors between processes."""
+        return 1
+
+    get_sp_size = get_cp_size = get_tp_size
+
+    # Steps
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """What smooths the labels, None without `label_smoothing_factor`."""
+        return self.loss_function if isinstance(self.loss_function, LabelSmoother) else None
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """Micro-batches of the current step, fewer than usual at the end of an epoch."""
+        return self.scope.size
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of one micro-batch of this process."""
+        return self.args.train_batch_size
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a batch on the device; an override may build the inputs of the model from it."""
+        return to_device(inputs, self.strategy.device)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Return tensors on the device, inside mappings, lists and tuples too."""
+        return to_device(data, self.strategy.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip the gradients to `max_grad_norm`, and return their norm before that, on the device."""
+        limit = self.args.max_grad_norm
+        optimizer = cast("torch.optim.Optimizer", self.optimizer)
+        return self.strategy.clip_grad_norm(model, optimizer, limit if limit and limit > 0 else None)
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Join tensors of all processes along their first dimension. Collective."""
+        return gather_tree(tensors, self.strategy, None)
+
+    # Data
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Set `_signature_columns`, the columns that a collator sees, unless they are set; None shows all."""
+        if self._signature_columns is None:
+            self._set("_signature_columns", kept_columns(self.model, self.label_names))
+
+    def _shown_columns(self) -> list[str] | None:
+        columns = self._signature_columns
+        if columns is None:
+            self._set_signature_columns_if_needed()
+            columns = self._signature_columns
+            if not self.overrides("_set_signature_columns_if_needed"):
+                self._set("_signature_columns", None)  # found again for each loader: the model may be another one
+        return columns
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return a dataset of the library `datasets` without the columns that the model does not take."""
+        columns = self._shown_columns() if self.args.remove_unused_columns else None
+        names = getattr(dataset, "column_names", None)
+        if columns is None or not names or not hasattr(dataset, "remove_columns"):
+            return dataset
+        return dataset.remove_columns([name for name in names if name not in columns])
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """Return a collator that sees only the columns that the model takes."""
+        if not self.args.remove_unused_columns:
+            return data_collator
+        return keeping_columns(data_collator, self._shown_columns(), self.model, self.logged_columns)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: Any = None,
+    ) -> SeededLoader:
+        """Build a loader of this rank's batches.
+
+        Args:
+            dataset: map-style or iterable data.
+            description: what the data are for.
+            batch_size: samples of a batch of this process.
+            sampler_fn: `(dataset)` → a sampler, or None for the order of the arguments.
+            is_training: whether the data are in the seeded order of training, not in their own.
+            dataloader_key: a name under which a loader with persistent workers is kept.
+        """
+        if self.overrides("_remove_unused_columns"):
+            dataset = self._remove_unused_columns(dataset, description=description)
+        sampler = None if sampler_fn is None else call_sampler_method(sampler_fn, dataset)
+        collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
+        given = (dataset, collate, self.args, self.strategy)
+        if is_training:
+            name = main_input_name(self.model, self.processing_class)
+            return train_loader(*given, name, sampler=sampler, batch_size=batch_size)
+        build = partial(eval_loader, *given, sampler=sampler, batch_size=batch_size)
+        if dataloader_key is None:
+            return build()
+        return self.kept_loaders.get((dataloader_key, batch_size), (dataset, self.data_collator, self.model), build)
+
+    # Checkpoints
+
+    def save_checkpoint(self, run: Run) -> None:
+        """Save everything that the run needs to resume from here. Collective."""
+        self._set("_saved_run", run)
+        try:
+            self._save_checkpoint(self.model_wrapped, self.trial)
+        finally:
+            self._set("_saved_run", None)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint of the current step; called by the run. Collective.
+
+        Raises:
+            RuntimeError: no run is saving.
+        """
+        if self._saved_run is None:
+            raise RuntimeError(
+                "_save_checkpoint was called outside a save of the run; set control.should_save in a callback, or call "
+                "save_model(folder)"
+            )
+        if self.has_own_layout:  # before rank 0 writes: it is a collective
+            self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
+        try:
+            write = self._save_own_layout if self.has_own_layout else self._save_companions
+            saving.save_checkpoint(self._saved_run, write)
+            if self.args.push_to_hub and self.overrides("_push_from_checkpoint"):
+                checkpointer = self.checkpointer()
+                checkpointer.wait()
+                self._push_from_checkpoint(str(checkpointer.path(self.state.global_step)))
+        finally:
+            self._set("_state_to_save", None)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: the Hub's callback pushes. An override is called for each checkpoint with `push_to_hub`."""
+
+    @property
+    def has_own_layout(self) -> bool:
+        """Whether an override writes the model's files, also those of checkpoints."""
+        return self.overrides("_save", "save_model")
+
+    def _save_own_layout(self, folder: Path) -> None:
+        if self.overrides("save_model"):
+            self.save_model(str(folder), _internal_call=True)
+        else:
+            self._save(str(folder), state_dict=self._state_to_save)
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Write weights, configuration and tokenizer into a folder; called on the main process."""
+        state = dict(self._state_to_save or self.model.state_dict() if state_dict is None else state_dict)
+        saving.save_model(self.model, state, Path(output_dir or self.args.output_dir), self._save_companions)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Return the folder of the checkpoints."""
+        return str(self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Do nothing: a resume has restored the weights when it calls this, for overrides that load more.
+
+        Raises:
+            RuntimeError: no resume is calling.
+        """
+        if not self._is_loading:
+            raise RuntimeError(
+                f"_load_from_checkpoint({resume_from_checkpoint!r}) was called outside a resume; call "
+                "trainer.train(resume_from_checkpoint=...)"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Do nothing: a resume has restored both when it calls this, for overrides that load more."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: a resume has restored the generators when it calls this, for overrides that load more."""
+
+    def after_resume(self, folder: str) -> None:
+        """Call the overrides of the three methods above, with the folder of the checkpoint."""
+        self._set("_is_loading", True)
+        try:
+            for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
+                if self.overrides(name):
+                    getattr(self, name)(folder)
+        finally:
+            self._set("_is_loading", False)

@@ -1,0 +1,67 @@
+"""Hooks of transformers that no run of this Trainer calls: an override of one is refused, not ignored."""
+
+from __future__ import annotations
+
+_LOOP = "override training_step, or give a callback with the events of that moment"
+_DATA = "override get_train_dataloader, or let the data collator do it"
+_STATE = "give a callback state_dict() and load_state_dict(), which every checkpoint saves and restores"
+# Hooks of transformers that no run of this Trainer has -> what to override in their place.
+REFUSED: dict[str, str] = {
+    "_build_accelerator_args": "pass strategy= to the Trainer",
+    "_defer_fsdp_gradient_reduction": "pass strategy= to the Trainer",
+    "_determine_best_metric": "set metric_for_best_model, or override evaluate and return the metric",
+    "_evaluate": "override evaluate",
+    "_finalize_training": "give a callback with on_train_end",
+    "_finish_current_push": "give a callback with on_push_begin",
+    "_get_grad_norm": "override _clip_grad_norm",
+    "_get_learning_rate": "override log",
+    "_get_num_items_in_batch": "set model_accepts_loss_kwargs, or loss_is_scaled_for_ga for a loss of your own",
+    "_get_output_dir": "set args.output_dir",
+    "_has_mixed_mesh_grads": "override _clip_grad_norm",
+    "_hp_search_setup": "pass hp_space or model_init to hyperparameter_search",
+    "_init_training_state": _LOOP,
+    "_inner_training_loop": _LOOP,
+    "_issue_warnings_after_load": "nothing in its place: keys that do not fit are an error",
+    "_load_callback_state": _STATE,
+    "_load_scaler": _STATE,
+    "_maybe_log_save_evaluate": "give a callback with on_step_end that sets control.should_log, should_evaluate or "
+    "should_save, or override log",
+    "_mixed_mesh_grad_norm": "override _clip_grad_norm",
+    "_move_model_to_device": "set place_model_on_device of the arguments to False",
+    "_nested_gather": "override evaluation_loop",
+    "_prepare_context_parallel_inputs": "override _prepare_inputs",
+    "_prepare_for_training": "give a callback with on_train_begin",
+    "_prepare_input": "override _prepare_inputs",
+    "_report_to_hp_search": "pass compute_objective to hyperparameter_search",
+    "_run_epoch": _LOOP,
+    "_save_optimizer_and_scheduler": _STATE,
+    "_save_rng_state": _STATE,
+    "_save_scaler": _STATE,
+    "_sync_replicated_trainable_parameters": "pass strategy= to the Trainer",
+    "_track_num_input_tokens": "set include_num_input_tokens_seen, or override log",
+    "_tune_save_checkpoint": "override _save_checkpoint",
+    "_update_auto_batch_size": "set auto_find_batch_size=False",
+    "_validate_args": "check the arguments in __init__",
+    "_wrap_model": "pass strategy= to the Trainer, whose prepare wraps the model",
+    "get_batch_samples": _DATA,
+    "set_initial_training_values": "set max_steps or num_train_epochs",
+    "store_flos": "override floating_point_ops",
+}
+
+
+def refuse_unknown_hooks(user_class: type, own_class: type) -> None:
+    """Raise if a subclass overrides a hook of transformers that no run of this Trainer calls.
+
+    Args:
+        user_class: the class of the Trainer.
+        own_class: the class of these packages that it inherits from.
+
+    Raises:
+        TypeError: the message names the method and what to override in its place.
+    """
+    for cls in user_class.__mro__[: user_class.__mro__.index(own_class)]:
+        for name in vars(cls).keys() & REFUSED.keys():
+            raise TypeError(
+                f"{cls.__name__}.{name} overrides a method of transformers' Trainer that this one does not call: "
+                f"{REFUSED[name]}"
+            )
