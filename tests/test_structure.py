@@ -36,7 +36,7 @@ KNOW_THE_INSIDE = {
     "fuzz/faults.py": "plants faults in training",
     "test_files_visited.py": "counts files from where a save and a resume begin",
 }
-MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 325, 118, 37_000, 5
+MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 330, 120, 37_500, 5
 
 
 def sources(folder: Path) -> list[Path]:
@@ -165,6 +165,7 @@ def test_capabilities_are_declared_and_not_asked_for():
     assert sorted(str(path) for path, text in texts.items() if asked.search(text)) == [
         "optim/fused_backward.py",
         "single_device.py",
+        "trainer/hooks.py",
     ]
     in_backward = [str(path) for path, text in texts.items() if 'getattr(optimizer, "fused_in_backward"' in text]
     assert in_backward == ["optim/fused_backward.py"]

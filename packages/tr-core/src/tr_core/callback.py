@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -268,36 +268,21 @@ class CallbackList:
         finally:
             self._depth -= 1
 
-    def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **extra: Any) -> TrainerControl:
-        """Send an event, as subclasses written for transformers do, and return the control object.
+    def call_event(self, event: str, *given: Any, **extra: Any) -> TrainerControl:
+        """Send an event as subclasses written for transformers do, and return the control object.
 
-        `on_log(args, state, control, logs)` and the other events may be called as methods too. The callbacks get the
-        current arguments, state and control of the Trainer.
+        Events are methods too: `on_log(args, state, control, logs)`. Callbacks get the Trainer's own first three.
         """
-        self.fire(event, **extra)
+        named = dict(zip(_POSITIONAL.get(event, ()), given[3:], strict=False))
+        self.fire(event, **named, **extra)
         return self.context().control
 
     def __getattr__(self, name: str) -> Any:
         if name not in EVENTS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; events are {', '.join(EVENTS)}")
+        return partial(self.call_event, name)
 
-        def call(args: Any, state: Any, control: TrainerControl, *values: Any, **extra: Any) -> TrainerControl:
-            named = dict(zip(_POSITIONAL.get(name, ()), values, strict=True))
-            return self.call_event(name, args, state, control, **named, **extra)
-
-        return call
-
-    def add_callback(self, callback: Any) -> None:
-        """Append a callback, or an instance of a callback class."""
-        self.add(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove and return a callback: this object, or the first of this class; None if there is none."""
-        return self.pop(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback: this object, or the first of this class."""
-        self.pop(callback)
+    add_callback, pop_callback, remove_callback = add, pop, pop
 
     @property
     def callback_list(self) -> str:

@@ -64,7 +64,6 @@ class CheckedTrainer(Protocol):
         """Build the loader of the training data."""
         ...
 
-    @property
     def _get_collator_with_removed_columns(self, data_collator: Any) -> Callable[..., Any]: ...
 
     def overrides(self, *names: str) -> bool:

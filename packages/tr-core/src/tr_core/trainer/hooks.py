@@ -21,7 +21,6 @@ from tr_core.evaluation.gather import gather_tree
 from tr_core.loss import LabelSmoother
 from tr_core.model_io import kept_columns, main_input_name, to_device
 from tr_core.protocols import Strategy
-from tr_core.run import Run
 from tr_core.trainer.accelerator import StrategyAccelerator
 from tr_core.trainer.parts import TrainerParts
 
@@ -49,7 +48,7 @@ class Hooks(TrainerParts):
     """Hooks of transformers, called where it calls them."""
 
     _signature_columns: list[str] | None = None
-    _saved_run: Run | None = None
+    _saved_run: Any = None
     _state_to_save: dict[str, Any] | None = None
     _is_loading = False
 
@@ -206,7 +205,7 @@ class Hooks(TrainerParts):
 
     # Checkpoints
 
-    def save_checkpoint(self, run: Run) -> None:
+    def save_checkpoint(self, run: Any) -> None:
         """Save everything that the run needs to resume from here. Collective."""
         self._set("_saved_run", run)
         try:

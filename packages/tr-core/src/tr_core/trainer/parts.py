@@ -84,7 +84,6 @@ class TrainerParts:
     train: Callable[..., TrainOutput]
     create_accelerator_and_postprocess: Callable[..., None]
     save_model: Callable[..., None]
-    _get_collator_with_removed_columns: Callable[..., Any]
     _save_companions: Callable[..., None]
     _checkpointer_made_of: dict[str, Any] | None = None
 
@@ -113,8 +112,7 @@ class TrainerParts:
         check_model(model, model_init)
         check_args(args)
         self.args = args if args is not None else TrainingArguments()
-        self.args.check()  # again: they may have changed since their construction
-        self.args = dev_run_arguments(self.args)
+        self.args = dev_run_arguments(self.args.check())  # again: they may have changed since their construction
         refuse_unsupported(self.args)
         self.strategy = usable_strategy(self.args, strategy)
         self._bind_process()

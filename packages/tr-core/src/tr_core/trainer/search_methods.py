@@ -12,10 +12,10 @@ from tr_core.protocols import Checkpointer
 from tr_core.search.arguments import check_search
 from tr_core.search.samplers import make_sampler
 from tr_core.search.search import BestRun, Search, SearchPlan
-from tr_core.trainer.parts import TrainerParts
+from tr_core.trainer.hooks import Hooks
 
 
-class Searching(TrainerParts):
+class Searching(Hooks):
     """Run the trials of a search.
 
     Attributes:

@@ -183,8 +183,13 @@ class Trainer(Running):
         """
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset; it is None")
-        size = self.args.train_batch_size
-        return self._get_dataloader(self.train_dataset, "Training", size, self._get_train_sampler, is_training=True)
+        return self._get_dataloader(
+            dataset=self.train_dataset,
+            description="Training",
+            batch_size=self._train_batch_size,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return a sampler of the training samples' indices, with a length; None lets the arguments select one.
@@ -214,12 +219,19 @@ class Trainer(Running):
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; the Trainer has none and none was given")
         key = eval_dataset or "eval" if own else None
-        size = self.args.eval_batch_size
-        return self._get_dataloader(dataset, "Evaluation", size, self._get_eval_sampler, dataloader_key=key)
+        return self._get_dataloader(
+            dataset=dataset,
+            description="Evaluation",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
+            dataloader_key=key,
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Build the loader of the data to predict."""
-        return self._get_dataloader(test_dataset, "Prediction", self.args.eval_batch_size)
+        return self._get_dataloader(
+            dataset=test_dataset, description="Prediction", batch_size=self.args.eval_batch_size
+        )
 
     def num_examples(self, dataloader: Any) -> int:
         """Count the samples behind a loader of all ranks; for an unknown number, return batches times batch size."""

@@ -1,0 +1,242 @@
+"""Hooks that subclasses written for transformers override are called where transformers calls them, or refused."""
+
+import json
+
+import pytest
+import torch
+from support.data import samples
+from support.models import Classifier
+from torch import nn
+
+from tr_core import SingleDevice, Trainer, TrainerCallback
+from tr_core.trainer.refused_hooks import REFUSED
+
+
+class Recording(Trainer):
+    """Records which hooks a run calls."""
+
+    def __init__(self, *args, **kwargs):
+        self.__dict__["called"] = []
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self):
+        self.called.append(("processes", self.accelerator.num_processes))
+        super().create_accelerator_and_postprocess()
+
+    def _prepare_inputs(self, inputs):
+        self.called.append(("inputs", self.model.training))
+        return super()._prepare_inputs(inputs)
+
+    def _clip_grad_norm(self, model):
+        norm = super()._clip_grad_norm(model)
+        self.called.append(("clip", type(norm)))
+        return norm
+
+    def _save_checkpoint(self, model, trial):
+        self.called.append(("save", self.state.global_step, trial))
+        super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self):
+        self.called.append(("best", self.state.best_global_step))
+        super()._load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.called.append(("load", resume_from_checkpoint))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _get_dataloader(self, dataset, description, **kwargs):
+        self.called.append(("loader", description))
+        return super()._get_dataloader(dataset, description, **kwargs)
+
+
+def classifier():
+    torch.manual_seed(0)
+    return Classifier()
+
+
+def names(trainer):
+    return [entry[0] for entry in trainer.called]
+
+
+def test_a_run_calls_the_hooks_of_a_step(make_trainer):
+    trainer = make_trainer(8, trainer_class=Recording, max_steps=2, gradient_accumulation_steps=1)
+    trainer.train()
+    assert names(trainer) == ["processes", "loader", "inputs", "clip", "inputs", "clip"]
+    assert trainer.called[3] == ("clip", torch.Tensor)
+
+
+def test_overriding_hooks_changes_no_number(make_trainer):
+    runs = []
+    for kind in (Trainer, Recording):
+        trainer = make_trainer(20, trainer_class=kind, model=classifier(), logging_steps=1, max_grad_norm=0.1)
+        trainer.train()
+        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert runs[0] == runs[1]
+
+
+def test_an_evaluation_prepares_its_inputs_by_the_hook(make_trainer):
+    trainer = make_trainer(8, trainer_class=Recording, eval_dataset=samples(8))
+    trainer.evaluate()
+    assert ("inputs", False) in trainer.called
+
+
+def test_inputs_that_the_hook_makes_reach_the_model(make_trainer):
+    class Doubling(Trainer):
+        def _prepare_inputs(self, inputs):
+            return {**super()._prepare_inputs(inputs), "x": torch.zeros_like(inputs["x"])}
+
+    seen = []
+
+    class Watching(Classifier):
+        def forward(self, x, labels):
+            seen.append(x.abs().sum().item())
+            return super().forward(x, labels)
+
+    trainer = make_trainer(8, trainer_class=Doubling, model=Watching(), eval_dataset=samples(8), max_steps=2)
+    trainer.train()
+    trainer.evaluate()
+    assert seen
+    assert set(seen) == {0.0}
+
+
+def test_columns_that_a_subclass_names_reach_the_collator(make_trainer):
+    seen = []
+
+    class Columns(Trainer):
+        def _set_signature_columns_if_needed(self):
+            if self._signature_columns is None:
+                self._signature_columns = ["prompt", "x", "labels"]
+
+    def collate(rows):
+        seen.append(set(rows[0]))
+        return {"x": torch.stack([row["x"] for row in rows]), "labels": torch.stack([row["labels"] for row in rows])}
+
+    data = [{**row, "prompt": "a", "other": 1} for row in samples(8)]
+    make_trainer(trainer_class=Columns, train_dataset=data, data_collator=collate, max_steps=1).train()
+    assert seen[0] == {"prompt", "x", "labels"}
+
+
+def test_a_subclass_builds_its_loader_by_get_dataloader(make_trainer):
+    class Bigger(Trainer):
+        def get_train_dataloader(self):
+            return self._get_dataloader(
+                dataset=self.train_dataset,
+                description="Training",
+                batch_size=self._train_batch_size * 2,
+                sampler_fn=lambda data: list(reversed(range(len(data)))),
+                is_training=True,
+            )
+
+    trainer = make_trainer(8, trainer_class=Bigger, per_device_train_batch_size=2)
+    loader = trainer.get_train_dataloader()
+    first = next(iter(loader))
+    assert len(first["labels"]) == 4
+    assert torch.equal(first["x"][0], trainer.train_dataset[7]["x"])
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_an_override_that_nothing_would_call_is_refused(make_trainer, name):
+    kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(TypeError, match=rf"Mine\.{name} overrides a method .* does not call: \w+"):
+        make_trainer(trainer_class=kind)
+
+
+def test_the_accelerator_answers_for_the_strategy(make_trainer):
+    trainer = make_trainer()
+    own = trainer.accelerator
+    model = nn.Linear(2, 2)
+    assert (own.device, own.num_processes, own.process_index) == (torch.device("cpu"), 1, 0)
+    assert own.is_main_process
+    assert own.is_local_main_process
+    assert own.is_last_process
+    assert own.distributed_type == "NO"
+    assert own.mixed_precision == "no"
+    assert own.unwrap_model(model) is model
+    assert own.prepare(model) is model
+    assert own.prepare(1, model) == (1, model)
+    assert own.prepare_model(nn.Linear(2, 2), evaluation_mode=True).training is False
+    assert torch.equal(own.gather(torch.tensor([1, 2])), torch.tensor([1, 2]))
+    assert own.gather_for_metrics(["a"]) == ["a"]
+    assert own.reduce(torch.tensor([1.0, 2.0]), "mean").tolist() == [1.0, 2.0]
+    assert own.pad_across_processes(torch.ones(2, 3), dim=1).shape == (2, 3)
+    assert own.get_state_dict(model).keys() == model.state_dict().keys()
+    assert own.sync_gradients
+    assert own.state.deepspeed_plugin is None
+    with own.main_process_first(), own.autocast(), own.accumulate(model), own.no_sync(model):
+        own.wait_for_everyone()
+    with pytest.raises(AttributeError, match="trainer.accelerator.register_for_checkpointing is not there"):
+        _ = own.register_for_checkpointing
+    with pytest.raises(ValueError, match="reduction='max' is not known"):
+        own.reduce(torch.ones(1), "max")
+
+
+def test_backward_of_the_accelerator_divides_by_the_micro_batches(make_trainer):
+    class ByHand(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach() / self.current_gradient_accumulation_steps
+
+    class SyncSeen(TrainerCallback):
+        seen = []
+
+        def on_micro_batch_end(self, args, state, control, **kwargs):
+            self.seen.append(trainer.accelerator.sync_gradients)
+
+    runs = []
+    for kind in (Trainer, ByHand):
+        options = {"gradient_accumulation_steps": 2, "logging_steps": 1, "max_steps": 3}
+        trainer = make_trainer(24, trainer_class=kind, model=classifier(), callbacks=[SyncSeen()], **options)
+        trainer.train()
+        runs.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert torch.allclose(*runs, atol=1e-7)
+    assert SyncSeen.seen[:4] == [False, True, False, True]
+
+
+def test_a_strategys_own_accelerator_is_the_trainers(make_args):
+    strategy = SingleDevice("cpu")
+    strategy.accelerator = object()
+    trainer = Trainer(Classifier(), make_args(), train_dataset=samples(4), strategy=strategy)
+    assert trainer.accelerator is strategy.accelerator
+
+
+def test_events_are_methods_of_the_callback_handler_too(make_trainer):
+    class Metrics(TrainerCallback):
+        seen = []
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            self.seen.append(metrics)
+
+    trainer = make_trainer(callbacks=[Metrics])
+    handler = trainer.callback_handler
+    assert handler.on_evaluate(trainer.args, trainer.state, trainer.control, {"eval_a": 1.0}) is trainer.control
+    handler.call_event("on_evaluate", trainer.args, trainer.state, trainer.control, metrics={"eval_b": 2.0})
+    assert Metrics.seen == [{"eval_a": 1.0}, {"eval_b": 2.0}]
+    assert "Metrics" in handler.callback_list
+    assert isinstance(handler.pop_callback(Metrics), Metrics)
+    with pytest.raises(AttributeError, match="no attribute 'on_evaluation'; events are"):
+        _ = handler.on_evaluation
+
+
+def test_saving_by_a_hook_outside_a_save_is_refused(make_trainer):
+    with pytest.raises(RuntimeError, match="_save_checkpoint was called outside a save of the run"):
+        make_trainer()._save_checkpoint(None, None)
+    with pytest.raises(RuntimeError, match="was called outside a resume"):
+        make_trainer()._load_from_checkpoint("checkpoint-1")
+
+
+def test_an_override_of_save_writes_the_models_files(make_trainer, tmp_path):
+    class Own(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            super()._save(output_dir, state_dict)
+            with open(f"{output_dir}/own.json", "w") as file:
+                json.dump(sorted(state_dict), file)
+
+    trainer = make_trainer(8, trainer_class=Own, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    assert json.loads((tmp_path / "final" / "own.json").read_text()) == sorted(trainer.model.state_dict())
+    assert (tmp_path / "final" / "model.safetensors").is_file()
