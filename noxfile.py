@@ -236,6 +236,14 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def ecosystem(session: nox.Session) -> None:
+    """Run trainers of released libraries, unedited, here and on transformers' Trainer, and require equal numbers."""
+    libraries = ("trl==1.16.0", "sentence-transformers==6.2.0")
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *libraries, *CONSTRAINTS)
+    session.run("pytest", *PARALLEL, "tests/ecosystem", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Compare random runs with transformers, a loop by hand and themselves uninterrupted: `-- --seed 1 --n 5000`."""
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)

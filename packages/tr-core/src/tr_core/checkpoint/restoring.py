@@ -31,8 +31,8 @@ _OPTIONAL = ("settings", "scaler")
 _FROM_ARGUMENTS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
-def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> bool:
-    """Load a checkpoint into all parts, and fit run and state to it; return False if there is none under `auto`.
+def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> Path | None:
+    """Load a checkpoint into all parts, and fit run and state to it; return its folder, None if `auto` found none.
 
     Args:
         run: the call of `train` that begins.
@@ -45,9 +45,9 @@ def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> bool:
     """
     restored = _restore(run, resume)
     if restored.step is None:
-        return False
+        return None
     _fit_to_arguments(run, fresh, restored.states["scheduler"])
-    return True
+    return restored.source
 
 
 def _restore(run: Run, resume: Resume) -> Restored:

@@ -19,6 +19,13 @@ from tr_core.testing.conformance import (
     check_in_backward,
     check_strategy,
 )
+from tr_core.trainer.refused_hooks import REFUSED
+
+
+def refused_hooks() -> dict[str, str]:
+    """Return the methods of transformers' Trainer that a subclass must not override, and what to override instead."""
+    return dict(REFUSED)
+
 
 __all__ = [
     "EVENTS",
@@ -35,6 +42,7 @@ __all__ = [
     "fingerprint",
     "measure_lengths",
     "read_trials",
+    "refused_hooks",
     "set_clock",
     "set_loss_scaler",
     "shifts_targets",

@@ -44,6 +44,9 @@ REFUSED: dict[str, str] = {
     "_validate_args": "check the arguments in __init__",
     "_wrap_model": "pass strategy= to the Trainer, whose prepare wraps the model",
     "get_batch_samples": _DATA,
+    "get_cp_size": "pass strategy= to the Trainer",
+    "get_sp_size": "pass strategy= to the Trainer",
+    "get_tp_size": "pass strategy= to the Trainer",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "store_flos": "override floating_point_ops",
 }

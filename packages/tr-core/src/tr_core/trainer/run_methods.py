@@ -108,12 +108,12 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         run = Run.begin(cast("RunMethods", self), strategy, plan, data, optimizer, schedule)
         run.ignore_keys = ignore_keys
         run.settings = Settings(run)
-        resumed = False
+        resumed = None
         if resume not in (None, False):
             resumed = resume_run(run, resume, self._fresh_state(plan))
-            if resumed:
-                self.after_resume(str(self.checkpointer().path(self.state.global_step)))
-        if not resumed and args.save_strategy != "no":
+        if resumed is not None:
+            self.after_resume(str(resumed))
+        elif args.save_strategy != "no":
             warn_of_earlier(self.checkpointer(), strategy, args.output_dir)
         return run
 

@@ -1,0 +1,68 @@
+"""`trainer drop-in` runs a script with this Trainer where the script imports that of transformers."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from tr_all.drop_in import REPLACED, drop_in, main
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    """A package with the names that are replaced, for environments without the real one."""
+    package = ModuleType("transformers")
+    for name, names in REPLACED.items():
+        inner = ModuleType(name)
+        for each in names:
+            setattr(inner, each, f"their {each}")
+            setattr(package, each, f"their {each}")
+        monkeypatch.setitem(sys.modules, name, inner)
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    return package
+
+
+def test_names_are_ours_inside_the_block_and_theirs_after_it(transformers):
+    import tr_core
+
+    with drop_in():
+        assert transformers.Trainer is tr_core.Trainer
+        assert sys.modules["transformers.trainer"].Trainer is tr_core.Trainer
+    assert transformers.Trainer == "their Trainer"
+    assert sys.modules["transformers.trainer_callback"].TrainerState == "their TrainerState"
+
+
+def test_names_are_put_back_after_an_error(transformers):
+    with pytest.raises(KeyError), drop_in():
+        raise KeyError
+    assert transformers.Seq2SeqTrainer == "their Seq2SeqTrainer"
+
+
+def test_the_command_runs_a_script_with_its_arguments(transformers, tmp_path, capsys, monkeypatch):
+    script = tmp_path / "script.py"
+    imports = "import sys\nimport beside\nfrom transformers import Trainer\n"
+    script.write_text(imports + "print(Trainer.__module__, sys.argv[1:])\n")
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.setattr(sys, "argv", ["trainer"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main([str(script), "--learning_rate", "1e-3"]) == 0
+    assert capsys.readouterr().out.strip() == "tr_core.trainer.trainer ['--learning_rate', '1e-3']"
+
+
+def test_a_missing_script_is_named(transformers, capsys):
+    with pytest.raises(SystemExit):
+        main(["nowhere.py"])
+    assert "there is no file nowhere.py" in capsys.readouterr().err
+
+
+def test_without_transformers_the_error_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError), drop_in():
+        pass
+
+
+def test_the_help_lists_what_is_replaced(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for names in REPLACED.values() for name in names)

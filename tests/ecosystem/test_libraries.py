@@ -1,0 +1,62 @@
+"""Trainers of released libraries train to the same numbers on this Trainer as on that of transformers, unedited."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).with_name("programs.py")
+TRL = ["sft", "sft_lora", "dpo", "reward", "kto", "grpo", "rloo"]
+SENTENCES = ["sentences", "sentences_of_two_sets", "cross_encoder"]
+# Times of the clock are the machine's.
+TIMES = ("_runtime", "_per_second", "step_time", "total_flos")
+
+pytestmark = pytest.mark.skipif(
+    not all(find_spec(name) for name in ("trl", "sentence_transformers")), reason="needs TRL and sentence-transformers"
+)
+
+
+def run(command, folder, name, *more):
+    words = [*command, str(PROGRAMS), name, str(folder), *more]
+    environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "DISABLE_TELEMETRY": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+DROP_IN = [str(Path(sys.executable).with_name("trainer")), "drop-in"]
+
+
+def logged(result):
+    return [{key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in result["log"]]
+
+
+@pytest.mark.parametrize("name", TRL + SENTENCES)
+def test_a_librarys_trainer_logs_the_same_numbers_and_learns_the_same_weights(tmp_path, name):
+    theirs = run([sys.executable], tmp_path / "theirs", name)
+    ours = run(DROP_IN, tmp_path / "ours", name)
+    assert theirs["base"] == "transformers.trainer"
+    assert ours["base"] == "tr_core.trainer.trainer"
+    assert logged(ours) == logged(theirs)
+    assert ours["weights"] == theirs["weights"]
+    missing = set(theirs["final"]) - set(ours["final"])
+    assert missing <= {"training_args.bin"}  # a pickle; ours is training_args.json
+
+
+@pytest.mark.parametrize("name", ["sft_lora", "sentences"])
+def test_a_librarys_run_resumes_to_the_bit(tmp_path, name):
+    whole = run(DROP_IN, tmp_path / "whole", name)
+    resumed = run(DROP_IN, tmp_path / "resumed", name, str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed["weights"] == whole["weights"]
+
+
+def test_a_checkpoint_of_a_sentence_model_loads_as_the_library_loads_it(tmp_path):
+    run(DROP_IN, tmp_path / "ours", "sentences")
+    load = "from sentence_transformers import SentenceTransformer as S; print(S(sys.argv[1]).encode('a').shape)"
+    words = [sys.executable, "-c", f"import sys; {load}", str(tmp_path / "ours" / "checkpoint-4")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "(16,)", done.stderr[-2000:]
