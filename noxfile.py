@@ -160,7 +160,18 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    folders = ("attack", "parity", "crash", "fuzz", "kernels", "launching", "robustness", "trackers", "engines")
+    folders = (
+        "attack",
+        "parity",
+        "crash",
+        "fuzz",
+        "kernels",
+        "launching",
+        "robustness",
+        "trackers",
+        "engines",
+        "ecosystem",
+    )
     ignored = [f"--ignore=tests/{name}" for name in folders] + [f"--ignore={path}" for path in HOUSE]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 

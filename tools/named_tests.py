@@ -13,7 +13,17 @@ FOLDERS = {
     **{name: f"packages/tr-{name}/tests" for name in PACKAGES},
     **{
         name: f"tests/{name}"
-        for name in ("backends", "habits", "kernels", "launching", "parity", "robustness", "trackers", "engines")
+        for name in (
+            "backends",
+            "habits",
+            "kernels",
+            "launching",
+            "parity",
+            "robustness",
+            "trackers",
+            "engines",
+            "ecosystem",
+        )
     },
     "tests": "tests",
     "crash_tests": "tests/crash",
