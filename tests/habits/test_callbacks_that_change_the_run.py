@@ -257,8 +257,6 @@ def test_intervals_of_the_state_changed_by_a_callback_act(make_trainer, name, ev
 )
 def test_an_argument_that_a_run_takes_when_it_begins_changed_in_it_is_refused(make_trainer, name, value):
     trainer = make_trainer(callbacks=[at_step(2, lambda args, **_: setattr(args, name, value))])
-    with pytest.raises(
-        ValueError, match=rf"args\.{name} was changed from .* to {value}.* during training.*change nothing"
-    ):
+    with pytest.raises(ValueError, match=rf"args\.{name} was changed from .* to {value}.* during training"):
         trainer.train()
     assert trainer.state.global_step == 2

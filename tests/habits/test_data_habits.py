@@ -208,7 +208,7 @@ def test_another_data_set_set_between_epochs_is_refused(make_trainer, event):
             trainer.train_dataset = rows(4, seed=9)
 
     trainer.add_callback(when(**{event: change}))
-    with pytest.raises(RuntimeError, match=r"trainer\.train_dataset was assigned while training.*change nothing"):
+    with pytest.raises(RuntimeError, match=r"trainer\.train_dataset was assigned while training"):
         trainer.train()
     by_hand(other, batches(rows(4)))
     assert_same(trainer.model, other)

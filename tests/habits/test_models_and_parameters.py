@@ -88,7 +88,7 @@ def test_a_head_replaced_in_a_run_is_refused_unless_it_is_given_to_the_optimizer
 def test_another_model_set_in_a_run_is_refused(make_trainer):
     trainer = make_trainer()
     trainer.add_callback(at_step(2, lambda **_: setattr(trainer, "model", Net(seed=3))))
-    with pytest.raises(RuntimeError, match=r"trainer\.model was assigned while training.*change nothing"):
+    with pytest.raises(RuntimeError, match=r"trainer\.model was assigned while training"):
         trainer.train()
 
 

@@ -28,10 +28,21 @@ EVERY = [
 
 
 @pytest.mark.parametrize("make", EVERY)
-def test_another_kind_of_tensors_than_torch_is_refused(make):
-    make(return_tensors="pt")
-    with pytest.raises(ValueError, match=r"return_tensors='np', but DataCollator\w+ makes torch tensors"):
-        make(return_tensors="np")
+def test_a_batch_is_torch_tensors_or_arrays_of_numpy(make):
+    rows = [{"input_ids": [5, 6, 7], "labels": [1, 2, 3]}, {"input_ids": [5, 6, 8], "labels": [1, 2, 4]}]
+    tensors, arrays = make(return_tensors="pt"), make(return_tensors="np")
+    expected = tensors([dict(row) for row in rows])
+    for batch in (arrays([dict(row) for row in rows]), tensors([dict(row) for row in rows], return_tensors="np")):
+        assert {type(value) for value in batch.values()} == {np.ndarray}
+        assert {key: value.shape for key, value in batch.items()} == {k: tuple(v.shape) for k, v in expected.items()}
+    with pytest.raises(ValueError, match="return_tensors='tf' is not known; choose 'pt'"):
+        make(return_tensors="tf")
+
+
+def test_samples_are_stacked_as_arrays_of_numpy_too():
+    batch = default_data_collator([{"x": [1.0, 2.0], "label": 1}], return_tensors="np")
+    assert batch["x"].tolist() == [[1.0, 2.0]]
+    assert batch["labels"].dtype == np.int64
 
 
 def test_the_collators_that_are_named_most_are_exported():

@@ -124,3 +124,22 @@ def test_a_run_that_was_ended_is_continued_with_a_larger_patience(stopping, tmp_
     assert trainer.train().global_step == 3
     again, _ = stopping([2, 1], patience=2, **options)
     assert again.train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_a_subclass_may_judge_the_metric_otherwise(make_trainer):
+    class Never(EarlyStoppingCallback):
+        def check_metric_value(self, args, state, control, metric_value):
+            self.early_stopping_patience_counter = 0
+
+    trainer = make_trainer(
+        8,
+        callbacks=[Never(1)],
+        eval_dataset=samples(4),
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="loss",
+        learning_rate=0.0,
+        max_steps=4,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 4

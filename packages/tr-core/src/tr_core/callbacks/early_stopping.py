@@ -68,6 +68,15 @@ class EarlyStoppingCallback(TrainerCallback):
         value = kwargs["metrics"].get(metric_name(args.metric_for_best_model or ""))
         if not isinstance(value, int | float):
             return
+        self.check_metric_value(args, state, control, value)
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def check_metric_value(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metric_value: float
+    ) -> None:
+        """Count an evaluation without improvement, or begin to count again; a subclass may judge otherwise."""
+        value = metric_value
         better = operator.gt if args.greater_is_better else operator.lt
         best = value if state.best_metric is None else state.best_metric
         is_first = state.best_metric is None and not math.isnan(value)
@@ -75,8 +84,6 @@ class EarlyStoppingCallback(TrainerCallback):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            control.should_training_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counter."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors
+from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors, in_kind
 
 
 @dataclass
@@ -21,7 +21,7 @@ class DataCollatorWithFlattening:
     `config.use_cache=False`.
 
     Args:
-        return_tensors: `pt`, torch tensors.
+        return_tensors: `pt`, torch tensors, or `np`, arrays of NumPy.
         return_position_ids: add `position_ids`, which restart with each sequence.
         separator_id: label of each sequence's first token, which no token of the same sequence predicts; losses ignore
             -100.
@@ -41,7 +41,7 @@ class DataCollatorWithFlattening:
     def __post_init__(self) -> None:
         check_return_tensors(self)
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> dict[str, Any]:
         """Return the joined sequences; labels are those of the samples, or their tokens."""
         rows = [torch.as_tensor(sample["input_ids"], dtype=torch.int64) for sample in features]
         name = "labels" if "labels" in features[0] else "input_ids"
@@ -59,4 +59,4 @@ class DataCollatorWithFlattening:
         if self.return_flash_attn_kwargs:
             batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor(begins, dtype=torch.int32)
             batch["max_length_q"] = batch["max_length_k"] = max(lengths)
-        return batch
+        return in_kind(batch, return_tensors or self.return_tensors)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors, pad_rows, pad_with
+from tr_core.collators.padding import IGNORED_LABEL, check_return_tensors, in_kind, pad_rows, pad_with
 from tr_core.random_state import derive_seed, is_seeded_by_position
 
 
@@ -36,7 +36,7 @@ class DataCollatorForLanguageModeling:
         mask_replace_prob: share of the chosen tokens that become the mask token.
         random_replace_prob: share of the chosen tokens that become a random one; the rest is not changed.
         pad_to_multiple_of: make lengths a multiple of this.
-        return_tensors: `pt`, torch tensors.
+        return_tensors: `pt`, torch tensors, or `np`, arrays of NumPy.
         seed: makes the choices reproducible outside the Trainer. In the Trainer they are reproducible anyway, and
             differ between seeds.
 
@@ -81,11 +81,12 @@ class DataCollatorForLanguageModeling:
         columns = ["special_tokens_mask"] if self.mlm else []
         return [*columns, "offset_mapping"] if self.whole_word_mask else columns
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> dict[str, Any]:
         """Return the padded batch with `labels`.
 
         Args:
             features: samples that are mappings with `input_ids`, or rows of token ids. Their own labels are replaced.
+            return_tensors: the kind of tensors; None for that of the collator.
 
         Raises:
             ValueError: samples have labels that would be lost, or lack a column, or cannot be padded.
@@ -97,7 +98,7 @@ class DataCollatorForLanguageModeling:
         else:
             batch["labels"] = self._next_tokens(batch["input_ids"], is_given)
             self._check_given_labels(features, batch)
-        return batch
+        return in_kind(batch, return_tensors or self.return_tensors)
 
     def _pad(self, features: Sequence[Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
         """Return the padded batch, and a mask of the tokens that are no padding, if known."""

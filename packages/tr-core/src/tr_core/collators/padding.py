@@ -97,12 +97,21 @@ def take_labels(features: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Any
 
 
 def check_return_tensors(collator: Any) -> None:
-    """Raise unless a collator's `return_tensors` is `pt`, the only supported kind."""
-    if collator.return_tensors != "pt":
-        raise ValueError(
-            f"return_tensors={collator.return_tensors!r}, but {type(collator).__name__} makes torch tensors; leave it "
-            "at 'pt'"
-        )
+    """Raise unless a collator's `return_tensors` is `pt` or `np`."""
+    in_kind({}, collator.return_tensors)
+
+
+def in_kind(batch: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return a batch of torch tensors as it is (`pt`), or as arrays of NumPy (`np`).
+
+    Raises:
+        ValueError: another kind.
+    """
+    if kind not in ("pt", "np"):
+        raise ValueError(f"return_tensors={kind!r} is not known; choose 'pt', torch tensors, or 'np', arrays of NumPy")
+    if kind == "pt":
+        return batch
+    return {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def refuse_words(sample: Any) -> None:
@@ -115,7 +124,7 @@ def refuse_words(sample: Any) -> None:
             )
 
 
-def default_data_collator(features: list[Any]) -> Any:
+def default_data_collator(features: list[Any], return_tensors: str = "pt") -> Any:
     """Stack samples that are mappings, or objects with attributes, into a dict of tensors.
 
     The key `label` (one number a sample) or `label_ids` (one or a row of numbers) becomes `labels`: int64 for whole
@@ -124,6 +133,7 @@ def default_data_collator(features: list[Any]) -> Any:
 
     Args:
         features: the samples; all have the keys of the first.
+        return_tensors: `pt`, torch tensors, or `np`, arrays of NumPy.
 
     Raises:
         ValueError: a label is a string, or rows of unequal length cannot be stacked.
@@ -145,7 +155,7 @@ def default_data_collator(features: list[Any]) -> Any:
             batch["labels"] = _labels(values)
         elif key != "label_ids":
             batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(key, values)
-    return batch
+    return in_kind(batch, return_tensors)
 
 
 def _labels(values: list[Any]) -> torch.Tensor:
@@ -180,7 +190,7 @@ class DataCollatorWithPadding(TokenizerCollator):
         padding: True or `longest`, `max_length`, or False.
         max_length: length for `max_length`.
         pad_to_multiple_of: make lengths a multiple of this.
-        return_tensors: `pt`, torch tensors.
+        return_tensors: `pt`, torch tensors, or `np`, arrays of NumPy.
     """
 
     tokenizer: Any
@@ -189,7 +199,7 @@ class DataCollatorWithPadding(TokenizerCollator):
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> dict[str, Any]:
         """Return the padded batch as tensors.
 
         Raises:
@@ -200,7 +210,7 @@ class DataCollatorWithPadding(TokenizerCollator):
         for key in ("label", "label_ids"):
             if key in batch:
                 batch["labels"] = batch.pop(key)
-        return batch
+        return in_kind(batch, return_tensors or self.return_tensors)
 
 
 @dataclass
@@ -214,7 +224,7 @@ class DataCollatorForTokenClassification(TokenizerCollator):
         max_length: length for `max_length`.
         pad_to_multiple_of: make lengths a multiple of this.
         label_pad_token_id: the padding value of labels; losses ignore -100.
-        return_tensors: `pt`, torch tensors.
+        return_tensors: `pt`, torch tensors, or `np`, arrays of NumPy.
     """
 
     tokenizer: Any
@@ -224,7 +234,7 @@ class DataCollatorForTokenClassification(TokenizerCollator):
     label_pad_token_id: int = IGNORED_LABEL
     return_tensors: str = "pt"
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> dict[str, Any]:
         """Return the padded batch as tensors, with `labels` of the shape of `input_ids`.
 
         Raises:
@@ -241,4 +251,4 @@ class DataCollatorForTokenClassification(TokenizerCollator):
                     f"more labels than tokens: {error}; give one label for each token, as tokens were split and "
                     "truncated"
                 ) from error
-        return batch
+        return in_kind(batch, return_tensors or self.return_tensors)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tr_core.collators.padding import IGNORED_LABEL, TokenizerCollator, pad_rows, take_labels
+from tr_core.collators.padding import IGNORED_LABEL, TokenizerCollator, in_kind, pad_rows, take_labels
 
 
 @dataclass
@@ -26,7 +26,7 @@ class DataCollatorForSeq2Seq(TokenizerCollator):
         max_length: length for `max_length`, of inputs and labels.
         pad_to_multiple_of: make lengths a multiple of this.
         label_pad_token_id: the padding value of labels; losses ignore -100.
-        return_tensors: `pt`, torch tensors.
+        return_tensors: `pt`, torch tensors, or `np`, arrays of NumPy.
     """
 
     tokenizer: Any
@@ -37,7 +37,7 @@ class DataCollatorForSeq2Seq(TokenizerCollator):
     label_pad_token_id: int = IGNORED_LABEL
     return_tensors: str = "pt"
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> dict[str, Any]:
         """Return the padded batch as tensors; it has labels if the samples have.
 
         Raises:
@@ -50,7 +50,7 @@ class DataCollatorForSeq2Seq(TokenizerCollator):
             prepare = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if prepare is not None:
                 batch["decoder_input_ids"] = prepare(labels=batch["labels"])
-        return batch
+        return in_kind(batch, return_tensors or self.return_tensors)
 
     def _pad(self, labels: list[Any]) -> torch.Tensor:
         if self.padding is False or self.padding == "do_not_pad":
