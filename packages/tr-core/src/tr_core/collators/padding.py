@@ -155,7 +155,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
             batch["labels"] = _labels(values)
         elif key != "label_ids":
             batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(key, values)
-    return in_kind(batch, return_tensors)
+    return batch if return_tensors == "pt" else in_kind(batch, return_tensors)  # a step calls it with "pt"
 
 
 def _labels(values: list[Any]) -> torch.Tensor:
