@@ -41,14 +41,16 @@ def joined(**options):
     return accelerate.Accelerator(cpu=True, kwargs_handlers=handlers, **options)
 
 
-def sharded(**plugin):
+def sharded(precision="no", **plugin):
     """Return an Accelerator with an FSDP2 plugin on the CPU, where accelerate itself takes plugins for GPUs only.
 
     What it then calls, torch's `fully_shard`, works on the CPU.
     """
-    accelerator = joined()
+    accelerator = joined(mixed_precision=precision)
     accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
     accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    if precision != "no":
+        accelerator.state.fsdp_plugin.set_mixed_precision(precision)
     assert accelerator.is_fsdp2
     return accelerator
 
@@ -67,6 +69,7 @@ KINDS = {
     "bf16": lambda: joined(mixed_precision="bf16"),
     "shards": sharded,
     "units": lambda: sharded(**UNITS),
+    "units, bf16": lambda: sharded("bf16", **UNITS),
     "kept": lambda: sharded(reshard_after_forward=False),
     "whole": lambda: sharded(state_dict_type="FULL_STATE_DICT"),
     "recomputed": lambda: sharded(activation_checkpointing=True, **UNITS),
@@ -137,12 +140,18 @@ def test_bfloat16_of_an_accelerator_is_that_of_ddp(tmp_path):
         assert_same_bits(one, other)
 
 
+def test_bfloat16_in_shards_trains_to_the_loss_of_ddp(tmp_path, by_ddp):
+    ranks = run_ranks(train_with, 2, "units, bf16", str(tmp_path), TWO, timeout_s=TIME_LIMIT_S)
+    assert_close(ranks[0], by_ddp[0], 5e-2)
+    assert ranks[0][0] != by_ddp[0][0]
+
+
 def test_an_accelerator_of_one_process_trains_with_the_bits_of_a_single_device(tmp_path):
     single = train(str(tmp_path / "1"), "Network", 40, {**TWO, **ALONE})
     assert_same_bits(train_with("alone", str(tmp_path / "2"), TWO), single)
 
 
-@pytest.mark.parametrize("kind", ["replicas", "bf16", "units", "whole", "scaled"])
+@pytest.mark.parametrize("kind", ["replicas", "bf16", "units", "units, bf16", "whole", "scaled"])
 def test_a_run_with_an_accelerator_resumes_bit_for_bit(tmp_path, kind):
     whole = run_ranks(train_with, 2, kind, str(tmp_path / "a"), TWO, timeout_s=TIME_LIMIT_S)
     run_ranks(train_with, 2, kind, str(tmp_path / "b"), TWO, 8, timeout_s=TIME_LIMIT_S)

@@ -1,4 +1,4 @@
-"""Train two steps with a tracker: `python tracked_run.py NAME FOLDER`."""
+"""Train two steps with a tracker: `python tracked_run.py NAME FOLDER PART_OF_A_TOKEN ...`."""
 
 import sys
 
@@ -22,7 +22,7 @@ class Line(nn.Module):
 
 
 if __name__ == "__main__":
-    name, folder = sys.argv[1:]
+    name, folder = sys.argv[1:3]
     rows = [{"x": torch.tensor([1.0, float(number)]), "labels": torch.tensor([1.0])} for number in range(4)]
     args = TrainingArguments(
         folder,
@@ -33,7 +33,7 @@ if __name__ == "__main__":
         use_cpu=True,
         save_strategy="no",
         disable_tqdm=True,
-        hub_token="hf_kept_to_itself",
+        hub_token="".join(sys.argv[3:]),
     )
     trainer = Trainer(Line(), args, train_dataset=rows, eval_dataset=rows, callbacks=[KINDS[name].from_arguments(args)])
     trainer.train()
