@@ -216,6 +216,8 @@ def test_events_are_methods_of_the_callback_handler_too(make_trainer):
     handler.call_event("on_evaluate", trainer.args, trainer.state, trainer.control, metrics={"eval_b": 2.0})
     assert Metrics.seen == [{"eval_a": 1.0}, {"eval_b": 2.0}]
     assert "Metrics" in handler.callback_list
+    assert handler.model is trainer.model
+    assert handler.train_dataloader is None
     assert isinstance(handler.pop_callback(Metrics), Metrics)
     with pytest.raises(AttributeError, match="no attribute 'on_evaluation'; events are"):
         _ = handler.on_evaluation

@@ -47,6 +47,9 @@ _CLEARED = {
 # What an event gets by position after `(args, state, control)`, where it is called as a method.
 _POSITIONAL = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
 
+# What callbacks get by keyword is an attribute of the list too, as subclasses written for transformers read it.
+_PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+
 # At these events the index of methods is rebuilt: methods may be set on a callback at any time.
 _REINDEX_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
 
@@ -278,6 +281,9 @@ class CallbackList:
         return self.context().control
 
     def __getattr__(self, name: str) -> Any:
+        if name in _PARTS:  # `callback_handler.model` and the like
+            now = self.context()
+            return now.loaders[name] if name in now.loaders else getattr(now, name)
         if name not in EVENTS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; events are {', '.join(EVENTS)}")
         return partial(self.call_event, name)
