@@ -61,8 +61,8 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
         return batch_size // self.world_size if self.accelerator_config.split_batches else batch_size
 
     def _complete(self) -> None:
-        for name in self._VALID_DICT_FIELDS:
-            value = getattr(self, name)
+        for name in set(self._VALID_DICT_FIELDS) - set(TrainingArguments._VALID_DICT_FIELDS):
+            value = getattr(self, name, None)
             if isinstance(value, str) and value.lstrip().startswith("{"):
                 setattr(self, name, load_json(value))
         follow_launcher(self)
