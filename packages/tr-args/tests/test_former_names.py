@@ -1,6 +1,8 @@
 """Former names of arguments."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,12 @@ def test_overwrite_output_dir_and_logging_dir_are_arguments_of_their_own():
     args = TrainingArguments("out", overwrite_output_dir=True, logging_dir="~/logs")
     assert args.overwrite_output_dir
     assert args.logging_dir == str(Path.home() / "logs")
+
+
+def test_a_notice_does_not_end_a_program_whose_stderr_is_closed(tmp_path):
+    program = (
+        "import sys; sys.stderr.close(); from tr_args import TrainingArguments as A; "
+        "print(A('x', evaluation_strategy='no').eval_strategy)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "no"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -77,7 +78,8 @@ class Alias:
         """Log the newer name, once a process."""
         if self.name not in _noticed:
             _noticed.add(self.name)
-            logger.warning("%s is a former name and still works; the argument is called %s", self.name, self.target)
+            with contextlib.suppress(ValueError):  # Python's own handler raises it where stderr is closed
+                logger.warning("%s is a former name and still works; the argument is called %s", self.name, self.target)
 
     def _is_field_of(self, instance: object) -> bool:
         return self.name in getattr(instance, "__dataclass_fields__", ())
