@@ -223,6 +223,13 @@ def test_events_are_methods_of_the_callback_handler_too(make_trainer):
         _ = handler.on_evaluation
 
 
+def test_another_way_to_send_events_is_refused_when_a_run_begins(make_trainer):
+    trainer = make_trainer(4, max_steps=1)
+    trainer.callback_handler.call_event = lambda event, *given: None
+    with pytest.raises(TypeError, match="callback_handler.call_event was replaced, but no event is sent by it"):
+        trainer.train()
+
+
 def test_saving_by_a_hook_outside_a_save_is_refused(make_trainer):
     with pytest.raises(RuntimeError, match="_save_checkpoint was called outside a save of the run"):
         make_trainer()._save_checkpoint(None, None)

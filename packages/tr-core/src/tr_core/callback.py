@@ -336,6 +336,8 @@ class CallbackList:
                 callback.load_state_dict(state_dict[name])
 
     def _index(self) -> None:
+        if "call_event" in vars(self):
+            raise TypeError("callback_handler.call_event was replaced, but no event is sent by it; give a callback")
         for callback in self._callbacks:  # a callback put into the list directly is checked here first
             _checked(callback)
         exporting = [c for c in self._callbacks if exports_state(c) and not isinstance(c, Stateful)]
