@@ -1,14 +1,18 @@
 """Hooks that subclasses written for transformers override are called where transformers calls them, or refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Classifier
 from torch import nn
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
+from tr_core.loss import StepScope
+from tr_core.trainer.accelerator import StrategyAccelerator
 from tr_core.trainer.refused_hooks import REFUSED
 
 
@@ -249,3 +253,59 @@ def test_an_override_of_save_writes_the_models_files(make_trainer, tmp_path):
     trainer.save_model(str(tmp_path / "final"))
     assert json.loads((tmp_path / "final" / "own.json").read_text()) == sorted(trainer.model.state_dict())
     assert (tmp_path / "final" / "model.safetensors").is_file()
+
+
+def test_an_override_of_save_model_need_not_take_internal_call(make_trainer, tmp_path):
+    saved = []
+
+    class WithFiles(MemoryCheckpointer):
+        def save(self, step, parts, *, write_extra=None, **options):
+            write_extra(tmp_path)
+            super().save(step, parts, **options)
+
+    class Own(Trainer):
+        def save_model(self, output_dir=None):
+            saved.append(output_dir)
+            super().save_model(output_dir)
+
+    trainer = make_trainer(
+        8, trainer_class=Own, checkpointer=WithFiles(), save_strategy="steps", save_steps=1, max_steps=1
+    )
+    trainer.train()
+    assert saved == [str(tmp_path)]
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+class OfTwo(SingleDevice):
+    """Rank 0 of two ranks, whose rank 1 has as many rows, all of them 7."""
+
+    world_size = 2
+
+    def gather(self, tensor):
+        return torch.cat([tensor, tensor if tensor.dtype == torch.int64 else torch.full_like(tensor, 7)])
+
+    def gather_objects(self, value):
+        return [value, ["other"]]
+
+
+def test_a_gather_for_metrics_leaves_out_the_filler_sample_of_a_rank():
+    scope = StepScope()
+    own = StrategyAccelerator(lambda: OfTwo("cpu"), None, scope)
+    assert own.gather(torch.ones(1)).tolist() == [1, 7]
+    assert own.gather_for_metrics(torch.ones(1)).tolist() == [1, 7]
+    scope.total = 1  # of both ranks: rank 0 has a filler
+    assert own.gather_for_metrics(torch.ones(1)).tolist() == [7]
+    scope.weight = 0.0
+    assert own.gather_for_metrics(["mine"]) == ["other"]
+
+
+def test_backward_of_a_filler_sample_adds_nothing():
+    weight, scope = torch.ones(1, requires_grad=True), StepScope(size=2, weight=0.0)
+    StrategyAccelerator(lambda: SingleDevice("cpu"), None, scope).backward((weight * 3).sum())
+    assert weight.grad.tolist() == [0.0]
+
+
+def test_gradients_that_are_scaled_for_float16_are_not_clipped_by_parameters():
+    own = StrategyAccelerator(None, lambda: SimpleNamespace(fp16=True), StepScope())
+    with pytest.raises(RuntimeError, match="scaled for float16; set max_grad_norm, or override _clip_grad_norm"):
+        own.clip_grad_norm_([], 1.0)

@@ -59,7 +59,7 @@ def train_step(run: Run, step: StepData) -> None:
     window.begin_step(state.global_step)
     fire("on_step_begin")
     for number, batch in enumerate(step.micro_batches, start=1):
-        scope.weight, scope.is_last = batch.weight, number == step.size
+        scope.weight, scope.total, scope.is_last = batch.weight, batch.total, number == step.size
         if not inner.training:
             run.mode.restore()
         with strategy.accumulate(model, sync=run.plan.syncs_each_batch or number == step.size):
@@ -72,7 +72,7 @@ def train_step(run: Run, step: StepData) -> None:
             fire("on_substep_end")
     if number < step.size:
         raise ValueError(_too_few_batches(step.size - number))
-    scope.weight, scope.loss = 1.0, window.step_loss
+    scope.weight, scope.total, scope.loss = 1.0, None, window.step_loss
     window.grad_norm = norm = run.updates.clip_grad_norm(model, optimizer, run.plan.max_grad_norm)
     fire("on_pre_optimizer_step")
     applied = run.updates.step(optimizer)

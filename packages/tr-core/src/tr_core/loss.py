@@ -336,6 +336,7 @@ class StepScope:
         size: micro-batches of the step.
         is_last: whether the micro-batch is the last of its step; True outside a step.
         weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
+        total: samples of the micro-batch on all ranks; None if each rank knows only its own, and outside a batch.
         loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
         outputs: the model's outputs for this micro-batch, if a callback wants them.
         metrics: the window that `log_metric` adds to: of a run, or of an evaluation; None outside both.
@@ -344,6 +345,7 @@ class StepScope:
     size: int = 1
     is_last: bool = True
     weight: float = 1.0
+    total: int | None = None
     loss: torch.Tensor | None = None
     outputs: Any = None
     metrics: MetricWindow | None = None
@@ -356,4 +358,4 @@ class StepScope:
         try:
             yield window
         finally:
-            self.metrics, self.weight = outer, 1.0
+            self.metrics, self.weight, self.total = outer, 1.0, None

@@ -207,7 +207,7 @@ class EvaluationLoop:
         inputs = to_device(batch.inputs, self._strategy.device)
         rows = batch_size_of(inputs) or 0
         loss_only = not self._keeps and self._streaming is None
-        self._scope.weight = batch.weight
+        self._scope.weight, self._scope.total = batch.weight, batch.total
         loss, logits, labels = methods.prediction_step(model, inputs, loss_only, ignore_keys=self._options.ignore_keys)
         self._num_samples += batch.total if batch.total is not None else rows * self._strategy.world_size
         self._loss.add(loss, inputs, rows if batch.weight else 0)

@@ -28,7 +28,6 @@ class StrategyAccelerator:
     Args:
         strategy: returns the current strategy.
         args: returns the current arguments.
-        optimizer: returns the current optimizer.
         scope: the data of the current step.
 
     Attributes:
@@ -44,10 +43,9 @@ class StrategyAccelerator:
         self,
         strategy: Callable[[], Strategy],
         args: Callable[[], TrainingArguments],
-        optimizer: Callable[[], Any],
         scope: StepScope,
     ) -> None:
-        self._strategy, self._args, self._optimizer, self._scope = strategy, args, optimizer, scope
+        self._strategy, self._args, self._scope = strategy, args, scope
         self.dataloader_config = SimpleNamespace(split_batches=False, dispatch_batches=None, even_batches=True)
 
     # Processes
@@ -138,11 +136,6 @@ class StrategyAccelerator:
         """Whether this micro-batch is the last of its step; True outside a run."""
         return self._scope.is_last
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether float16 overflowed in the last step: not known here, an event tells (`applied`)."""
-        return False
-
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Return the objects as they are, a model on the device: the Trainer prepares what it trains."""
         placed = tuple(self.prepare_model(item) if isinstance(item, nn.Module) else item for item in objects)
@@ -162,11 +155,21 @@ class StrategyAccelerator:
         return inner if keep_torch_compile else getattr(inner, "_orig_mod", inner)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Compute gradients of a loss, divided by the micro-batches of the step as accelerate does."""
+        """Compute gradients of a mean loss, divided by the micro-batches of the step; a filler sample has none."""
+        loss = loss if self._scope.weight == 1.0 else loss * self._scope.weight
         self._strategy().backward(loss / self._scope.size if self._scope.size > 1 else loss, **options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> torch.Tensor:
-        """Clip the gradients of these parameters to a norm."""
+        """Clip the gradients of these parameters to a norm.
+
+        Raises:
+            RuntimeError: with fp16 they are scaled here.
+        """
+        if self._args().fp16:
+            raise RuntimeError(
+                "accelerator.clip_grad_norm_ would clip gradients that are scaled for float16; set max_grad_norm, or "
+                "override _clip_grad_norm(model) and call super() in it"
+            )
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[object]:
@@ -192,18 +195,20 @@ class StrategyAccelerator:
 
         In one process tensors stay as they are.
         """
-        if self.num_processes == 1:
-            return tensor
+        return tensor if self.num_processes == 1 else self._gathered(tensor, None)
+
+    def _gathered(self, tensor: Any, count: int | None) -> Any:
         rows = map_tensors(lambda value: value.reshape(1) if value.dim() == 0 else value, tensor)
-        return gather_tree(to_device(rows, self.device), self._strategy(), None)
+        return gather_tree(to_device(rows, self.device), self._strategy(), count)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather tensors, or lists of objects. Loaders give no rank a sample twice, so nothing is cut. Collective."""
+        """Gather tensors, or lists of objects, without those of a rank that has only a filler sample. Collective."""
         if self.num_processes == 1:
             return input_data
         if use_gather_object or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
-            return [item for rank in self._strategy().gather_objects(input_data) for item in rank]
-        return self.gather(input_data)
+            own = input_data if self._scope.weight else []
+            return [item for rank in self._strategy().gather_objects(own) for item in rank]
+        return self._gathered(input_data, self._scope.total)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Add tensors of all processes elementwise; `mean` divides by their number. Collective."""

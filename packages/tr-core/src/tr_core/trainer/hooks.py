@@ -21,6 +21,7 @@ from tr_core.evaluation.gather import gather_tree
 from tr_core.loss import LabelSmoother
 from tr_core.model_io import kept_columns, main_input_name, to_device
 from tr_core.protocols import Strategy
+from tr_core.signatures import takes_argument
 from tr_core.trainer.accelerator import StrategyAccelerator
 from tr_core.trainer.parts import TrainerParts
 
@@ -60,8 +61,7 @@ class Hooks(TrainerParts):
         if self.strategy.accelerator is not None:
             return self.strategy.accelerator
         if self._accelerator is None:
-            parts = (lambda: self.strategy), (lambda: self.args), (lambda: self.optimizer)
-            self._set("_accelerator", StrategyAccelerator(*parts, self.scope))
+            self._set("_accelerator", StrategyAccelerator(lambda: self.strategy, lambda: self.args, self.scope))
         return self._accelerator
 
     _accelerator: StrategyAccelerator | None = None
@@ -225,7 +225,8 @@ class Hooks(TrainerParts):
                 "save_model(folder)"
             )
         if self.has_own_layout:  # before rank 0 writes: it is a collective
-            self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
+            with self.optimizer_in_evaluation():  # the weights that the checkpoint holds
+                self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
         try:
             write = self._save_own_layout if self.has_own_layout else self._save_companions
             saving.save_checkpoint(self._saved_run, write)
@@ -246,7 +247,8 @@ class Hooks(TrainerParts):
 
     def _save_own_layout(self, folder: Path) -> None:
         if self.overrides("save_model"):
-            self.save_model(str(folder), _internal_call=True)
+            internal = {"_internal_call": True} if takes_argument(self.save_model, "_internal_call") else {}
+            self.save_model(str(folder), **internal)
         else:
             self._save(str(folder), state_dict=self._state_to_save)
 

@@ -84,6 +84,7 @@ class TrainerParts:
     train: Callable[..., TrainOutput]
     create_accelerator_and_postprocess: Callable[..., None]
     save_model: Callable[..., None]
+    optimizer_in_evaluation: Callable[..., AbstractContextManager[None]]
     _save_companions: Callable[..., None]
     _checkpointer_made_of: dict[str, Any] | None = None
 
