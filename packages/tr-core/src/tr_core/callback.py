@@ -53,6 +53,9 @@ _PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_datal
 # At these events the index of methods is rebuilt: methods may be set on a callback at any time.
 _REINDEX_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
 
+# The other events do nothing if no method listens. A step sends five of them.
+_ALWAYS_SENT = _REINDEX_AT | set(_CLEARED)
+
 
 class TrainerCallback:
     """Watch and steer a run: inherit and override the events that matter.
@@ -243,15 +246,13 @@ class CallbackList:
         Within another event, as where a callback evaluates, no flag is cleared: the run still does what it was about
         to do.
         """
-        cleared = () if self._depth else _CLEARED.get(event, ())
+        if not self._listeners[event] and event not in _ALWAYS_SENT:
+            return
         if event in _REINDEX_AT:
             self._index()
-        listeners = self._listeners[event]
-        if not listeners and not cleared:
-            return
         now = self.context()
         control = now.control
-        for flag in cleared:
+        for flag in () if self._depth else _CLEARED.get(event, ()):
             setattr(control, flag, False)
         arguments = {
             "model": now.model,
@@ -264,7 +265,7 @@ class CallbackList:
         }
         self._depth += 1
         try:
-            for method in listeners:
+            for method in self._listeners[event]:
                 answer = method(now.args, now.state, control, **arguments)
                 if answer is not None and answer is not control:
                     _apply(answer, control, method)

@@ -118,11 +118,13 @@ class LogWindow:
 
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch: its share of the step's loss, a scalar, its tokens and its operations."""
-        self.step_loss = self.step_loss + loss
+        # The first loss of a step is its sum, unless its type is another one, which would lose precision.
+        is_first = self.step_loss is self._zero and loss.dtype is self._zero.dtype
+        self.step_loss = loss if is_first else self.step_loss + loss
         if self.filters_nonfinite:  # the mean of the window so far replaces a loss that is not finite
             loss = torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + self.step - self.last_logged_step))
-        # Not in place: a step may be repeated or skipped.
-        self.loss_sum = (self.loss_sum + loss).to(self.loss_sum.dtype)
+        total = self.loss_sum + loss  # not in place: a step may be repeated or skipped
+        self.loss_sum = total if total.dtype is self.loss_sum.dtype else total.to(self.loss_sum.dtype)
         for count in self.counters:
             count(batch)
 

@@ -163,16 +163,16 @@ class Stepping(Reporting):
 
     def event_context(self) -> EventContext:
         """Return the current arguments of events, also between the parts of a step."""
-        return EventContext(
-            args=self.args,
-            state=self.state,
-            control=self.control,
-            model=self.model,
-            processing_class=self.processing_class,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            loaders=self.loaders,
-            loss=self.scope.loss,
+        return EventContext(  # by position: a step makes one
+            self.args,
+            self.state,
+            self.control,
+            self.model,
+            self.processing_class,
+            self.optimizer,
+            self.lr_scheduler,
+            self.loaders,
+            self.scope.loss,
         )
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
