@@ -248,9 +248,16 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def ecosystem(session: nox.Session) -> None:
-    """Run trainers of released libraries, unedited, here and on transformers' Trainer, and require equal numbers."""
+    """Run released libraries, unedited, here and on transformers' Trainer, and require equal numbers.
+
+    `-- --reference-tests FOLDER` runs transformers' own Trainer tests instead: FOLDER is a checkout of its repository.
+    """
     libraries = ("trl==1.16.0", "sentence-transformers==6.2.0")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *libraries, *CONSTRAINTS)
+    if session.posargs[:1] == ["--reference-tests"]:
+        session.install("parameterized", "optuna", "timeout-decorator", *CONSTRAINTS)
+        session.run("python", "tests/ecosystem/reference_tests.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
+        return
     session.run("pytest", *PARALLEL, "tests/ecosystem", *session.posargs, env=TEST_ENVIRONMENT)
 
 
