@@ -7,7 +7,7 @@ from support.models import Classifier
 from torch import nn
 
 from tr_core import TrainerCallback
-from tr_core.runtime.debug import overflow_watch
+from tr_core.runtime.run_context import overflow_watch
 
 WATCH = "underflow_overflow"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tr_core import TrainerControl, TrainerState
-from tr_core.callbacks.empty_cache import EmptyCacheCallback
+from tr_core.callbacks.defaults import EmptyCacheCallback
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])

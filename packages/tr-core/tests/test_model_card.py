@@ -10,8 +10,7 @@ from support.models import Classifier
 from support.runs import accuracy
 
 from tr_core import TrainerState
-from tr_core.model_card.front_matter import front_matter
-from tr_core.model_card.model_card import MARKER, evaluations, of_the_model
+from tr_core.model_card import MARKER, evaluations, front_matter, of_the_model
 
 
 def card(trainer):
@@ -50,7 +49,7 @@ def test_the_table_has_a_row_for_every_evaluation(trained):
 @pytest.mark.parametrize("adapted", [False, True])
 def test_the_card_names_the_version_of_peft_only_for_a_model_with_adapters(trained, monkeypatch, adapted):
     monkeypatch.setitem(sys.modules, "peft", sys)
-    monkeypatch.setattr("tr_core.model_card.model_card.version", lambda name: "1.2.3")
+    monkeypatch.setattr("tr_core.model_card.version", lambda name: "1.2.3")
     if adapted:
         trained.model.peft_config = {"default": object()}
     trained.create_model_card()

@@ -2,8 +2,8 @@
 
 from tr_args import Seq2SeqTrainingArguments, TrainingArguments
 from tr_core.callback import TrainerCallback
+from tr_core.callbacks.defaults import DefaultFlowCallback
 from tr_core.callbacks.early_stopping import EarlyStoppingCallback
-from tr_core.callbacks.flow import DefaultFlowCallback
 from tr_core.collators import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,

@@ -20,7 +20,7 @@ from torch import nn
 
 from tr_args import ArgumentsError
 from tr_core import plugins
-from tr_core.callbacks.trackers import CALLBACKS_BY_ARGUMENT, tracker_factory
+from tr_core.callbacks.defaults import CALLBACKS_BY_ARGUMENT, tracker_factory
 from tr_core.choose_strategy import usable_strategy
 from tr_core.optim.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.optim.schedules import get_scheduler

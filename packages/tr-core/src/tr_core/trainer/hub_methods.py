@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tr_core.checkpoint import saving
-from tr_core.model_card.model_card import CardDetails, TrainedRun, Words, write_model_card
+from tr_core.model_card import CardDetails, TrainedRun, Words, write_model_card
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.trainer.output_methods import Reporting
 

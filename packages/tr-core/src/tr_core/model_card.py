@@ -5,10 +5,11 @@ Results come from the log of the run: its evaluations, and the metrics of the fi
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,6 @@ import torch
 from torch import nn
 
 from tr_args import TrainingArguments
-from tr_core.model_card.front_matter import front_matter
 from tr_core.model_io import base_model
 from tr_core.optim.optimizers import describe
 from tr_core.state import TrainerState
@@ -95,6 +95,23 @@ class TrainedRun:
     num_devices: int
     samples_per_step: int
     has_best_weights: bool
+
+
+@dataclass
+class EvaluationFigures:
+    """Hold the results of the evaluations at one step.
+
+    Attributes:
+        step: completed optimizer steps.
+        epoch: epochs completed, as a fraction.
+        training_loss: the last one logged before; None if there was none.
+        metrics: metrics by name, without `eval_`.
+    """
+
+    step: int
+    epoch: float | None
+    training_loss: float | None
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def write_model_card(run: TrainedRun, details: CardDetails) -> None:
@@ -202,13 +219,8 @@ def _results(details: CardDetails, metrics: dict[str, float]) -> list[dict[str, 
             dataset = {"type": kind, "name": names[place] if place < len(names) else kind}
             if place < len(parts):
                 dataset["args"] = parts[place]
-            results.append(
-                {
-                    "task": {"type": task, "name": _title(task)},
-                    "dataset": dataset,
-                    "metrics": [{"type": n, "name": _title(n), "value": value} for n, value in metrics.items()],
-                }
-            )
+            shown = [{"type": n, "name": _title(n), "value": value} for n, value in metrics.items()]
+            results.append({"task": {"type": task, "name": _title(task)}, "dataset": dataset, "metrics": shown})
     return results
 
 
@@ -224,12 +236,8 @@ def _introduction(details: CardDetails, figures: EvaluationFigures | None) -> st
 
 def _table(rows: list[EvaluationFigures]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    head = [
-        "Training loss",
-        "Epoch",
-        "Step",
-        *("Validation loss" if name == "loss" else _title(name) for name in names),
-    ]
+    titles = ["Validation loss" if name == "loss" else _title(name) for name in names]
+    head = ["Training loss", "Epoch", "Step", *titles]
     lines = [head, ["---:"] * len(head)]
     for row in rows:
         loss = "no log" if row.training_loss is None else _shown(row.training_loss)
@@ -273,13 +281,9 @@ def _versions(model: Any) -> dict[str, str]:
 
 
 def _numbers(figures: EvaluationFigures | None) -> dict[str, float]:
-    if figures is None:
-        return {}
-    return {
-        name: value
-        for name, value in figures.metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    found = {} if figures is None else figures.metrics
+    numbers = {name: v for name, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _words(given: Words) -> list[str]:
@@ -302,26 +306,6 @@ def _line(text: Any) -> str:
     return " ".join(str(text).split())
 
 
-_PREFIX = "eval_"
-
-
-@dataclass
-class EvaluationFigures:
-    """Hold the results of the evaluations at one step.
-
-    Attributes:
-        step: completed optimizer steps.
-        epoch: epochs completed, as a fraction.
-        training_loss: the last one logged before; None if there was none.
-        metrics: metrics by name, without `eval_`.
-    """
-
-    step: int
-    epoch: float | None
-    training_loss: float | None
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-
 def evaluations(history: Iterable[dict[str, Any]]) -> list[EvaluationFigures]:
     """Return the evaluations of a log, in order; evaluations of several datasets at one step are merged."""
     found: list[EvaluationFigures] = []
@@ -329,9 +313,9 @@ def evaluations(history: Iterable[dict[str, Any]]) -> list[EvaluationFigures]:
     for entry in history:
         loss = entry.get("loss", loss)
         metrics = {
-            name.removeprefix(_PREFIX): value
+            name.removeprefix("eval_"): value
             for name, value in entry.items()
-            if name.startswith(_PREFIX) and not name.endswith(TIMINGS) and "_mem_" not in name
+            if name.startswith("eval_") and not name.endswith(TIMINGS) and "_mem_" not in name
         }
         if not metrics:
             continue
@@ -350,11 +334,7 @@ def of_the_model(state: TrainerState, has_best_weights: bool) -> EvaluationFigur
     """Return the figures of the run's final model, None if there are none.
 
     They come from an evaluation after the end of training. Without one they come from the best step, if its weights
-    were loaded, or else from the last evaluation.
-
-    Args:
-        state: the run's state.
-        has_best_weights: whether the best weights were loaded at the end.
+    were loaded at the end, or else from the last evaluation.
     """
     if after := evaluations(state.log_history[_end(state) :]):
         return after[-1]
@@ -368,3 +348,50 @@ def _end(state: TrainerState) -> int:
     """Return the index of the entry at the end of training; without one, the log's length."""
     places = [place for place, entry in enumerate(state.log_history) if "train_runtime" in entry]
     return places[-1] if places else len(state.log_history)
+
+
+def front_matter(metadata: Mapping[str, Any]) -> str:
+    """Return metadata as YAML between two lines of dashes, without entries that are empty or None.
+
+    Args:
+        metadata: text, numbers, lists and mappings of such.
+    """
+    return "\n".join(["---", *_mapping(metadata), "---", ""])
+
+
+def _entry(key: str, value: Any) -> list[str]:
+    name = key if key.replace("-", "").replace("_", "").isalnum() else _scalar(key)
+    if isinstance(value, Mapping):
+        return [f"{name}:", *(f"  {line}" for line in _mapping(value))]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [f"{name}:", *(line for item in value for line in _item(item))]
+    return [f"{name}: {_scalar(value)}"]
+
+
+def _mapping(values: Mapping[str, Any]) -> list[str]:
+    return [line for key, value in values.items() if _says_something(value) for line in _entry(key, value)]
+
+
+def _item(value: Any) -> list[str]:
+    if not isinstance(value, Mapping):
+        return [f"- {_scalar(value)}"]
+    first, *others = _mapping(value) or ["{}"]
+    return [f"- {first}", *(f"  {line}" for line in others)]
+
+
+def _scalar(value: Any) -> str:
+    """Return text and numbers as JSON: YAML reads JSON, and never mistakes its text for another type."""
+    if isinstance(value, bool | int):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else json.dumps(str(value))
+    text = json.dumps(str(value), ensure_ascii=False)
+    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    return f"\\u{ord(letter):04x}" if ord(letter) < 0x10000 else f"\\U{ord(letter):08x}"
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and (not isinstance(value, Sequence | Mapping) or len(value) > 0)

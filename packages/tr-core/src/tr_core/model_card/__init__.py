@@ -1,1 +1,0 @@
-"""Write model cards: text and metadata."""
