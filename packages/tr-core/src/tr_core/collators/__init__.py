@@ -1,9 +1,12 @@
-"""Make batches of samples; each file holds one way."""
+"""Make batches of samples: pad them, join them, and make the labels of language models."""
 
-from tr_core.collators.flattening import DataCollatorWithFlattening
-from tr_core.collators.language_modeling import DataCollatorForLanguageModeling
-from tr_core.collators.padding import DataCollatorForTokenClassification, DataCollatorWithPadding, default_data_collator
-from tr_core.collators.seq2seq import DataCollatorForSeq2Seq
+from tr_core.collators.language_modeling import DataCollatorForLanguageModeling, DataCollatorWithFlattening
+from tr_core.collators.padding import (
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
 
 __all__ = [
     "DataCollatorForLanguageModeling",
