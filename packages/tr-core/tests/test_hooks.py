@@ -174,15 +174,15 @@ def test_the_accelerator_answers_for_the_strategy(make_trainer):
         own.reduce(torch.ones(1), "max")
 
 
-def test_backward_of_the_accelerator_divides_by_the_micro_batches(make_trainer):
+def test_backward_of_the_accelerator_leaves_the_division_to_the_step(make_trainer):
     class ByHand(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             model.train()
             inputs = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs)
+                loss = self.compute_loss(model, inputs) / self.current_gradient_accumulation_steps
             self.accelerator.backward(loss)
-            return loss.detach() / self.current_gradient_accumulation_steps
+            return loss.detach()
 
     class SyncSeen(TrainerCallback):
         seen = []

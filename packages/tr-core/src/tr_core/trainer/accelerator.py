@@ -19,6 +19,14 @@ from tr_core.protocols import Strategy
 
 _KINDS = {"ddp": ("MULTI_GPU", "MULTI_CPU"), "fsdp": ("FSDP", "FSDP"), "deepspeed": ("DEEPSPEED", "DEEPSPEED")}
 
+# What to override in place of a function of the accelerator.
+_IN_PLACE = {
+    "clip_grad_norm_": "_clip_grad_norm",
+    "autocast": "compute_loss_context_manager",
+    "gather_for_metrics": "evaluation_loop",
+    "get_state_dict": "_save",
+}
+
 
 class StrategyAccelerator:
     """The members of `accelerate.Accelerator` that subclasses use, over a strategy. Nothing is prepared twice.
@@ -128,8 +136,8 @@ class StrategyAccelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self._args().gradient_accumulation_steps
+        """Return 1, as under transformers: the Trainer accumulates, and `backward` divides nothing."""
+        return 1
 
     @property
     def sync_gradients(self) -> bool:
@@ -155,9 +163,8 @@ class StrategyAccelerator:
         return inner if keep_torch_compile else getattr(inner, "_orig_mod", inner)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Compute gradients of a mean loss, divided by the micro-batches of the step; a filler sample has none."""
-        loss = loss if self._scope.weight == 1.0 else loss * self._scope.weight
-        self._strategy().backward(loss / self._scope.size if self._scope.size > 1 else loss, **options)
+        """Compute gradients of a loss as it is, which a step divides by its micro-batches; a filler sample has none."""
+        self._strategy().backward(loss if self._scope.weight == 1.0 else loss * self._scope.weight, **options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> torch.Tensor:
         """Clip the gradients of these parameters to a norm.
@@ -232,6 +239,15 @@ class StrategyAccelerator:
             return torch.cat((filler, value) if pad_first else (value, filler), dim=dim)
 
         return map_tensors(padded, tensor)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if callable(getattr(type(self), name, None)):
+            raise AttributeError(
+                f"trainer.accelerator.{name} was replaced, and no run calls it: this Trainer trains by its strategy; "
+                f"override {_IN_PLACE.get(name, 'training_step')} of the Trainer, or pass Trainer(..., "
+                "strategy=tr_dist.AcceleratorStrategy(accelerator))"
+            )
+        object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -43,8 +43,8 @@ class Stepping(Reporting):
             This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
         """
         inputs = self._prepare_inputs(inputs) if self.prepares_inputs else to_device(inputs, self.strategy.device)
-        count: dict[str, Any] = {}
-        if num_items_in_batch is not None and self._loss_takes_count:
+        count: dict[str, Any] = {"num_items_in_batch": None} if self._loss_takes_count else {}
+        if count and num_items_in_batch is not None:
             count = {"num_items_in_batch": self.loss_rule.hand_over(num_items_in_batch)}
         wants_outputs, outputs = self.callback_handler.wants_outputs, None
         with self.loss_context():
