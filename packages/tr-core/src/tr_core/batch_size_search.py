@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tr_args import TrainingArguments
+from tr_core.data.asked_batches import AskedBatches
 from tr_core.data.limits import training_batches
 from tr_core.loop import run_epochs
 from tr_core.optim.fused_backward import kind
@@ -208,6 +209,8 @@ def _fits(run: Run) -> bool:
     if batch is None:
         return True
     num_items = run.count_targets([batch]) if run.count_targets else None
+    if run.take_batches is not None:
+        (batch,), num_items = run.take_batches(AskedBatches(iter([batch]), strategy.device), 1)
     scope.size, scope.weight = run.plan.accumulation, batch.weight
     model.train()
     try:

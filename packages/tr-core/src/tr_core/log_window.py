@@ -95,6 +95,7 @@ class LogWindow:
         first_step: completed steps of the run when this call of `train` began.
         first_tokens: input tokens seen when this call of `train` began.
         start_s: `time.perf_counter()` when this call of `train` began.
+        logged_loss: sum of the losses of the steps of this call that were logged.
     """
 
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
@@ -110,7 +111,7 @@ class LogWindow:
         self.step = self.last_logged_step = self.first_step = self.first_tokens = 0
         self.of_all_ranks: list[RankWindow] = []
         self.start_s = time.perf_counter()
-        self._logged_loss, self._logged_skips = 0.0, 0
+        self.logged_loss, self._logged_skips = 0.0, 0
 
     def begin_step(self, step: int) -> None:
         """Begin a step after `step` completed ones."""
@@ -179,7 +180,7 @@ class LogWindow:
             skipped=windows[0]["skipped"],
             metrics=weighted_means([window["metrics"] for window in windows]),
         )
-        self._logged_loss += closed.loss
+        self.logged_loss += closed.loss
         self._logged_skips += closed.skipped
         # Not subtracted from themselves: NaN - NaN stays NaN.
         self.loss_sum, self.num_nonfinite = self._zero, torch.zeros_like(self.num_nonfinite)
@@ -210,7 +211,7 @@ class LogWindow:
     def mean_loss(self, steps: int) -> float:
         """Return the mean loss of this call's applied and logged steps, out of `steps`."""
         applied = steps - self._logged_skips
-        return self._logged_loss / applied if applied else math.nan
+        return self.logged_loss / applied if applied else math.nan
 
     def load(self, windows: Sequence[RankWindow], rank: int, world_size: int) -> None:
         """Restore a saved window of all ranks; another number of ranks shares it evenly."""
@@ -222,7 +223,7 @@ class LogWindow:
         self.num_skipped = torch.full_like(self.num_skipped, own["skipped"])
         self.means.load(own["metrics"])
         # Steps of an earlier call count for the next log, but not for the mean loss of this call.
-        self._logged_loss = -sum(window["loss"] for window in windows) / len(windows)
+        self.logged_loss = -sum(window["loss"] for window in windows) / len(windows)
         self._logged_skips = -own["skipped"]
 
 

@@ -14,8 +14,9 @@ from itertools import islice
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from tr_core.data.asked_batches import AskedBatches, TakeBatches
 from tr_core.data.sampler import MicroBatch
-from tr_core.evaluation.best_metric import record_best, watched_metric
+from tr_core.evaluation.best_metric import watched_metric
 from tr_core.run import Run
 
 
@@ -26,9 +27,10 @@ def run_epochs(run: Run) -> None:
         first_sample, first_step = position.samples, methods.state.global_step
         if not run.is_epoch_complete():  # complete after a resume from an epoch's last step
             run.begin_epoch()
+            run_due = run.after_step or log_evaluate_save
             for step in iterate_steps(run, position.epoch, first_sample):
                 train_step(run, step)
-                log_evaluate_save(run)
+                run_due(run)
                 # Compared here: a step without a user's change must cost no call.
                 seen = (methods.args.num_assignments, methods.has_assignments, len(run.optimizer.param_groups))
                 if seen != run.watch.seen:
@@ -47,7 +49,7 @@ def end_epoch(run: Run, *, moves_on: bool) -> None:
     if moves_on:
         run.position.next_epoch()
     run.fire("on_epoch_end")
-    log_evaluate_save(run)
+    (run.after_step or log_evaluate_save)(run)
 
 
 def train_step(run: Run, step: StepData) -> None:
@@ -59,10 +61,11 @@ def train_step(run: Run, step: StepData) -> None:
     window.begin_step(state.global_step)
     fire("on_step_begin")
     for number, batch in enumerate(step.micro_batches, start=1):
-        scope.weight, scope.total, scope.is_last = batch.weight, batch.total, number == step.size
+        is_last = number == step.size
+        scope.weight, scope.total, scope.is_last = batch.weight, batch.total, is_last
         if not inner.training:
             run.mode.restore()
-        with strategy.accumulate(model, sync=run.plan.syncs_each_batch or number == step.size):
+        with strategy.accumulate(model, sync=run.plan.syncs_each_batch or is_last):
             loss = training_step(model, batch.inputs, step.num_items)
         window.add(loss, batch)
         run.position.samples = batch.end
@@ -110,17 +113,24 @@ def log_evaluate_save(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluate, record the best, and step a schedule that follows a metric."""
+    """Evaluate, step a schedule that follows a metric, and record the best."""
+    methods = run.methods
+    metrics = methods._evaluate(methods.trial, run.ignore_keys)
+    is_best = methods._determine_best_metric(metrics=metrics, trial=methods.trial)
+    if is_best and (methods.args.save_strategy == "best" or methods.args.load_best_model_at_end):
+        methods.control.should_save = True  # load_best_model_at_end needs a checkpoint of the best step
+
+
+def evaluate_and_report(run: Run, ignore_keys: list[str] | None, *, steps: bool = True) -> dict[str, float]:
+    """Evaluate, report to a search, and return the metrics; `steps` a schedule that follows one of them."""
     methods = run.methods
     run.store_tokens()
     with run.evaluating():
-        metrics = methods.evaluate(ignore_keys=run.ignore_keys)
+        metrics = methods.evaluate(ignore_keys=ignore_keys)
     methods.report_trial(metrics)
-    is_best = record_best(methods.args, methods.state, metrics)
-    if isinstance(run.schedule, ReduceLROnPlateau):  # stepped with an evaluation's result, not after every step
+    if steps and isinstance(run.schedule, ReduceLROnPlateau):  # with an evaluation's result, not after every step
         run.schedule.step(watched_metric(methods.args, metrics))
-    if is_best and (methods.args.save_strategy == "best" or methods.args.load_best_model_at_end):
-        methods.control.should_save = True  # load_best_model_at_end needs a checkpoint of the best step
+    return metrics
 
 
 def save(run: Run) -> None:
@@ -150,6 +160,9 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
     Micro-batches are loaded as they are used. If targets are counted, or if the length of the epoch is unknown, all
     micro-batches of a step are loaded first, to the host only.
     """
+    if run.take_batches is not None:
+        yield from _steps_of_override(run, run.take_batches, epoch, position)
+        return
     accumulation, batches = run.plan.accumulation, run.data.iterate(epoch, position)
     remaining = run.data.remaining(position)
     while remaining is None or remaining > 0:
@@ -164,6 +177,20 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
             size = len(loaded) if remaining is None else size
             num_items = count_targets(loaded) if count_targets else None
         yield StepData(batches_of_step, size, num_items)
+        if remaining is not None:
+            remaining -= size
+
+
+def _steps_of_override(run: Run, take: TakeBatches, epoch: int, position: int) -> Iterator[StepData]:
+    """Yield the steps of an epoch whose batches an override takes."""
+    batches = AskedBatches(run.data.iterate(epoch, position), run.strategy.device)
+    accumulation, remaining = run.plan.accumulation, run.data.remaining(position)
+    while remaining is None or remaining > 0:
+        size = accumulation if remaining is None else min(accumulation, remaining)
+        loaded, num_items = take(batches, size)
+        if not loaded and remaining is None:
+            return
+        yield StepData(iter(loaded), len(loaded) if remaining is None else size, num_items)
         if remaining is not None:
             remaining -= size
 

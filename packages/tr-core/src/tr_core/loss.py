@@ -111,6 +111,23 @@ class LossRule:
         total = torch.full((), sum(known), dtype=torch.int64, device=self._strategy.device)
         return self._strategy.sum(total) if self._over_ranks else total
 
+    def count_all(self, batches: Sequence[Any], *, over_ranks: bool) -> torch.Tensor | None:
+        """Count the targets of batches that may be on the device, where nothing is read.
+
+        Args:
+            batches: the inputs of micro-batches.
+            over_ranks: add those of the other ranks, as `count` does.
+
+        Returns:
+            A scalar tensor on the device, or None if a batch has no labels to count.
+        """
+        found = [self.count_inputs(inputs) for inputs in batches]
+        known = [number.to(self._strategy.device) for number in found if number is not None]
+        if len(known) < len(found):
+            return None
+        total = sum(known, torch.zeros((), dtype=torch.int64, device=self._strategy.device))
+        return self._strategy.sum(total) if over_ranks and self._over_ranks else total
+
     def count_inputs(self, inputs: Any) -> torch.Tensor | None:
         """Count the targets of one batch on this rank, without leaving the device; None if it has no labels."""
         targets = self._targets(inputs)

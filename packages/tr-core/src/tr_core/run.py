@@ -5,138 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tr_args import TrainingArguments
-from tr_core.callback import CallbackList
 from tr_core.changes import ChangeWatch, check_same_on_all_ranks, values_of_all_ranks
+from tr_core.data.asked_batches import TakeBatches
 from tr_core.data.batches import Batches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
 from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite
-from tr_core.loss import LossRule, StepScope
 from tr_core.model import TrainingMode
 from tr_core.optim.fused_backward import kind
 from tr_core.optim.nonfinite import UpdateGuard, choose_updates
 from tr_core.plan import TrainingPlan, resolve_steps
 from tr_core.preemption.preemption import Preemption
-from tr_core.protocols import Checkpointer, Stateful, Strategy
-from tr_core.random_state import RandomState
-from tr_core.state import TrainerControl, TrainerState
-
-
-class RunMethods(Protocol):
-    """Define what one call of `train` needs from its owner, whose methods a subclass may override.
-
-    The run reads attributes at each use: a callback may assign some of them.
-
-    Attributes:
-        args: the training arguments.
-        state: what the run has reached.
-        control: what happens next.
-        model: the unwrapped model.
-        model_wrapped: what the strategy's `prepare` returned.
-        lr_scheduler: the schedule.
-        processing_class: tokenizer or processor, None if there is none.
-        loss_rule: what is counted in a step.
-        scope: the data of the current step.
-        step_function: `training_step`, called with the count as third argument.
-        callback_handler: the callbacks.
-        loaders: the data loaders that callbacks get.
-        train_dataset: the training data.
-        random_state: the random generators.
-        search: the search whose trial this run is; None for any other run.
-        has_assignments: whether an assignment acts from the next step.
-        has_own_layout: whether an override writes the model's files of a checkpoint.
-    """
-
-    args: TrainingArguments
-    state: TrainerState
-    control: TrainerControl
-    model: nn.Module
-    model_wrapped: nn.Module
-    lr_scheduler: LRScheduler | None
-    processing_class: Any
-    loss_rule: LossRule
-    scope: StepScope
-    step_function: Callable[..., torch.Tensor]
-    callback_handler: CallbackList
-    loaders: dict[str, Any]
-    train_dataset: Any
-    random_state: RandomState
-    search: Any
-    has_assignments: bool
-
-    @property
-    def has_own_layout(self) -> bool:
-        """Whether an override writes the model's files of a checkpoint."""
-        ...
-
-    @property
-    def has_given_optimizer(self) -> bool:
-        """Whether the optimizer was passed or assigned."""
-        ...
-
-    @property
-    def has_given_schedule(self) -> bool:
-        """Whether the schedule was passed or assigned."""
-        ...
-
-    def optimizer_in_evaluation(self) -> AbstractContextManager[None]:
-        """Swap in the evaluation weights of an optimizer that has two sets of weights, inside a block."""
-        ...
-
-    def prepare(self) -> nn.Module:
-        """Apply assignments."""
-        ...
-
-    def get_train_dataloader(self) -> Any:
-        """Build the loader of the training data."""
-        ...
-
-    def evaluate(self, *, ignore_keys: list[str] | None = None) -> dict[str, float]:
-        """Evaluate, log and return the metrics."""
-        ...
-
-    def report_trial(self, metrics: dict[str, float]) -> None:
-        """Report the metrics of an evaluation to the search."""
-        ...
-
-    def log(self, logs: dict[str, Any]) -> None:
-        """Add an entry to the log."""
-        ...
-
-    def save_checkpoint(self, run: Any) -> None:
-        """Save everything that the run needs to continue."""
-        ...
-
-    def after_resume(self, folder: str) -> None:
-        """Call the overrides that load more from a checkpoint."""
-        ...
-
-    def checkpointer(self) -> Checkpointer:
-        """Return the checkpointer of the run."""
-        ...
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of forward and backward of one batch."""
-        ...
-
-    def counts_floating_point_ops(self) -> bool:
-        """Whether `floating_point_ops` can count anything."""
-        ...
-
-
-class RunSettings(Stateful, Protocol):
-    """Save and restore the part `settings` of a run's checkpoints."""
-
-    def record_changes(self) -> None:
-        """Record what a callback changed in the optimizer and the schedule."""
-        ...
+from tr_core.protocols import Strategy
+from tr_core.run_owner import RunMethods, RunSettings
+from tr_core.state import TrainerState
 
 
 @dataclass
@@ -156,6 +43,8 @@ class Run:
         updates: clips and applies gradients: the strategy, or a guard around it.
         position: where in the data the run is.
         count_targets: counts the targets of a step; None where nothing needs the count.
+        take_batches: takes the batches of a step by an override; None without one.
+        after_step: runs what is due after a step by an override; None without one.
         settings: the settings of the run, as its checkpoints save them.
         preemption: ends the run after a signal; None if signals do not end it.
         ignore_keys: outputs of the model that evaluations skip.
@@ -174,6 +63,8 @@ class Run:
     updates: Strategy | UpdateGuard
     position: DataPosition = field(default_factory=DataPosition)
     count_targets: Callable[[list[MicroBatch]], torch.Tensor | None] | None = None
+    take_batches: TakeBatches | None = None
+    after_step: Callable[[Run], None] | None = None
     settings: RunSettings | None = None
     preemption: Preemption | None = None
     ignore_keys: list[str] | None = None
@@ -206,6 +97,7 @@ class Run:
         """Read the current values of what may change during a run."""
         methods, args, window, rule = self.methods, self.methods.args, self.window, self.methods.loss_rule
         self.count_targets = rule.count if rule.counts else None
+        self.take_batches, self.after_step = methods.taking(), methods.after_step()
         self.plan = replace(self.plan, max_grad_norm=args.max_grad_norm or None)
         window.filters_nonfinite = args.logging_nan_inf_filter
         window.counters = [] if window.tokens is None else [window.tokens.count]

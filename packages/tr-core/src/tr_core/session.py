@@ -219,7 +219,7 @@ def run_pending(run: Run) -> None:
         control.should_evaluate = args.eval_strategy != "no"
         control.should_save = "save" in run.position.pending and args.save_strategy != "no"
         control.should_training_stop, run.position.pending = is_at_the_end, []
-        log_evaluate_save(run)
+        (run.after_step or log_evaluate_save)(run)
         is_asked_to_stop = control.should_training_stop
     control.should_training_stop |= is_at_the_end
     if _is_within_epoch(run.position) and (is_at_the_end or is_asked_to_stop or run.position.ends_epoch_early):

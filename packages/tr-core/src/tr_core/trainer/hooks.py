@@ -6,7 +6,8 @@ A run calls them where transformers would. `tr_core.trainer.refused_hooks` lists
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -207,11 +208,18 @@ class Hooks(TrainerParts):
 
     def save_checkpoint(self, run: Any) -> None:
         """Save everything that the run needs to resume from here. Collective."""
+        with self.saving(run):
+            self._save_checkpoint(self.model_wrapped, self.trial)
+
+    @contextmanager
+    def saving(self, run: Any) -> Iterator[None]:
+        """Return a block in which `_save_checkpoint` saves this run."""
+        before = self._saved_run
         self._set("_saved_run", run)
         try:
-            self._save_checkpoint(self.model_wrapped, self.trial)
+            yield
         finally:
-            self._set("_saved_run", None)
+            self._set("_saved_run", before)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint of the current step; called by the run. Collective.

@@ -138,7 +138,11 @@ class Stepping(Reporting):
 
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
-        count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
+        if self.counts_by_override:
+            count = self._get_num_items_in_batch([inputs], self.strategy.device)
+            count = None if count is None else torch.as_tensor(count, device=self.strategy.device)
+        else:
+            count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
         count_argument: dict[str, Any] = {}
         if self._loss_takes_count:
             count_argument = {"num_items_in_batch": None if count is None else self.loss_rule.hand_over(count)}

@@ -15,11 +15,11 @@ from tr_core.checkpoint import saving
 from tr_core.metric_means import MetricWindow
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.runtime.run_context import training_context
-from tr_core.trainer.hooks import Hooks
+from tr_core.trainer.step_hooks import StepHooks
 from tr_log.terminal import write_line
 
 
-class Reporting(Hooks):
+class Reporting(StepHooks):
     """Log and save."""
 
     @property

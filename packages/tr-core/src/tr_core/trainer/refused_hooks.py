@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 _LOOP = "override training_step, or give a callback with the events of that moment"
-_DATA = "override get_train_dataloader, or let the data collator do it"
 _STATE = "give a callback state_dict() and load_state_dict(), which every checkpoint saves and restores"
 # Hooks of transformers that no run of this Trainer has -> what to override in their place.
 REFUSED: dict[str, str] = {
     "_build_accelerator_args": "pass strategy= to the Trainer",
     "_defer_fsdp_gradient_reduction": "pass strategy= to the Trainer",
-    "_determine_best_metric": "set metric_for_best_model, or override evaluate and return the metric",
-    "_evaluate": "override evaluate",
     "_finalize_training": "give a callback with on_train_end",
     "_finish_current_push": "give a callback with on_push_begin",
     "_get_grad_norm": "override _clip_grad_norm",
     "_get_learning_rate": "override log",
-    "_get_num_items_in_batch": "set model_accepts_loss_kwargs, or loss_is_scaled_for_ga for a loss of your own",
     "_get_output_dir": "set args.output_dir",
     "_has_mixed_mesh_grads": "override _clip_grad_norm",
     "_hp_search_setup": "pass hp_space or model_init to hyperparameter_search",
@@ -24,8 +20,6 @@ REFUSED: dict[str, str] = {
     "_issue_warnings_after_load": "nothing in its place: keys that do not fit are an error",
     "_load_callback_state": _STATE,
     "_load_scaler": _STATE,
-    "_maybe_log_save_evaluate": "give a callback with on_step_end that sets control.should_log, should_evaluate or "
-    "should_save, or override log",
     "_mixed_mesh_grad_norm": "override _clip_grad_norm",
     "_move_model_to_device": "set place_model_on_device of the arguments to False",
     "_nested_gather": "override evaluation_loop",
@@ -43,7 +37,6 @@ REFUSED: dict[str, str] = {
     "_update_auto_batch_size": "set auto_find_batch_size=False",
     "_validate_args": "check the arguments in __init__",
     "_wrap_model": "pass strategy= to the Trainer, whose prepare wraps the model",
-    "get_batch_samples": _DATA,
     "get_cp_size": "pass strategy= to the Trainer",
     "get_sp_size": "pass strategy= to the Trainer",
     "get_tp_size": "pass strategy= to the Trainer",

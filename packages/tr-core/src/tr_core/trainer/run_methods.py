@@ -74,6 +74,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                 return TrainOutput(self.state.global_step, last_train_loss(self.state), {})
             log_run_start(run, self.get_num_trainable_parameters())
             with (
+                self.running(run),
                 self._training_strategy(run.optimizer, run.plan, run.use_strategy),
                 preempting(run),
                 self._in_training(run.window.means, run.preemption),
