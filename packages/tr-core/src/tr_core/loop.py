@@ -7,7 +7,7 @@ value back from the device: losses and norms stay there until a log is due.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -27,7 +27,7 @@ def run_epochs(run: Run) -> None:
         first_sample, first_step = position.samples, methods.state.global_step
         if not run.is_epoch_complete():  # complete after a resume from an epoch's last step
             run.begin_epoch()
-            run_due = run.after_step or log_evaluate_save
+            run_due = what_is_due(run)
             for step in iterate_steps(run, position.epoch, first_sample):
                 train_step(run, step)
                 run_due(run)
@@ -49,7 +49,7 @@ def end_epoch(run: Run, *, moves_on: bool) -> None:
     if moves_on:
         run.position.next_epoch()
     run.fire("on_epoch_end")
-    (run.after_step or log_evaluate_save)(run)
+    what_is_due(run)(run)
 
 
 def train_step(run: Run, step: StepData) -> None:
@@ -90,6 +90,11 @@ def train_step(run: Run, step: StepData) -> None:
     micro_batches_done = -(-run.position.samples // run.data.samples_per_micro_batch)
     state.epoch = run.position.epoch + micro_batches_done / run.plan.batches_per_epoch
     fire("on_step_end")
+
+
+def what_is_due(run: Run) -> Callable[[Run], None]:
+    """Return what runs what is due after a step: `log_evaluate_save`, or an override."""
+    return run.after_step or log_evaluate_save
 
 
 def log_evaluate_save(run: Run) -> None:

@@ -17,7 +17,7 @@ from tr_args import TrainingArguments
 from tr_core.changes import watching_modules
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.data.position import DataPosition
-from tr_core.loop import end_epoch, log_evaluate_save, save
+from tr_core.loop import end_epoch, save, what_is_due
 from tr_core.plan import TrainingPlan, resolve_steps
 from tr_core.preemption.preemption import make_preemption, preemptible
 from tr_core.protocols import Checkpointer, Collectives, Stateful
@@ -219,7 +219,7 @@ def run_pending(run: Run) -> None:
         control.should_evaluate = args.eval_strategy != "no"
         control.should_save = "save" in run.position.pending and args.save_strategy != "no"
         control.should_training_stop, run.position.pending = is_at_the_end, []
-        (run.after_step or log_evaluate_save)(run)
+        what_is_due(run)(run)
         is_asked_to_stop = control.should_training_stop
     control.should_training_stop |= is_at_the_end
     if _is_within_epoch(run.position) and (is_at_the_end or is_asked_to_stop or run.position.ends_epoch_early):
