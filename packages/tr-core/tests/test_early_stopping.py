@@ -143,3 +143,12 @@ def test_a_subclass_may_judge_the_metric_otherwise(make_trainer):
     )
     trainer.train()
     assert trainer.state.global_step == 4
+
+
+def test_its_state_is_exported_as_arguments_and_counter():
+    callback = EarlyStoppingCallback(4, 0.5)
+    callback.early_stopping_patience_counter = 2
+    assert callback.state() == {
+        "args": {"early_stopping_patience": 4, "early_stopping_threshold": 0.5},
+        "attributes": {"early_stopping_patience_counter": 2},
+    }

@@ -156,6 +156,7 @@ def test_the_accelerator_answers_for_the_strategy(make_trainer):
     assert own.distributed_type == "NO"
     assert own.mixed_precision == "no"
     assert own.unwrap_model(model) is model
+    assert own.unwrap_model(nn.DataParallel(model)) is model
     assert own.prepare(model) is model
     assert own.prepare(1, model) == (1, model)
     assert own.prepare_model(nn.Linear(2, 2), evaluation_mode=True).training is False

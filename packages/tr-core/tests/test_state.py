@@ -6,6 +6,7 @@ import logging
 import pytest
 from support.checkpointer import MemoryCheckpointer
 
+from tr_args import TrainingArguments
 from tr_core import (
     TrainerCallback,
     TrainerState,
@@ -19,6 +20,12 @@ def test_the_state_is_written_as_strict_json_and_read_back(tmp_path):
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     again = TrainerState.load_from_json(tmp_path / "state.json")
     assert (again.global_step, again.epoch, again.best_metric) == (3, 0.5, 0.25)
+
+
+def test_shares_of_a_run_become_steps():
+    state = TrainerState()
+    state.compute_steps(TrainingArguments(logging_steps=0.05, eval_steps=0.5, save_steps=7), 30)
+    assert (state.logging_steps, state.eval_steps, state.save_steps) == (2, 15, 7)
 
 
 def test_unknown_keys_of_a_state_are_skipped_with_a_warning(heard):

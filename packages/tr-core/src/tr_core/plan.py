@@ -1,7 +1,6 @@
 """Plan a run: its length in optimizer steps, the size of a step, and when gradients are synchronised.
 
-This file converts shares of a run to numbers of steps. It also checks `accelerator_config`: some of its settings act,
-and the others are refused with the reason.
+This file also checks `accelerator_config`: some of its settings act, and the others are refused with the reason.
 """
 
 from __future__ import annotations
@@ -43,18 +42,6 @@ class TrainingPlan:
     def with_max_steps(self, max_steps: int) -> TrainingPlan:
         """Return the plan with another length."""
         return replace(self, max_steps=max_steps)
-
-
-def resolve_steps(value: float | None, max_steps: int) -> int:
-    """Convert an argument to a number of steps. A value below 1 is a share of the run.
-
-    Args:
-        value: the argument; None is the whole run, so once in the run.
-        max_steps: optimizer steps of the run.
-    """
-    if value is None:
-        return max_steps
-    return max(math.ceil(value * max_steps) if value < 1 else int(value), 1)
 
 
 def make_plan(args: TrainingArguments, data: Batches) -> TrainingPlan:

@@ -19,11 +19,11 @@ from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, sto
 from tr_core.model import TrainingMode
 from tr_core.optim.fused_backward import kind
 from tr_core.optim.nonfinite import UpdateGuard, choose_updates
-from tr_core.plan import TrainingPlan, resolve_steps
+from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import Preemption
 from tr_core.protocols import Strategy
 from tr_core.run_owner import RunMethods, RunSettings
-from tr_core.state import TrainerState
+from tr_core.state import TrainerState, resolve_steps
 
 
 @dataclass

@@ -18,7 +18,7 @@ from tr_core.changes import watching_modules
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.data.position import DataPosition
 from tr_core.loop import end_epoch, save, what_is_due
-from tr_core.plan import TrainingPlan, resolve_steps
+from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import make_preemption, preemptible
 from tr_core.protocols import Checkpointer, Collectives, Stateful
 from tr_core.results import speed_metrics
@@ -54,18 +54,17 @@ def fresh_state(
         plan: how long the run is.
         trial: the state's fields about a search's trial.
     """
-    return TrainerState(
+    state = TrainerState(
         epoch=0.0,
         max_steps=plan.max_steps,
         num_train_epochs=plan.num_epochs,
-        logging_steps=resolve_steps(args.logging_steps, plan.max_steps),
-        eval_steps=resolve_steps(args.eval_steps, plan.max_steps),
-        save_steps=resolve_steps(args.save_steps, plan.max_steps),
         train_batch_size=args.train_batch_size,
         is_local_process_zero=strategy.local_rank == 0,
         is_world_process_zero=strategy.rank == 0,
         **trial,
     )
+    state.compute_steps(args, plan.max_steps)
+    return state
 
 
 def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_dir: str) -> None:

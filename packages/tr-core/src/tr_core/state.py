@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
@@ -24,6 +25,18 @@ from tr_log import get_logger
 from tr_log.formatting import to_strict
 
 logger = get_logger(__name__)
+
+
+def resolve_steps(value: float | None, max_steps: int) -> int:
+    """Convert an argument to a number of steps. A value below 1 is a share of the run.
+
+    Args:
+        value: the argument; None is the whole run, so once in the run.
+        max_steps: optimizer steps of the run.
+    """
+    if value is None:
+        return max_steps
+    return max(math.ceil(value * max_steps) if value < 1 else int(value), 1)
 
 
 @dataclass
@@ -71,6 +84,12 @@ class TrainerState:
     is_hyper_param_search: bool = False
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
+
+    def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
+        """Set the steps between logs, evaluations and checkpoints; a share is one of `max_steps`."""
+        self.logging_steps = resolve_steps(args.logging_steps, max_steps)
+        self.eval_steps = resolve_steps(args.eval_steps, max_steps)
+        self.save_steps = resolve_steps(args.save_steps, max_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields as plain values."""

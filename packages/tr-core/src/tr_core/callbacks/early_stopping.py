@@ -85,6 +85,11 @@ class EarlyStoppingCallback(TrainerCallback):
         else:
             self.early_stopping_patience_counter += 1
 
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the arguments and the counter, in the form of an `ExportableState` of transformers."""
+        given = ("early_stopping_patience", "early_stopping_threshold")
+        return {"args": {name: getattr(self, name) for name in given}, "attributes": self.state_dict()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counter."""
         return {"early_stopping_patience_counter": self.early_stopping_patience_counter}

@@ -24,13 +24,13 @@ from tr_core.callbacks.defaults import CALLBACKS_BY_ARGUMENT, tracker_factory
 from tr_core.choose_strategy import usable_strategy
 from tr_core.optim.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
 from tr_core.optim.schedules import get_scheduler
-from tr_core.plan import resolve_steps
 from tr_core.plugins import PluginError
 from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import argument_problems, unsupported_problems
 from tr_core.preflight.report import Problem
 from tr_core.signatures import takes_argument
 from tr_core.single_device import SingleDevice
+from tr_core.state import resolve_steps
 from tr_core.validation import refuse_unsupported, why_not_writable
 
 

@@ -19,7 +19,6 @@ import torch
 
 from tr_args import TrainingArguments
 from tr_core.checkpoint.saving import model_parts
-from tr_core.plan import resolve_steps
 from tr_core.plugins import PluginError
 from tr_core.preflight.argument_checks import checkpointer_of, evaluation_count
 from tr_core.preflight.checked_trainer import CheckedTrainer
@@ -27,6 +26,7 @@ from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import last_line, raised_at
 from tr_core.preflight.report import Problem
 from tr_core.protocols import EvaluationWeights, Stateful
+from tr_core.state import resolve_steps
 from tr_core.validation import nearest_existing_path
 from tr_log.formatting import size
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from tr_args import TrainingArguments
@@ -158,8 +159,10 @@ class StrategyAccelerator:
         return model.eval() if evaluation_mode else model
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the module inside what the strategy wrapped."""
+        """Return the module inside what the strategy, or a user, wrapped."""
         inner = self._strategy().unwrap(model)
+        while isinstance(inner, nn.DataParallel | DistributedDataParallel):
+            inner = inner.module
         return inner if keep_torch_compile else getattr(inner, "_orig_mod", inner)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
