@@ -1,10 +1,11 @@
 """Options within an argument: of optimizers, of sharding, of the sharing of data."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
-from tr_args import AcceleratorConfig, TrainingArguments, parse_optim_args
+from tr_args import AcceleratorConfig, ArgumentsError, TrainingArguments, parse_optim_args
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,24 @@ def test_how_data_is_shared_can_come_from_a_file(tmp_path, ending):
     args = TrainingArguments(accelerator_config=str(path))
     assert args.accelerator_config == AcceleratorConfig(split_batches=True)
     assert TrainingArguments(accelerator_config=args.accelerator_config).accelerator_config.split_batches
+
+
+def test_how_data_is_shared_can_come_from_the_class_of_another_library():
+    @dataclass
+    class Theirs:
+        split_batches: bool = True
+        even_batches: bool = False
+
+    @dataclass
+    class Longer(Theirs):
+        shuffle: bool = True
+
+    args = TrainingArguments(accelerator_config=Theirs())
+    assert args.accelerator_config == AcceleratorConfig(split_batches=True, even_batches=False)
+    with pytest.raises(ArgumentsError, match="accelerator_config.*has the unknown key shuffle"):
+        TrainingArguments(accelerator_config=Longer())
+    with pytest.raises(ArgumentsError, match="needs a mapping"):
+        TrainingArguments(accelerator_config=AcceleratorConfig)
 
 
 def test_arguments_do_not_share_their_defaults():

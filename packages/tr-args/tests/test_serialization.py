@@ -2,8 +2,10 @@
 
 import json
 import random
-from dataclasses import MISSING
+import sys
+from dataclasses import MISSING, dataclass, field
 from enum import Enum
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -137,6 +139,28 @@ def test_an_object_that_describes_itself_is_written_by_its_own_description():
 
     args = Seq2SeqTrainingArguments(generation_config=Settings())
     assert args.to_dict()["generation_config"] == {"max_new_tokens": 5}
+
+
+def test_a_dtype_is_written_by_its_name_and_read_again(monkeypatch):
+    class dtype:  # noqa: N801 - named as torch's, which these tests do not install
+        def __init__(self, name):
+            self.name = name
+
+        def __repr__(self):
+            return f"torch.{self.name}"
+
+    dtype.__module__ = "torch"
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(bfloat16=dtype("bfloat16"), nn=None))
+
+    @dataclass
+    class Precise(TrainingArguments):
+        weights: dtype = field(default_factory=lambda: dtype("float32"))
+
+    assert Precise().to_dict()["weights"] == "float32"
+    for text in ("bfloat16", "torch.bfloat16"):
+        assert Precise(weights=text).weights is sys.modules["torch"].bfloat16
+    with pytest.raises(ArgumentsError, match="weights.*needs the name of a dtype of torch, such as bfloat16"):
+        Precise(weights="nn")
 
 
 def test_unknown_keys_of_a_dict_are_refused():

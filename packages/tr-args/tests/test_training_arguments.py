@@ -183,6 +183,12 @@ def test_output_dir_is_the_only_positional_argument():
         TrainingArguments("out", output_dir="other")
 
 
+def test_no_variable_of_a_cluster_adds_a_tracker(monkeypatch):
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://status.example")
+    assert TrainingArguments().report_to == []
+    assert TrainingArguments(report_to="kubeflow").report_to == ["kubeflow"]
+
+
 def test_evaluation_that_is_planned_turns_do_eval_on():
     assert TrainingArguments(eval_strategy="steps").do_eval
     assert not TrainingArguments().do_eval
@@ -193,6 +199,7 @@ def test_unset_values_follow_from_others():
     assert TrainingArguments(torch_compile_mode="max-autotune").torch_compile
     assert TrainingArguments(torch_compile=True).torch_compile_backend == "inductor"
     assert TrainingArguments(log_level="error").disable_tqdm is True
+    assert TrainingArguments(use_cpu=True).dataloader_pin_memory is False
     assert TrainingArguments().disable_tqdm is False
 
 

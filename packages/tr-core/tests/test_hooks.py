@@ -175,6 +175,22 @@ def test_the_accelerator_answers_for_the_strategy(make_trainer):
         own.reduce(torch.ones(1), "max")
 
 
+def test_the_accelerator_says_how_data_is_shared_and_steps_are_accumulated(make_trainer):
+    own = make_trainer().accelerator
+    assert (own.split_batches, own.dispatch_batches, own.even_batches, own.use_seedable_sampler) == (
+        False,
+        None,
+        True,
+        True,
+    )
+    assert own.gradient_state.sync_gradients
+    sharing = {"split_batches": True, "gradient_accumulation_kwargs": {"num_steps": 2, "sync_each_batch": True}}
+    own = make_trainer(gradient_accumulation_steps=2, accelerator_config=sharing).accelerator
+    assert own.split_batches
+    assert own.gradient_state.plugin_kwargs == {"num_steps": 1, "sync_each_batch": True}
+    assert (own.gradient_state.num_steps, own.gradient_state.sync_each_batch) == (1, True)
+
+
 def test_backward_of_the_accelerator_leaves_the_division_to_the_step(make_trainer):
     class ByHand(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):

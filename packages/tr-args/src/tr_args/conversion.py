@@ -11,6 +11,7 @@ import dataclasses
 import json
 import operator
 import os
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
@@ -80,7 +81,7 @@ def _single(value: Any, kind: Any) -> Any:
         if dataclasses.is_dataclass(kind):
             return value if isinstance(value, kind) else _dataclass(value, kind)
         if isinstance(value, str) and not issubclass(kind, str):
-            return _from_text(value, kind)
+            return _dtype(value, kind) if is_dtype(kind) else _from_text(value, kind)
     return value
 
 
@@ -175,6 +176,8 @@ def _json(text: str, kind: type, needed: str) -> Any:
 
 
 def _dataclass(value: Any, kind: type) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # the class of another library
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     given = _mapping(value, ())
     fields = schema(kind)
     values: dict[str, Any] = {}
@@ -223,6 +226,19 @@ def _choice(value: Any, choices: Collection[Any]) -> Any:
 def _not_among(value: Any, choices: list[Any]) -> RefusedError:
     words = [str(choice) for choice in choices]
     return RefusedError(f"needs one of {', '.join(words)}{did_you_mean(str(value).lower(), words)}")
+
+
+def is_dtype(kind: type) -> bool:
+    """Return whether `kind` is torch's type of types, without importing torch."""
+    return kind.__module__ == "torch" and kind.__name__ == "dtype"
+
+
+def _dtype(text: str, kind: type) -> Any:
+    """Return the dtype that `bfloat16` or `torch.bfloat16` names."""
+    found = getattr(sys.modules[kind.__module__], text.strip().removeprefix("torch."), None)
+    if not isinstance(found, kind):
+        raise RefusedError("needs the name of a dtype of torch, such as bfloat16")
+    return found
 
 
 def _from_text(text: str, kind: Callable[[str], Any]) -> Any:

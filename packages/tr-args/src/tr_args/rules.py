@@ -21,6 +21,8 @@ def fill_defaults(args: AllFields) -> None:
         args.eval_steps = args.logging_steps
     if args.disable_tqdm is None:
         args.disable_tqdm = args.log_level in ("error", "critical")
+    if args.use_cpu:
+        args.dataloader_pin_memory = False
     if args.torch_compile_backend is not None or args.torch_compile_mode is not None:
         args.torch_compile = True
     if args.torch_compile and args.torch_compile_backend is None:

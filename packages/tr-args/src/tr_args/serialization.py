@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from tr_args.checked import Checked
 from tr_args.constraints import NOT_UTF_8
+from tr_args.conversion import is_dtype
 from tr_args.errors import ArgumentsError, Problem
 from tr_args.masking import MASK, is_secret_name, mask_secrets
 from tr_args.schema import FieldSpec, schema
@@ -127,6 +128,8 @@ def plain(value: Any) -> Any:
         return [plain(element) for element in value]
     if isinstance(value, os.PathLike):
         return mask_secrets(os.fsdecode(value))
+    if is_dtype(type(value)):
+        return str(value).removeprefix("torch.")
     describe = getattr(value, "to_dict", None)
     return plain(describe()) if callable(describe) and not isinstance(value, type) else str(value)
 

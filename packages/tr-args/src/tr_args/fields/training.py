@@ -98,7 +98,7 @@ class DataFields:
     """Drop the last batch if it is not full."""
 
     dataloader_pin_memory: Annotated[bool, Numbers.UNCHANGED] = True
-    """Load into page-locked memory; copies to a device are faster."""
+    """Load into page-locked memory; copies to a device are faster. Off with `use_cpu`."""
 
     dataloader_persistent_workers: Annotated[bool, Numbers.UNCHANGED] = False
     """Keep the loading processes from one epoch to the next."""

@@ -41,12 +41,16 @@ class StrategyAccelerator:
 
     Attributes:
         even_batches: accepted and ignored: loaders give each rank as many batches.
+        dispatch_batches: None: each process reads its own share.
+        use_seedable_sampler: True: the order follows from the seed and the epoch.
         dataloader_config: settings that may be assigned, and do nothing.
         parallelism_config: None: a model is divided by the strategy.
     """
 
     parallelism_config = None
     even_batches = True
+    dispatch_batches = None
+    use_seedable_sampler = True
 
     def __init__(
         self,
@@ -139,6 +143,22 @@ class StrategyAccelerator:
     def gradient_accumulation_steps(self) -> int:
         """Return 1, as under transformers: the Trainer accumulates, and `backward` divides nothing."""
         return 1
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the batch sizes of the arguments are sums over all processes."""
+        return self._args().accelerator_config.split_batches
+
+    @property
+    def gradient_state(self) -> Any:
+        """What accelerate holds of accumulation; one step of its own, as the Trainer accumulates."""
+        given = dict(self._args().accelerator_config.gradient_accumulation_kwargs or {})
+        return SimpleNamespace(
+            num_steps=self.gradient_accumulation_steps,
+            sync_each_batch=given.get("sync_each_batch", False),
+            sync_gradients=self.sync_gradients,
+            plugin_kwargs={**given, "num_steps": self.gradient_accumulation_steps},
+        )
 
     @property
     def sync_gradients(self) -> bool:
