@@ -21,7 +21,7 @@ import tr_core
 
 # An evaluation's mean loss is a sum in float32 there and in float64 here.
 ROUNDING = 3e-7
-_TIMES = ("_runtime", "_per_second")
+_TIMES = ("_runtime", "_per_second", "_preparation_time")
 
 
 class Classes(nn.Module):
@@ -94,7 +94,7 @@ def run_on(name, kind, make_subclass, folder, *, use, build, parts, changes):
         parts["args"] = module.TrainingArguments(**arguments)
         side.trainer = build(own, parts)
         side.trainer.remove_callback(transformers.PrinterCallback)
-        side.result = use(side.trainer)
+        side.result = describe(use(side.trainer), side)
     return side
 
 

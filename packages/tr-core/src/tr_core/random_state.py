@@ -201,12 +201,17 @@ def find_generators(root: Any, *, depth: int = _DEPTH) -> dict[str, Any]:
     It follows attributes, short lists and dicts, and what functions are bound to: a sampler's `generator`, that of a
     dataset's transform, one in a closure. It does not follow torch modules, and skips the global generators.
     """
+    return {path: thing for path, thing in find_inside(root, _KINDS, depth=depth).items() if not _is_global(thing)}
+
+
+def find_inside(root: Any, kinds: tuple[type, ...], *, depth: int = _DEPTH) -> dict[str, Any]:
+    """Return the objects of these classes inside an object by their paths, searched as `find_generators` does."""
     found: dict[str, Any] = {}
     seen, queue = {id(root)}, deque([("", root, depth)])
     while queue and len(seen) <= _MOST:
         path, thing, left = queue.popleft()
-        if isinstance(thing, _KINDS):
-            if not _is_global(thing):
+        if isinstance(thing, (*kinds, *_KINDS)):
+            if isinstance(thing, kinds):
                 found[path] = thing
             continue
         for name, value in _inside(thing) if left else ():

@@ -11,12 +11,13 @@ import signal
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from tr_args import TrainingArguments
 from tr_args.fields.saving import SavingFields
@@ -159,6 +160,43 @@ class StreamLoader(SeededLoader):
         return DataLoader(self.fetch, batch_size=None, collate_fn=identity, **options)
 
 
+class UsualOrder(Sampler[int]):
+    """The order of the arguments, for a loader that a subclass builds itself: another one at each iteration.
+
+    A loader of the Trainer takes it for no sampler at all: its order is a function of seed and epoch. Here it is drawn
+    from torch's generator, as by torch's `RandomSampler`.
+
+    Args:
+        dataset: map-style data.
+        shuffle: permute; else the data's own order.
+        grouping: measures lengths, and brings samples of similar length together.
+    """
+
+    def __init__(self, dataset: Any, *, shuffle: bool, grouping: Callable[[], LengthGrouping] | None = None) -> None:
+        self._dataset, self._shuffle, self._grouping = dataset, shuffle, grouping
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._shuffle:
+            yield from range(len(self))
+        elif self._grouping is None:
+            yield from RandomSampler(self._dataset)
+        else:
+            yield from self._grouping().arrange(torch.randperm(len(self))).tolist()
+
+
+def usual_order(dataset: Any, args: TrainingArguments, collectives: Collectives, input_name: str) -> UsualOrder | None:
+    """Return the order of the training data that the arguments name, as a sampler; None for iterable data."""
+    if not is_map_style(dataset):
+        return None
+    shuffle, grouping = args.train_sampling_strategy != "sequential", None
+    if args.train_sampling_strategy == "group_by_length":
+        grouping = partial(_grouping, dataset, args, collectives, input_name)
+    return UsualOrder(dataset, shuffle=shuffle, grouping=grouping)
+
+
 def train_loader(
     dataset: Any,
     collate: Collate,
@@ -185,7 +223,7 @@ def train_loader(
     """
     seed = args.seed if args.data_seed is None else args.data_seed
     shuffle = args.train_sampling_strategy != "sequential"
-    grouping = None
+    grouping, sampler = None, None if isinstance(sampler, UsualOrder) else sampler
     if sampler is None and args.train_sampling_strategy == "group_by_length":
         grouping = _grouping(dataset, args, collectives, input_name)
     order = {"seed": seed, "shuffle": shuffle, "grouping": grouping, "own": sampler, "follows_epoch": True}
@@ -202,7 +240,7 @@ def eval_loader(
     batch_size: int | None = None,
 ) -> SeededLoader:
     """Build the loader of evaluation data: every sample once, in order; or the samples of `sampler`."""
-    order = {"seed": args.seed, "shuffle": False, "own": sampler}
+    order = {"seed": args.seed, "shuffle": False, "own": None if isinstance(sampler, UsualOrder) else sampler}
     return _loader(dataset, collate, args, collectives, batch_size or args.eval_batch_size, **order)
 
 

@@ -130,6 +130,10 @@ class EpochSampler(Sampler[list[int]]):
         """
         self.epoch, self.start, self._names_epoch = epoch, position, names_epoch
 
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of an epoch, for a loader inside one of a subclass."""
+        self.seek(epoch)
+
     def __len__(self) -> int:
         per_step = self.batch_size * self.world_size
         return num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)

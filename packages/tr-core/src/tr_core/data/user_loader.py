@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import fetch
 
 from tr_core.data.fetch import epoch_listeners
-from tr_core.data.sampler import MicroBatch
-from tr_core.random_state import RandomState, find_generators, read_states, write_states
+from tr_core.data.sampler import EpochSampler, MicroBatch
+from tr_core.random_state import RandomState, find_generators, find_inside, read_states, write_states
 from tr_log import get_logger, progress
 
 logger = get_logger(__name__)
@@ -277,8 +277,8 @@ def _skips_lazily(batches: Iterator[Any]) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return the objects that take the number of the epoch: the loader and its nested samplers."""
-    found, owner = [], loader
+    """Return the objects that take the number of the epoch: the loader, its nested samplers, and ours inside it."""
+    found, owner = list(find_inside(loader, (EpochSampler,)).values()), loader
     for _ in range(3):
         found += [owner, getattr(owner, "sampler", None)]
         owner = getattr(owner, "batch_sampler", None)

@@ -12,6 +12,7 @@ from torch import nn
 
 from tr_core.checkpoint.restoring import Resume
 from tr_core.data.limits import evaluates_training_batches, limited_batches
+from tr_core.data.loaders import UsualOrder, is_map_style, usual_order
 from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics
 from tr_core.evaluation.evaluation_loop import (
     EvaluationLoop,
@@ -22,6 +23,7 @@ from tr_core.evaluation.evaluation_loop import (
 )
 from tr_core.evaluation.gather import map_objects, map_tensors
 from tr_core.evaluation.metrics import EvaluationLoss, is_streaming
+from tr_core.model_io import main_input_name
 from tr_core.preflight.requested import stop_if_requested
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from tr_core.runtime.run_context import evaluation_context
@@ -131,7 +133,7 @@ class Trainer(Running):
         if evaluates_training_batches(self.args, eval_dataset):
             loader = limited_batches(self.get_train_dataloader(), self.args, self.strategy.world_size)
         else:
-            loader = self.get_eval_dataloader(eval_dataset)
+            loader = self.get_eval_dataloader(chosen)
         with self._in_evaluation():
             output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
             self.log_result(output.metrics)
@@ -195,13 +197,14 @@ class Trainer(Running):
         """Return a sampler of the training samples' indices, with a length; None lets the arguments select one.
 
         For overrides, as with a `WeightedRandomSampler`. Every epoch iterates it again, all ranks share its order, and
-        a resumed run continues in it.
+        a resumed run continues in it. What this method returns is for a loader of one's own.
         """
-        return None
+        data = self.train_dataset if train_dataset is None else train_dataset
+        return usual_order(data, self.args, self.strategy, main_input_name(self.model, self.processing_class))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return a sampler of the evaluation samples' indices, with a length; None uses every sample in order."""
-        return None
+        return UsualOrder(eval_dataset, shuffle=False) if is_map_style(eval_dataset) else None
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Build the loader of evaluation data; with persistent workers, reuse the last one.
@@ -212,13 +215,13 @@ class Trainer(Running):
         Raises:
             ValueError: there is no such data.
         """
-        own = eval_dataset is None or isinstance(eval_dataset, str)
+        own = eval_dataset is None or eval_dataset is self.eval_dataset or isinstance(eval_dataset, str)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             dataset = _named(eval_dataset, self.eval_dataset)
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; the Trainer has none and none was given")
-        key = eval_dataset or "eval" if own else None
+        key = None if not own else eval_dataset if isinstance(eval_dataset, str) else "eval"
         return self._get_dataloader(
             dataset=dataset,
             description="Evaluation",
