@@ -1,6 +1,7 @@
 """Hooks that subclasses written for transformers override are called where transformers calls them, or refused."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -289,8 +290,23 @@ def test_an_override_of_save_model_need_not_take_internal_call(make_trainer, tmp
         8, trainer_class=Own, checkpointer=WithFiles(), save_strategy="steps", save_steps=1, max_steps=1
     )
     trainer.train()
-    assert saved == [str(tmp_path)]
+    assert [Path(folder).name for folder in saved] == ["checkpoint-1"]
+    assert not Path(saved[0]).parent.exists()
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_an_override_of_save_model_that_fails_ends_the_save_and_leaves_no_files(make_trainer, tmp_path):
+    class Failing(Trainer):
+        def save_model(self, output_dir=None, _internal_call=False):
+            super().save_model(output_dir, _internal_call=_internal_call)
+            raise OSError("no space left")
+
+    trainer = make_trainer(
+        8, trainer_class=Failing, checkpointer=MemoryCheckpointer(), save_strategy="steps", save_steps=1
+    )
+    with pytest.raises(OSError, match="no space left"):
+        trainer.train()
+    assert list((tmp_path / "out").glob(".*")) == []
 
 
 class OfTwo(SingleDevice):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tr_core.checkpoint import saving
+from tr_core.checkpoint import own_layout, saving
 from tr_core.data.loaders import SeededLoader, eval_loader, keeping_columns, train_loader
 from tr_core.data.sampler import call_sampler_method
 from tr_core.evaluation.gather import gather_tree
@@ -232,12 +232,11 @@ class Hooks(TrainerParts):
                 "_save_checkpoint was called outside a save of the run; set control.should_save in a callback, or call "
                 "save_model(folder)"
             )
-        if self.has_own_layout:  # before rank 0 writes: it is a collective
-            with self.optimizer_in_evaluation():  # the weights that the checkpoint holds
-                self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
         try:
-            write = self._save_own_layout if self.has_own_layout else self._save_companions
-            saving.save_checkpoint(self._saved_run, write)
+            if self.has_own_layout:
+                self._save_with_own_layout()
+            else:
+                saving.save_checkpoint(self._saved_run, self._save_companions)
             if self.args.push_to_hub and self.overrides("_push_from_checkpoint"):
                 checkpointer = self.checkpointer()
                 checkpointer.wait()
@@ -253,6 +252,18 @@ class Hooks(TrainerParts):
         """Whether an override writes the model's files, also those of checkpoints."""
         return self.overrides("_save", "save_model")
 
+    def _save_with_own_layout(self) -> None:
+        name, run = self.checkpointer().path(self.state.global_step).name, self._saved_run
+        folder = Path(self.args.output_dir, own_layout.FOLDER, name)
+        with ExitStack() as saved:
+            with self.optimizer_in_evaluation():  # the weights that the checkpoint holds
+                self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
+                files = own_layout.written_files(
+                    folder, self._save_own_layout, self.strategy, writes=self.args.should_save
+                )
+                move = saved.enter_context(files)
+            saving.save_checkpoint(run, move)
+
     def _save_own_layout(self, folder: Path) -> None:
         if self.overrides("save_model"):
             internal = {"_internal_call": True} if takes_argument(self.save_model, "_internal_call") else {}
@@ -261,7 +272,9 @@ class Hooks(TrainerParts):
             self._save(str(folder), state_dict=self._state_to_save)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Write weights, configuration and tokenizer into a folder; called on the main process."""
+        """Write weights, configuration and tokenizer into a folder, on the main process; called on all."""
+        if not self.args.should_save:
+            return
         state = dict(self._state_to_save or self.model.state_dict() if state_dict is None else state_dict)
         saving.save_model(self.model, state, Path(output_dir or self.args.output_dir), self._save_companions)
 

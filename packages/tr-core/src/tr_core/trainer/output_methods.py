@@ -103,18 +103,18 @@ class Reporting(StepHooks):
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write weights (safetensors), configuration and tokenizer. Collective; rank 0 writes.
 
-        With `ema_decay` the weights are the average. A run calls an override for each checkpoint too, on rank 0, with
-        `_internal_call=True`.
+        With `ema_decay` the weights are the average. A run calls an override for each checkpoint too, on all ranks and
+        with `_internal_call=True`.
         """
         if self._state_to_save is not None:  # a checkpoint's
-            self._save(str(output_dir), state_dict=self._state_to_save)
+            self._save(str(output_dir or self.args.output_dir), state_dict=self._state_to_save)
             return
         stop_if_requested(self)
         self.prepare()
         folder = str(output_dir or self.args.output_dir)
         with self.holding_evaluation_weights(), self.use_cache.original(self.model):
             state = self.strategy.full_state_dict(self.model_wrapped)
-            if self.strategy.rank == 0:
+            if self.strategy.rank == 0 or self.overrides("_save"):  # which may exchange between ranks
                 self._save(folder, state_dict=state)
             self.strategy.barrier()
 
