@@ -130,7 +130,7 @@ class Optimizing(TrainerParts):
 
     def get_learning_rates(self) -> list[float]:
         """Return the current learning rate of each parameter group."""
-        return [group["lr"] for group in self.create_optimizer().param_groups]
+        return [group["lr"] for group in self._current_optimizer().param_groups]
 
     def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:
         """Return the parameter group that holds `param`, or the list of the parameters of every group.
@@ -138,7 +138,7 @@ class Optimizing(TrainerParts):
         Raises:
             ValueError: the optimizer does not have the parameter.
         """
-        groups = self.create_optimizer().param_groups
+        groups = self._current_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]
         for group in groups:
@@ -148,3 +148,7 @@ class Optimizing(TrainerParts):
             f"no parameter group holds this tensor of shape {tuple(param.shape)}; give a trainable parameter of the "
             "model, as trainer.model.get_parameter(name) returns it"
         )
+
+    def _current_optimizer(self) -> torch.optim.Optimizer:
+        # An override of create_optimizer may build another one in each call.
+        return self.create_optimizer() if self.optimizer is None else self.optimizer
