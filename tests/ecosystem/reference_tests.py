@@ -3,8 +3,8 @@
     python tests/ecosystem/reference_tests.py FOLDER [FILE ...]
 
 FOLDER is a checkout of transformers, or a copy of its `tests` with `tests/trainer`; FILE names test files in it, else
-all are run. Every test that passes with their classes and not with ours needs a row in reference_tests.toml: a
-difference that packages/tr-core/docs/differences.md has, or an internal of transformers that the test reaches into.
+all in PLACES are run. Every test that passes with their classes and not with ours needs a row in reference_tests.toml:
+a difference that packages/tr-core/docs/differences.md has, or an internal of transformers that the test reaches into.
 The exit status is 1 where one has none.
 """
 
@@ -21,6 +21,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 REASONS = HERE / "reference_tests.toml"
 DIFFERENCES = HERE.parents[1] / "packages" / "tr-core" / "docs" / "differences.md"
+# The tests of the Trainer, of its schedules and of its parser of arguments.
+PLACES = ("trainer/**/test_*.py", "optimization/test_*.py", "utils/test_hf_argparser.py")
 SECONDS_PER_FILE = 1800
 SIDES = ("theirs", "ours")
 
@@ -28,7 +30,7 @@ SIDES = ("theirs", "ours")
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("files", nargs="*", help="names of test files below tests/; none means all of tests/trainer")
+    parser.add_argument("files", nargs="*", help="names of test files below tests/; none means all")
     parser.add_argument("--keep", type=Path, help="folder for the outcomes; a side of a file found there is not run")
     parser.add_argument("-k", default="", help="run only tests whose name has this, as pytest's -k")
     given = parser.parse_args(argv)
@@ -48,9 +50,7 @@ def main(argv=None):
 
 def test_files(folder, names):
     tests = folder / "tests"
-    if not names:
-        return [str(path.relative_to(folder)) for path in sorted((tests / "trainer").rglob("test_*.py"))]
-    found = [path for name in names for path in sorted(tests.rglob(name))]
+    found = [path for pattern in names or PLACES for path in sorted(tests.rglob(pattern))]
     return [str(path.relative_to(folder)) for path in found]
 
 
