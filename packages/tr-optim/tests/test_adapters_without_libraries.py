@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim.adapters import registry
-from tr_optim.adapters.required import require, require_parts
+from tr_optim.adapters import registry, require, require_parts
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = {

@@ -6,12 +6,10 @@ from tr_optim.adamw_8bit import AdamW8bit
 from tr_optim.apollo import APOLLOAdamW
 from tr_optim.engine.fused import LossScaler
 from tr_optim.fira import FiraAdamW
-from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
-from tr_optim.galore_8bit import GaLoreAdamW8bit
+from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
 from tr_optim.groups import decay_parameter_names, parameter_groups
-from tr_optim.input_embedding import input_embedding
 from tr_optim.lomo import Lomo
-from tr_optim.neftune import NEFTune
+from tr_optim.neftune import NEFTune, input_embedding
 from tr_optim.targets import Targets, find_targets
 
 __all__ = [

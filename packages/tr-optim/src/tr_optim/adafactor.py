@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict
 from tr_optim.engine.memory_estimate import optimizer_bytes
 from tr_optim.engine.precision import Rounding, check_has_low_precision, store_rounded
-from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
+from tr_optim.engine.shards import in_layout, load_states, local_part, sharded_parameters, shards_of
+from tr_optim.engine.updates import run_closure
 from tr_optim.moments.adafactor import (
     AdafactorRule,
     check_ranges,
@@ -124,10 +125,7 @@ class Adafactor(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse or complex.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = run_closure(closure)
         number_of = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -150,18 +148,14 @@ class Adafactor(Optimizer):
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)
-        placed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
-        for saved, (group, parameter) in zip(states, placed, strict=True):
-            if saved is not None:
-                # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
-                dtype = _computing_dtype(parameter)
-                self.state[parameter] = {
-                    name: torch.as_tensor(value).to(parameter.device, dtype, copy=True)
-                    for name, value in saved.items()
-                    if name.startswith("exp_avg")
-                }
-                self.state[parameter] = out_of_layout(self.state[parameter], parameter, group, is_divided)
-                self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
+        load_states(self, states, _copies, is_divided)
+
+
+def _copies(saved: dict[str, Any], parameter: torch.Tensor, _group: dict[str, Any]) -> dict[str, Any]:
+    # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
+    dtype = _computing_dtype(parameter)
+    moments = {name: value for name, value in saved.items() if name.startswith("exp_avg")}
+    return {n: torch.as_tensor(value).to(parameter.device, dtype, copy=True) for n, value in moments.items()}
 
 
 def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:

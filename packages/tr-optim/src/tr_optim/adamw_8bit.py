@@ -9,12 +9,12 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.engine.bases import Bases
-from tr_optim.engine.checks import all_or_nothing, check_gradient, check_shapes, checked_state_dict
+from tr_optim.engine.checks import all_or_nothing, check_gradient, check_real, check_shapes, checked_state_dict
 from tr_optim.engine.memory_estimate import optimizer_bytes
 from tr_optim.engine.precision import Rounding, computing_dtype
 from tr_optim.engine.settings import Place, Projection
-from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters, shards_of
-from tr_optim.engine.updates import BackProjection, UpdateApplier
+from tr_optim.engine.shards import in_layout, load_states, local_part, sharded_parameters, shards_of
+from tr_optim.engine.updates import BackProjection, UpdateApplier, run_closure
 from tr_optim.moments.adam import (
     Adam8bitRule,
     adam_options,
@@ -100,23 +100,16 @@ class AdamW8bit(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_least_size(group)
-        for parameter in group["params"]:
-            if parameter.is_complex():
-                shape = tuple(parameter.shape)
-                raise ValueError(
-                    f"AdamW8bit: a parameter of shape {shape} is complex; only real ones have 8-bit moments"
-                )
+        check_real(group["params"], type(self).__name__)
         sharded_parameters(group["params"], type(self).__name__, takes=True, instead="")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Returns the result of `closure`, if one is given."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = run_closure(closure)
         apply = UpdateApplier(Adam8bitRule(), Bases(Projection()), BackProjection(), Rounding(None), rotates=False)
-        for index, (group, parameter) in enumerate(self._grouped()):
+        placed = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        for index, (group, parameter) in enumerate(placed):
             if parameter.grad is None:
                 continue
             check_gradient(parameter, parameter.grad)
@@ -142,16 +135,12 @@ class AdamW8bit(Optimizer):
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         # torch would convert codes to their parameter's dtype.
         super().load_state_dict({**complete, "state": {}})
-        for saved, (group, parameter) in zip(states, self._grouped(), strict=True):
-            if saved is not None:
-                names = [name for name in saved if name.startswith("exp_avg")]
-                moments = {name: saved[name].to(parameter.device, copy=True) for name in names}
-                self.state[parameter] = out_of_layout(moments, parameter, group, is_divided)
-                self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
+        load_states(self, states, _copies, is_divided)
         convert_loaded_state(self, state_dict["param_groups"])
 
-    def _grouped(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        return [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+
+def _copies(saved: dict[str, Any], parameter: torch.Tensor, _group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(parameter.device, copy=True) for name, value in saved.items() if name.startswith("exp_avg")}
 
 
 def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.engine.checks import all_or_nothing, check_gradient, check_shapes, checked_state_dict
+from tr_optim.engine.checks import all_or_nothing, check_gradient, check_real, check_shapes, checked_state_dict
 from tr_optim.engine.memory_estimate import optimizer_bytes
 from tr_optim.engine.precision import computing_dtype
-from tr_optim.engine.shards import in_layout, local_part, out_of_layout, sharded_parameters
+from tr_optim.engine.shards import in_layout, load_states, local_part, sharded_parameters
+from tr_optim.engine.updates import run_closure
 from tr_optim.moments.adam import adam_options
 from tr_optim.options import flag, read_options
 
@@ -85,12 +86,7 @@ class AnyPrecisionAdamW(Optimizer):
         """Add a group; refuse parameters that cannot be updated."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
-            if parameter.is_complex():
-                shape = tuple(parameter.shape)
-                raise ValueError(
-                    f"AnyPrecisionAdamW: a parameter of shape {shape} is complex; only real ones are taken"
-                )
+        check_real(group["params"], type(self).__name__)
         sharded_parameters(group["params"], type(self).__name__, takes=True)
 
     @torch.no_grad()
@@ -100,10 +96,7 @@ class AnyPrecisionAdamW(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = run_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel() > 0:
@@ -126,15 +119,7 @@ class AnyPrecisionAdamW(Optimizer):
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         # torch would round moments to their parameter's type.
         super().load_state_dict({**complete, "state": {}})
-        placed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
-        for saved, (group, parameter) in zip(states, placed, strict=True):
-            if saved is not None:
-                own = {
-                    name: saved[name].to(parameter.device, _dtype(group, name, parameter), copy=True)
-                    for name in _names(group)
-                }
-                self.state[parameter] = out_of_layout(own, parameter, group, _is_divided)
-                self.state[parameter]["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64)
+        load_states(self, states, _copies, _is_divided)
 
 
 def _update(weights: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -175,6 +160,10 @@ def _dtype(group: dict[str, Any], name: str, weights: torch.Tensor) -> torch.dty
 
 def _is_divided(name: str, *_: Any) -> bool:
     return True
+
+
+def _copies(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    return {name: saved[name].to(parameter.device, _dtype(group, name, parameter), copy=True) for name in _names(group)}
 
 
 def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:

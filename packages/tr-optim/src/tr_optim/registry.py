@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from tr_optim.apollo import APOLLOAdamW
 from tr_optim.engine.settings import GROUP_OPTIONS, GaLoreOptions, ProjectionOptions
 from tr_optim.fira import FiraAdamW
-from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW
-from tr_optim.galore_8bit import GaLoreAdamW8bit
+from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
 from tr_optim.options import (
     ADAFACTOR_OPTIONS,
     Converter,
@@ -45,66 +44,22 @@ def projects_modules(factory: Factory) -> Factory:
     return factory
 
 
-@projects_modules
-def galore_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW` that projects gradients from `.grad` in its step."""
-    return _galore_adamw("galore_adamw", groups, args, model, layerwise=False)
-
-
-@projects_modules
-def galore_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW` that projects and frees each gradient in the backward pass."""
-    return _galore_adamw("galore_adamw_layerwise", groups, args, model, layerwise=True)
-
-
-@projects_modules
-def galore_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW8bit` that projects gradients from `.grad` in its step."""
-    return _galore_adamw("galore_adamw_8bit", groups, args, model, layerwise=False, kind=GaLoreAdamW8bit)
-
-
-@projects_modules
-def galore_adamw_8bit_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdamW8bit` that projects and frees each gradient in the backward pass."""
-    return _galore_adamw("galore_adamw_8bit_layerwise", groups, args, model, layerwise=True, kind=GaLoreAdamW8bit)
-
-
-@projects_modules
-def galore_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdafactor` that projects gradients from `.grad` in its step."""
-    return _galore_adafactor("galore_adafactor", groups, args, model, layerwise=False)
-
-
-@projects_modules
-def galore_adafactor_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `GaLoreAdafactor` that projects and frees each gradient in the backward pass."""
-    return _galore_adafactor("galore_adafactor_layerwise", groups, args, model, layerwise=True)
-
-
-def _galore_adamw(
-    name: str,
-    groups: Groups,
-    args: Any,
-    model: nn.Module,
-    *,
-    layerwise: bool,
-    kind: type[GaLoreAdamW] = GaLoreAdamW,
-) -> Optimizer:
-    further = {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {}
-    options = _galore_options(name, args, further, layerwise=layerwise)
+def _galore_adamw(kind: type[GaLoreAdamW], name: str, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    options = _galore_options(name, args, {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {})
     betas = (args.adam_beta1, args.adam_beta2)
     divided = divide_groups(groups, resolve_targets(name, args, model))
     return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
 
 
-def _galore_adafactor(name: str, groups: Groups, args: Any, model: nn.Module, *, layerwise: bool) -> Optimizer:
-    options = {"scale_parameter": False, **_galore_options(name, args, ADAFACTOR_OPTIONS, layerwise=layerwise)}
+def _galore_adafactor(name: str, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    options = {"scale_parameter": False, **_galore_options(name, args, ADAFACTOR_OPTIONS)}
     divided = divide_groups(groups, resolve_targets(name, args, model))
     return GaLoreAdafactor(divided, args.learning_rate, **options, relative_step=False)
 
 
-def _galore_options(name: str, args: Any, further: Mapping[str, Converter], *, layerwise: bool) -> dict[str, Any]:
+def _galore_options(name: str, args: Any, further: Mapping[str, Converter]) -> dict[str, Any]:
     """Return the options in `optim_args`, with the defaults of a run."""
+    layerwise = name.endswith("_layerwise")
     takes = {name: convert for name, convert in _GALORE.items() if layerwise or name not in _IN_BACKWARD}
     options = {"rank": 128, "seed": args.seed, **read_options(args.optim_args, {**takes, **further}, name)}
     if layerwise:
@@ -168,49 +123,14 @@ _FIRA: dict[str, Converter] = {"method": str}
 _MINI = {"rank": 1, "scale_type": "tensor", "scale": 128.0}
 
 
-@projects_modules
-def apollo_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `APOLLOAdamW` that reads gradients from `.grad` in its step."""
-    return _apollo_or_fira(APOLLOAdamW, "apollo_adamw", _APOLLO, groups, args, model)
-
-
-@projects_modules
-def apollo_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `APOLLOAdamW` that applies and frees each gradient in the backward pass."""
-    return _apollo_or_fira(APOLLOAdamW, "apollo_adamw_layerwise", _APOLLO, groups, args, model)
-
-
-@projects_modules
-def apollo_mini(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `APOLLOAdamW` with one direction and one step size for each matrix."""
-    return _apollo_or_fira(APOLLOAdamW, "apollo_mini", _APOLLO, groups, args, model)
-
-
-@projects_modules
-def apollo_mini_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `apollo_mini` that applies and frees each gradient in the backward pass."""
-    return _apollo_or_fira(APOLLOAdamW, "apollo_mini_layerwise", _APOLLO, groups, args, model)
-
-
-@projects_modules
-def fira_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `FiraAdamW` that reads gradients from `.grad` in its step."""
-    return _apollo_or_fira(FiraAdamW, "fira_adamw", _FIRA, groups, args, model)
-
-
-@projects_modules
-def fira_adamw_layerwise(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build `FiraAdamW` that applies and frees each gradient in the backward pass."""
-    return _apollo_or_fira(FiraAdamW, "fira_adamw_layerwise", _FIRA, groups, args, model)
-
-
 def _apollo_or_fira(
     kind: type[APOLLOAdamW] | type[FiraAdamW],
-    name: str,
     further: Mapping[str, Converter],
-    *for_groups: Any,
+    name: str,
+    groups: Groups,
+    args: Any,
+    model: nn.Module,
 ) -> Optimizer:
-    groups, args, model = for_groups
     defaults = _MINI if name.startswith("apollo_mini") else {"rank": 128}
     options = {**defaults, "seed": args.seed, **read_options(args.optim_args, {**_APOLLO_AND_FIRA, **further}, name)}
     if name.endswith("_layerwise"):
@@ -240,3 +160,33 @@ def _log_clipping(name: str, args: Any, options: Mapping[str, Any]) -> None:
             args.max_grad_norm,
             held,
         )
+
+
+def _named(name: str, build: Callable[..., Optimizer], *kind: Any) -> Callable[[Groups, Any, nn.Module], Optimizer]:
+    """Return the function of a name in training arguments; those in `_layerwise` free gradients in the backward pass.
+
+    Args:
+        name: the name.
+        build: builds the optimizer from `kind`, the name, groups, training arguments and the model.
+        kind: what to build.
+    """
+
+    @projects_modules
+    def factory(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+        return build(*kind, name, groups, args, model)
+
+    return factory
+
+
+galore_adamw = _named("galore_adamw", _galore_adamw, GaLoreAdamW)
+galore_adamw_layerwise = _named("galore_adamw_layerwise", _galore_adamw, GaLoreAdamW)
+galore_adamw_8bit = _named("galore_adamw_8bit", _galore_adamw, GaLoreAdamW8bit)
+galore_adamw_8bit_layerwise = _named("galore_adamw_8bit_layerwise", _galore_adamw, GaLoreAdamW8bit)
+galore_adafactor = _named("galore_adafactor", _galore_adafactor)
+galore_adafactor_layerwise = _named("galore_adafactor_layerwise", _galore_adafactor)
+apollo_adamw = _named("apollo_adamw", _apollo_or_fira, APOLLOAdamW, _APOLLO)
+apollo_adamw_layerwise = _named("apollo_adamw_layerwise", _apollo_or_fira, APOLLOAdamW, _APOLLO)
+apollo_mini = _named("apollo_mini", _apollo_or_fira, APOLLOAdamW, _APOLLO)
+apollo_mini_layerwise = _named("apollo_mini_layerwise", _apollo_or_fira, APOLLOAdamW, _APOLLO)
+fira_adamw = _named("fira_adamw", _apollo_or_fira, FiraAdamW, _FIRA)
+fira_adamw_layerwise = _named("fira_adamw_layerwise", _apollo_or_fira, FiraAdamW, _FIRA)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.adapters.required import require
+from tr_optim.adapters import require
 from tr_optim.engine.checks import all_or_nothing
 from tr_optim.engine.shards import sharded_parameters
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.adapters.required import require_parts
+from tr_optim.adapters import require_parts
 from tr_optim.engine.checks import all_or_nothing, check_gradient, check_group, check_saved_state, is_sharded
+from tr_optim.engine.updates import run_closure
 from tr_optim.moments.adafactor import check_ranges, check_step_size
 from tr_optim.projection.basis import sides
 
@@ -58,10 +59,7 @@ class _Projecting(Optimizer):
             ValueError: the rank or side of a group is not that of the state.
             RuntimeError: a gradient is of a kind that is not projected.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = run_closure(closure)
         with torch.no_grad(), self._as_the_library_has_it():
             super().step()
         return result

@@ -8,11 +8,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from tr_optim.adapters.required import require_parts
-from tr_optim.engine.checks import all_or_nothing
-from tr_optim.engine.shards import sharded_parameters
+from tr_optim.adapters import WholeParameters, require_parts
 
 
 def _library() -> Any:
@@ -33,7 +30,7 @@ def _library() -> Any:
 _LIBRARY = _library()
 
 
-class GrokAdamW(_LIBRARY.GrokAdamW):
+class GrokAdamW(WholeParameters, _LIBRARY.GrokAdamW):
     """grokadamw's GrokAdamW: AdamW that amplifies slow gradients by an average of them.
 
     Fixed: the state is `step`, `exp_avg`, `exp_avg_sq` and `grok_ema` of each parameter in `state`. The library puts it
@@ -42,17 +39,7 @@ class GrokAdamW(_LIBRARY.GrokAdamW):
     Source: Lee et al., "Grokfast: accelerated grokking by amplifying slow gradients" (2024), by grokadamw.
     """
 
-    @all_or_nothing
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group.
-
-        Raises:
-            ValueError: a parameter is a DTensor.
-        """
-        Optimizer.add_param_group(self, param_group)
-        why = "and gradients are clipped by their norms"
-        instead = f"{why}; train with replicas (strategy='ddp'), or use adamw_torch"
-        sharded_parameters(self.param_groups[-1]["params"], "GrokAdamW", takes=False, instead=instead)
+    why_whole = "and gradients are clipped by their norms"
 
     def _update_group(
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor], grokking_signal: Any

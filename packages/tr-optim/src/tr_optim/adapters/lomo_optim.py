@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_optim.adapters.required import require
+from tr_optim.adapters import require
 from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict, refuse_any_state
 from tr_optim.engine.fused import FusedOptimizer
 from tr_optim.engine.shards import sharded_parameters

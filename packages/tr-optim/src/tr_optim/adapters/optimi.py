@@ -6,18 +6,15 @@ import copy
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing
-from tr_optim.engine.shards import sharded_parameters
+from tr_optim.adapters import WholeParameters, require
 
 _LIBRARY = require("optimi", "torch-optimi")
 _PARTS = require("optimi.stableadamw", "torch-optimi")
 _SAVED = ("exp_avg", "exp_avg_sq", "kahan_comp")
 
 
-class OptimiStableAdamW(_LIBRARY.StableAdamW):
+class OptimiStableAdamW(WholeParameters, _LIBRARY.StableAdamW):
     """torch-optimi's StableAdamW: AdamW whose step is shortened where a gradient surprises its second moment.
 
     Fixed: the state that is saved is plain tensors, and the count of steps a number in its group.
@@ -26,17 +23,7 @@ class OptimiStableAdamW(_LIBRARY.StableAdamW):
     torch-optimi.
     """
 
-    @all_or_nothing
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group.
-
-        Raises:
-            ValueError: a parameter is a DTensor.
-        """
-        Optimizer.add_param_group(self, param_group)
-        why = "and the step depends on a mean over all of it"
-        instead = f"{why}; train with replicas (strategy='ddp'), or use adamw_torch"
-        sharded_parameters(self.param_groups[-1]["params"], "OptimiStableAdamW", takes=False, instead=instead)
+    why_whole = "and the step depends on a mean over all of it"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, of plain tensors; each group has its count of steps."""

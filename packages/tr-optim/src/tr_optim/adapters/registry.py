@@ -123,71 +123,6 @@ def adalomo_optim(groups: Groups, args: Any) -> Optimizer:
     return LomoOptimAdaLomo(groups, args.learning_rate, **options)
 
 
-def adamw_bnb_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdamW with moments of 8 bits."""
-    return _bitsandbytes_adamw(groups, args, model, 8)
-
-
-def paged_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdamW with 8-bit moments that a GPU can move to host memory."""
-    return _bitsandbytes_adamw(groups, args, model, 8, is_paged=True)
-
-
-def paged_adamw_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdamW with 32-bit moments that a GPU can move to host memory."""
-    return _bitsandbytes_adamw(groups, args, model, 32, is_paged=True)
-
-
-def lion_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' Lion with a moment of 8 bits."""
-    return _bitsandbytes_lion(groups, args, model, 8)
-
-
-def lion_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' Lion."""
-    return _bitsandbytes_lion(groups, args, model, 32)
-
-
-def paged_lion_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' Lion with an 8-bit moment that a GPU can move to host memory."""
-    return _bitsandbytes_lion(groups, args, model, 8, is_paged=True)
-
-
-def paged_lion_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' Lion with a moment that a GPU can move to host memory."""
-    return _bitsandbytes_lion(groups, args, model, 32, is_paged=True)
-
-
-def ademamix(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdEMAMix."""
-    return _bitsandbytes_ademamix(groups, args, model, 32)
-
-
-def ademamix_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdEMAMix with moments of 8 bits."""
-    return _bitsandbytes_ademamix(groups, args, model, 8)
-
-
-def paged_ademamix_32bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdEMAMix with moments that a GPU can move to host memory."""
-    return _bitsandbytes_ademamix(groups, args, model, 32, is_paged=True)
-
-
-def paged_ademamix_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' AdEMAMix with 8-bit moments that a GPU can move to host memory."""
-    return _bitsandbytes_ademamix(groups, args, model, 8, is_paged=True)
-
-
-def rmsprop_bnb(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' RMSprop; `rmsprop_bnb_32bit` is another name of it."""
-    return _bitsandbytes_rmsprop(groups, args, model, 32)
-
-
-def rmsprop_bnb_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Build bitsandbytes' RMSprop with a moment of 8 bits."""
-    return _bitsandbytes_rmsprop(groups, args, model, 8)
-
-
 def schedule_free_adamw(groups: Groups, args: Any) -> Optimizer:
     """Build schedulefree's AdamWScheduleFree, with its own warmup of `warmup_steps`."""
     from tr_optim.adapters.schedulefree import ScheduleFreeAdamW
@@ -282,63 +217,6 @@ def adamw_torch_4bit(groups: Groups, args: Any) -> Optimizer:
     return _torchao(TorchAOAdamW4bit, "adamw_torch_4bit", groups, args)
 
 
-for _factory in (
-    adamw_bnb_8bit,
-    paged_adamw_8bit,
-    paged_adamw_32bit,
-    lion_8bit,
-    lion_32bit,
-    paged_lion_8bit,
-    paged_lion_32bit,
-    ademamix,
-    ademamix_8bit,
-    paged_ademamix_32bit,
-    paged_ademamix_8bit,
-    rmsprop_bnb,
-    rmsprop_bnb_8bit,
-):
-    vars(_factory).update(needs_model=True)
-
-
-def _bitsandbytes_adamw(groups: Groups, args: Any, model: nn.Module, bits: int, *, is_paged: bool = False) -> Optimizer:
-    from tr_optim.adapters.bitsandbytes import BitsAndBytesAdamW
-
-    read_options(args.optim_args, {}, str(args.optim))
-    betas = (args.adam_beta1, args.adam_beta2)
-    given = (args.learning_rate, betas, args.adam_epsilon)
-    return BitsAndBytesAdamW(_embeddings_whole(groups, model), *given, optim_bits=bits, is_paged=is_paged)
-
-
-def _bitsandbytes_lion(groups: Groups, args: Any, model: nn.Module, bits: int, *, is_paged: bool = False) -> Optimizer:
-    from tr_optim.adapters.bitsandbytes import BitsAndBytesLion
-
-    read_options(args.optim_args, {}, str(args.optim))
-    betas = (args.adam_beta1, args.adam_beta2)
-    divided = _embeddings_whole(groups, model)
-    return BitsAndBytesLion(divided, args.learning_rate, betas, optim_bits=bits, is_paged=is_paged)
-
-
-def _bitsandbytes_ademamix(
-    groups: Groups, args: Any, model: nn.Module, bits: int, *, is_paged: bool = False
-) -> Optimizer:
-    from tr_optim.adapters.bitsandbytes import BitsAndBytesAdEMAMix
-
-    numbers = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), number)
-    takes = {**numbers, "t_alpha": whole_number, "t_beta3": whole_number}
-    usual = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "beta3": 0.9999, "eps": args.adam_epsilon}
-    options = {**usual, **read_options(args.optim_args, takes, str(args.optim))}
-    options["betas"] = tuple(options.pop(name) for name in ("beta1", "beta2", "beta3"))
-    divided = _embeddings_whole(groups, model)
-    return BitsAndBytesAdEMAMix(divided, args.learning_rate, **options, optim_bits=bits, is_paged=is_paged)
-
-
-def _bitsandbytes_rmsprop(groups: Groups, args: Any, model: nn.Module, bits: int) -> Optimizer:
-    from tr_optim.adapters.bitsandbytes import BitsAndBytesRMSprop
-
-    options = read_options(args.optim_args, {"alpha": number, "eps": number}, str(args.optim))
-    return BitsAndBytesRMSprop(_embeddings_whole(groups, model), args.learning_rate, **options, optim_bits=bits)
-
-
 def _adam(args: Any) -> dict[str, Any]:
     return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
@@ -378,3 +256,66 @@ def _embeddings_whole(groups: Groups, model: nn.Module) -> Groups:
             yield {**group, "params": members, "optim_bits": 32}
 
     return list(chain.from_iterable(parts(group) for group in groups))
+
+
+def _bitsandbytes(build: Callable[..., Optimizer], bits: int, *, is_paged: bool = False) -> Callable[..., Optimizer]:
+    """Return a function that builds an optimizer of bitsandbytes.
+
+    Args:
+        build: builds it from groups, training arguments and what follows here.
+        bits: of its moments.
+        is_paged: a GPU can move them to host memory.
+    """
+
+    def factory(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+        return build(_embeddings_whole(groups, model), args, optim_bits=bits, is_paged=is_paged)
+
+    vars(factory).update(needs_model=True)
+    return factory
+
+
+def _adamw_bnb(groups: Groups, args: Any, **kind: Any) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesAdamW
+
+    read_options(args.optim_args, {}, str(args.optim))
+    return BitsAndBytesAdamW(groups, **_adam(args), **kind)
+
+
+def _lion(groups: Groups, args: Any, **kind: Any) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesLion
+
+    read_options(args.optim_args, {}, str(args.optim))
+    return BitsAndBytesLion(groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), **kind)
+
+
+def _ademamix(groups: Groups, args: Any, **kind: Any) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesAdEMAMix
+
+    numbers = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), number)
+    takes = {**numbers, "t_alpha": whole_number, "t_beta3": whole_number}
+    usual = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "beta3": 0.9999, "eps": args.adam_epsilon}
+    options = {**usual, **read_options(args.optim_args, takes, str(args.optim))}
+    options["betas"] = tuple(options.pop(name) for name in ("beta1", "beta2", "beta3"))
+    return BitsAndBytesAdEMAMix(groups, args.learning_rate, **options, **kind)
+
+
+def _rmsprop(groups: Groups, args: Any, *, optim_bits: int, **_: Any) -> Optimizer:
+    from tr_optim.adapters.bitsandbytes import BitsAndBytesRMSprop
+
+    options = read_options(args.optim_args, {"alpha": number, "eps": number}, str(args.optim))
+    return BitsAndBytesRMSprop(groups, args.learning_rate, **options, optim_bits=optim_bits)
+
+
+adamw_bnb_8bit = _bitsandbytes(_adamw_bnb, 8)
+paged_adamw_8bit = _bitsandbytes(_adamw_bnb, 8, is_paged=True)
+paged_adamw_32bit = _bitsandbytes(_adamw_bnb, 32, is_paged=True)
+lion_8bit = _bitsandbytes(_lion, 8)
+lion_32bit = _bitsandbytes(_lion, 32)
+paged_lion_8bit = _bitsandbytes(_lion, 8, is_paged=True)
+paged_lion_32bit = _bitsandbytes(_lion, 32, is_paged=True)
+ademamix = _bitsandbytes(_ademamix, 32)
+ademamix_8bit = _bitsandbytes(_ademamix, 8)
+paged_ademamix_32bit = _bitsandbytes(_ademamix, 32, is_paged=True)
+paged_ademamix_8bit = _bitsandbytes(_ademamix, 8, is_paged=True)
+rmsprop_bnb = _bitsandbytes(_rmsprop, 32)  # its other name is rmsprop_bnb_32bit
+rmsprop_bnb_8bit = _bitsandbytes(_rmsprop, 8)

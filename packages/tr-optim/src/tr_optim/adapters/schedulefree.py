@@ -7,16 +7,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing
-from tr_optim.engine.shards import sharded_parameters
+from tr_optim.adapters import WholeParameters, require
 
 _LIBRARY = require("schedulefree", "schedulefree")
 
 
-class _ScheduleFree(Optimizer):
+class _ScheduleFree(WholeParameters):
     """Base of the library's optimizers.
 
     During training the parameters are the points y at which gradients are computed. `eval()` swaps in their average x,
@@ -26,6 +23,7 @@ class _ScheduleFree(Optimizer):
     library computes y from x, and rounds: a run would depend on when it evaluates, saves and resumes.
     """
 
+    why_whole = "which is not tried"
     # By parameter: y, and the version of the parameter that holds x; None where x is loaded apart from y.
     _points: dict[torch.Tensor, tuple[torch.Tensor, int | None]] | None = None
 
@@ -77,17 +75,6 @@ class _ScheduleFree(Optimizer):
 
     def _swap(self, mode: str) -> None:
         getattr(super(), mode)()
-
-    @all_or_nothing
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group.
-
-        Raises:
-            ValueError: a parameter is a DTensor.
-        """
-        super().add_param_group(param_group)
-        instead = "which is not tried; train with replicas (strategy='ddp'), or use adamw_torch"
-        sharded_parameters(self.param_groups[-1]["params"], type(self).__name__, takes=False, instead=instead)
 
 
 def _is_near(point: torch.Tensor, computed: torch.Tensor) -> bool:

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tr_optim.adapters import WholeParameters
 from tr_optim.engine.checks import all_or_nothing
-from tr_optim.engine.shards import sharded_parameters
+from tr_optim.engine.updates import run_closure
 from tr_optim.targets import ALL_LINEAR, Targets, find_targets
 
 _FIXED = ("eps", "ns_coefficients")  # of Muon; AdamW's eps is another
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(WholeParameters):
     """Updates matrices by torch's Muon, and all other parameters by torch's AdamW.
 
     A group with a true `projects` holds matrices for Muon. The state is that of torch's classes: `momentum_buffer`, or
@@ -43,6 +44,8 @@ class MuonAdamW(Optimizer):
         ImportError: this torch has no Muon.
         ValueError: an argument is out of range, or a parameter cannot be updated.
     """
+
+    why_whole = "and Muon needs whole matrices"
 
     def __init__(
         self,
@@ -78,8 +81,6 @@ class MuonAdamW(Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        instead = "and Muon needs whole matrices; train with replicas (strategy='ddp'), or use adamw_torch"
-        sharded_parameters(group["params"], "MuonAdamW", takes=False, instead=instead)
         if group["projects"] and (odd := [tuple(p.shape) for p in group["params"] if p.dim() != 2]):
             raise ValueError(
                 f"MuonAdamW: a parameter of shape {odd[0]} is no matrix; Muon updates matrices only: name those in "
@@ -88,10 +89,7 @@ class MuonAdamW(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients. Returns the result of `closure`, if one is given."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = run_closure(closure)
         with torch.no_grad():
             for inner, is_muon in ((self._muon, True), (self._adamw, False)):
                 inner.state = self.state

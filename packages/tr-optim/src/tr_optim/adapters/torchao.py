@@ -9,11 +9,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
-from tr_optim.adapters.required import require
-from tr_optim.engine.checks import all_or_nothing
-from tr_optim.engine.shards import sharded_parameters
+from tr_optim.adapters import WholeParameters, require
+from tr_optim.engine.updates import run_closure
 
 _LIBRARY = require("torchao.optim", "torchao")
 # Without torch's wrapper of the library's class, which would call hooks twice.
@@ -21,7 +19,7 @@ _STEP: Any = inspect.unwrap(_LIBRARY.AdamW8bit.step)
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether it has negative numbers
 
 
-class _Quantized(Optimizer):
+class _Quantized(WholeParameters):
     """Base of the library's optimizers.
 
     A state is `step` and for each moment `exp_avg`, `exp_avg_sq` its codes and the scale of each block, as
@@ -29,9 +27,12 @@ class _Quantized(Optimizer):
 
     Attributes:
         bits: of a code.
+
+    The learning rate of a group stays a number, as schedules set and loggers read it.
     """
 
     bits = 8
+    why_whole = "and codes of such parts are not saved here"
 
     if TYPE_CHECKING:  # attributes of the library's classes
         block_size: int
@@ -41,19 +42,9 @@ class _Quantized(Optimizer):
         super().__init__(*args, **options)
         self._compiles = compile
 
-    @all_or_nothing
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its learning rate stays a number, as schedules set and loggers read it."""
-        Optimizer.add_param_group(self, param_group)
-        instead = "and codes of such parts are not saved here: train with replicas (strategy='ddp'), or use adamw_torch"
-        sharded_parameters(self.param_groups[-1]["params"], type(self).__name__, takes=False, instead=instead)
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients. Returns the result of `closure`, if one is given."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = run_closure(closure)
         groups = self.param_groups
         try:
             self.param_groups = [{**group, "lr": torch.as_tensor(group["lr"], dtype=torch.float32)} for group in groups]

@@ -36,6 +36,7 @@ from tr_optim.engine.updates import (
     Sums,
     UpdateApplier,
     prepare_gradient,
+    run_closure,
 )
 from tr_optim.projection.row_shards import is_divided
 
@@ -252,10 +253,7 @@ class ProjectedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients, or their kept parts. Returns the result of `closure`, if one is given."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = run_closure(closure)
         window = self._gathering.window
         if window.num_micro_batches and not window.is_complete:
             raise RuntimeError("step was called before the step's last micro-batch; call backward(loss) with last=True")

@@ -186,6 +186,28 @@ def out_of_layout(
     }
 
 
+def load_states(
+    optimizer: torch.optim.Optimizer,
+    states: Sequence[State | None],
+    copies: Callable[[State, torch.Tensor, dict[str, Any]], State],
+    is_divided: IsDivided,
+) -> None:
+    """Set an optimizer's state to what this rank is to hold of a saved one, in any layout. Collective with shards.
+
+    Args:
+        optimizer: whose state is set.
+        states: the saved state of each parameter, None where there is none.
+        copies: returns copies of the saved moments for a parameter, from its saved state, itself and its group.
+        is_divided: which tensors have the rows of their parameters.
+    """
+    placed = ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
+    for saved, (group, parameter) in zip(states, placed, strict=True):
+        if saved is not None:
+            held = out_of_layout(copies(saved, parameter, group), parameter, group, is_divided)
+            step = torch.tensor(float(saved["step"]), dtype=torch.float64)
+            optimizer.state[parameter] = {**held, "step": step}
+
+
 def with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or a copy of one that is a piece of a larger one and would keep that from being freed."""
     own_bytes = tensor.numel() * tensor.element_size()

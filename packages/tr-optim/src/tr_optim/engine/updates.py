@@ -6,7 +6,7 @@ together, so that one exchange serves many.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -27,6 +27,14 @@ Sums = Generator[list[torch.Tensor]]
 
 # Updates wait for each other until this rank's parts of their gradients have so many numbers.
 _TOGETHER = 2**22
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of a step's closure, which computes the loss and its gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def run_updates(updates: Sequence[Sums], shards: Shards | None) -> None:
