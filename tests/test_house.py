@@ -162,7 +162,6 @@ def test_no_path_of_this_machine_is_written_down():
     ("name", "package"),
     [
         ("bounded_text", "tr_args"),
-        ("bounded_yaml", "tr_args"),
         ("masking", "tr_args"),
         ("streams", "tr_log"),
     ],

@@ -8,8 +8,7 @@ from importlib import invalidate_caches
 
 import pytest
 
-from tr_all.cli import main
-from tr_all.summary import summary
+from tr_all.cli import main, summary
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support.data import samples
 from support.models import Classifier
 
 from tr_core import Trainer
-from tr_core.runtime.liger import apply_liger_kernel
+from tr_core.runtime.compilation import apply_liger_kernel
 
 
 @pytest.mark.parametrize(

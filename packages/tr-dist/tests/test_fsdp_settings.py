@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from tr_dist.fsdp import Sharding
-from tr_dist.fsdp.units import choose_units
+from tr_dist.fsdp.settings import choose_units
 
 
 class Block(nn.Module):

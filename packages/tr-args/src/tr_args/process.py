@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Self, cast
 
 from tr_args.errors import ArgumentsError, Problem
-from tr_args.fields.all_fields import AllFields
+from tr_args.fields import AllFields
 from tr_args.types.choices import ParallelMode
 
 

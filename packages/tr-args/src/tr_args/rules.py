@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tr_args.checked import Rule
-from tr_args.fields.all_fields import AllFields
+from tr_args.fields import AllFields
 from tr_args.fields.hardware import PrecisionFields
 from tr_args.fields.training import DataFields, RegularizationFields
 from tr_args.types.choices import IntervalStrategy, MetricSchedule, SaveStrategy

@@ -12,7 +12,7 @@ from tr_args.bounded_text import load_json
 from tr_args.checked import Rule
 from tr_args.constraints import OptionalCount
 from tr_args.facts import Numbers
-from tr_args.fields.all_fields import AllFields
+from tr_args.fields import AllFields
 from tr_args.grouped_setters import GroupedSetters
 from tr_args.launcher_settings import follow_launcher
 from tr_args.process import ProcessView

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from tr_args.bounded_text import ContentError, number
-from tr_args.bounded_yaml import BoundedYaml
+from tr_args.bounded_text import BoundedYaml, ContentError, number
 from tr_args.errors import RefusedError, cut
 
 # The core schema of YAML 1.2. PyYAML follows 1.1, where `5e-5` is text, `no` is false and `1:30` is 90.

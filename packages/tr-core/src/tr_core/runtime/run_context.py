@@ -19,8 +19,7 @@ from torch import nn
 from tr_args import TrainingArguments
 from tr_args.fields.hardware import PrecisionFields
 from tr_core.runtime.activation_checkpointing import check_checkpointing_options, checkpointed_activations
-from tr_core.runtime.compilation import Compilation
-from tr_core.runtime.liger import check_liger
+from tr_core.runtime.compilation import Compilation, check_liger
 from tr_core.runtime.memory import is_out_of_memory
 from tr_core.runtime.precision import check_tf32, in_precision, tf32
 from tr_core.state import TrainerState

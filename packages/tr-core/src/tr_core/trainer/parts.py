@@ -28,8 +28,7 @@ from tr_core.preflight.requested import requested
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState, separate_randomness
 from tr_core.results import EvalLoopOutput, TrainOutput
-from tr_core.runtime.compilation import Compilation
-from tr_core.runtime.liger import apply_liger_kernel
+from tr_core.runtime.compilation import Compilation, apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
 from tr_core.runtime.run_context import UseCache
 from tr_core.search.trial import takes_trial

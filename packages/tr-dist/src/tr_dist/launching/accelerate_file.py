@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from tr_dist.bounded_text import MOST_BYTES, ContentError, load_json, read_text
-from tr_dist.bounded_yaml import MOST_BYTES as MOST_YAML_BYTES
-from tr_dist.bounded_yaml import BoundedYaml
+from tr_dist.bounded_text import MOST_BYTES, MOST_YAML_BYTES, BoundedYaml, ContentError, load_json, read_text
 from tr_dist.launching.accelerate_plugins import (
     deepspeed_variables,
     dynamo_variables,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tr_dist.base import OnDevice, consumes_gradients, precision_of, total_norm
-from tr_dist.fsdp.units import choose_units
+from tr_dist.fsdp.settings import choose_units
 from tr_dist.replica import check_trainable
 from tr_dist.xla.library import check_replicas, load_torch_xla
 from tr_dist.xla.replica_sharding import FullState, HostState, ReplicaSharding, module_state, move
