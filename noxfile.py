@@ -252,7 +252,7 @@ def ecosystem(session: nox.Session) -> None:
 
     `-- --reference-tests FOLDER` runs transformers' own Trainer tests instead: FOLDER is a checkout of its repository.
     """
-    libraries = ("trl==1.16.0", "sentence-transformers==6.2.0")
+    libraries = ("trl==1.16.0", "sentence-transformers==6.2.0", "setfit==1.2.0")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *libraries, *CONSTRAINTS)
     if session.posargs[:1] == ["--reference-tests"]:
         session.install("parameterized", "optuna", "timeout-decorator", *CONSTRAINTS)

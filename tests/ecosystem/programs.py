@@ -18,7 +18,9 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    Trainer,
     TrainerCallback,
+    TrainingArguments,
     set_seed,
 )
 
@@ -204,14 +206,85 @@ def cross_encoder(folder):
     return CrossEncoderTrainer(model, args, train_dataset=data, loss=BinaryCrossEntropyLoss(model))
 
 
+def lora(folder):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+    words = columns(24, input_ids=lambda n: [4 + (n * 7 + 3 * place) % 22 for place in range(6)])
+    data = words.map(lambda row: {"labels": row["input_ids"]})
+    args = TrainingArguments(**options(folder, **EVALUATED), gradient_accumulation_steps=2)
+    return Trainer(model, args, train_dataset=data, eval_dataset=data.select(range(8)), callbacks=[Reseeded()])
+
+
+class Heard(TrainerCallback):
+    """Records what SetFit's own way to send events hands to callbacks."""
+
+    def __init__(self):
+        self.events = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_") and name not in {"on_micro_batch_end", "on_checkpoint"}:  # not of transformers
+            return lambda args, state, control, model=None, **more: self.events.append(
+                [name, type(args).__module__, type(model).__name__, state.global_step, "st_args" in more]
+            )
+        return super().__getattribute__(name)
+
+
+def _setfit(folder, head):
+    from setfit import SetFitModel, Trainer, TrainingArguments
+
+    model = SetFitModel(model_body=_sentence_model(folder), model_head=head)
+    data = columns(16, text=lambda n: text(n, 4), label=lambda n: n % 2)
+    steps = {"max_steps": 4, "logging_steps": 1, "save_steps": 2, **EVALUATED, "eval_max_steps": 1}
+    rates = {"body_learning_rate": 1e-2, "head_learning_rate": 1e-2, "num_epochs": (1, 2)}
+    args = TrainingArguments(folder, batch_size=4, end_to_end=True, report_to="none", seed=3, **steps, **rates)
+    metric, heard = (lambda guessed, labels: {"right": (guessed == torch.tensor(labels)).sum().item()}), Heard()
+    parts = {"train_dataset": data, "eval_dataset": data.select(range(8)), "metric": metric}
+    trainer = Trainer(model=model, args=args, callbacks=[heard], **parts)
+    trainer.heard = heard
+    return trainer
+
+
+def setfit(folder):
+    from sklearn.linear_model import LogisticRegression
+
+    return _setfit(folder, LogisticRegression())
+
+
+def setfit_torch_head(folder):
+    from setfit import SetFitHead
+
+    torch.manual_seed(0)
+    return _setfit(folder, SetFitHead(in_features=16, out_features=2))
+
+
+def _run_setfit(trainer, folder):
+    """Train both phases: the body, by the Trainer inside, and the classifier."""
+    trainer.train()
+    trainer.model.save_pretrained(f"{folder}/final")
+    inside, head = trainer.st_trainer, trainer.model.model_head
+    inside.learned = dict(trainer.model.model_body.state_dict())
+    if hasattr(head, "coef_"):
+        inside.learned["head"] = torch.tensor(head.coef_)
+    else:
+        inside.learned.update({f"head.{key}": value for key, value in head.state_dict().items()})
+    inside.more = {"events": trainer.heard.events, "evaluated": trainer.evaluate()}
+    return inside
+
+
 def main(name, folder, resume=""):
     set_seed(3)
     trainer = globals()[name](folder)
-    trainer.train(resume_from_checkpoint=resume or None)
-    trainer.save_model(f"{folder}/final")
-    weights = {key: value.double().sum().item() for key, value in trainer.model.state_dict().items()}
+    if name.startswith("setfit"):
+        trainer = _run_setfit(trainer, folder)
+    else:
+        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.save_model(f"{folder}/final")
+    learned = getattr(trainer, "learned", None) or trainer.model.state_dict()
+    weights = {key: value.double().sum().item() for key, value in learned.items()}
     bases = [kind.__module__ for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
     result = {"log": trainer.state.log_history, "weights": weights, "base": bases[-1]}
+    result["more"] = getattr(trainer, "more", None)
     result["final"] = sorted(os.listdir(f"{folder}/final"))
     Path(folder, "result.json").write_text(json.dumps(result))
 

@@ -11,12 +11,14 @@ import pytest
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 TRL = ["sft", "sft_lora", "dpo", "reward", "kto", "grpo", "rloo"]
+OTHERS = ["lora", "setfit", "setfit_torch_head"]
 SENTENCES = ["sentences", "sentences_of_two_sets", "cross_encoder"]
 # Times of the clock are the machine's.
 TIMES = ("_runtime", "_per_second", "step_time", "total_flos")
 
 pytestmark = pytest.mark.skipif(
-    not all(find_spec(name) for name in ("trl", "sentence_transformers")), reason="needs TRL and sentence-transformers"
+    not all(find_spec(name) for name in ("trl", "sentence_transformers", "setfit")),
+    reason="needs TRL, sentence-transformers and SetFit",
 )
 
 
@@ -35,7 +37,7 @@ def logged(result):
     return [{key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in result["log"]]
 
 
-@pytest.mark.parametrize("name", TRL + SENTENCES)
+@pytest.mark.parametrize("name", TRL + SENTENCES + OTHERS)
 def test_a_librarys_trainer_logs_the_same_numbers_and_learns_the_same_weights(tmp_path, name):
     theirs = run([sys.executable], tmp_path / "theirs", name)
     ours = run(DROP_IN, tmp_path / "ours", name)
@@ -43,11 +45,12 @@ def test_a_librarys_trainer_logs_the_same_numbers_and_learns_the_same_weights(tm
     assert ours["base"] == "tr_core.trainer.trainer"
     assert logged(ours) == logged(theirs)
     assert ours["weights"] == theirs["weights"]
+    assert ours["more"] == theirs["more"]
     missing = set(theirs["final"]) - set(ours["final"])
     assert missing <= {"training_args.bin"}  # a pickle; ours is training_args.json
 
 
-@pytest.mark.parametrize("name", ["sft_lora", "sentences"])
+@pytest.mark.parametrize("name", ["lora", "sft_lora", "sentences"])
 def test_a_librarys_run_resumes_to_the_bit(tmp_path, name):
     whole = run(DROP_IN, tmp_path / "whole", name)
     resumed = run(DROP_IN, tmp_path / "resumed", name, str(tmp_path / "whole" / "checkpoint-2"))
@@ -60,3 +63,17 @@ def test_a_checkpoint_of_a_sentence_model_loads_as_the_library_loads_it(tmp_path
     words = [sys.executable, "-c", f"import sys; {load}", str(tmp_path / "ours" / "checkpoint-4")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "(16,)", done.stderr[-2000:]
+
+
+def test_an_adapter_that_was_saved_loads_as_peft_loads_it(tmp_path):
+    result = run(DROP_IN, tmp_path / "ours", "lora")
+    load = (
+        "from programs import llama; from peft import PeftModel as P; "
+        "model = P.from_pretrained(llama(), sys.argv[1]); "
+        "print(json.dumps({key: value.double().sum().item() for key, value in model.state_dict().items()}))"
+    )
+    for folder in ("final", "checkpoint-4"):
+        words = [sys.executable, "-c", f"import json, sys; {load}", str(tmp_path / "ours" / folder)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=PROGRAMS.parent, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert json.loads(done.stdout) == result["weights"]

@@ -225,33 +225,6 @@ def test_a_strategys_own_accelerator_is_the_trainers(make_args):
     assert trainer.accelerator is strategy.accelerator
 
 
-def test_events_are_methods_of_the_callback_handler_too(make_trainer):
-    class Metrics(TrainerCallback):
-        seen = []
-
-        def on_evaluate(self, args, state, control, metrics, **kwargs):
-            self.seen.append(metrics)
-
-    trainer = make_trainer(callbacks=[Metrics])
-    handler = trainer.callback_handler
-    assert handler.on_evaluate(trainer.args, trainer.state, trainer.control, {"eval_a": 1.0}) is trainer.control
-    handler.call_event("on_evaluate", trainer.args, trainer.state, trainer.control, metrics={"eval_b": 2.0})
-    assert Metrics.seen == [{"eval_a": 1.0}, {"eval_b": 2.0}]
-    assert "Metrics" in handler.callback_list
-    assert handler.model is trainer.model
-    assert handler.train_dataloader is None
-    assert isinstance(handler.pop_callback(Metrics), Metrics)
-    with pytest.raises(AttributeError, match="no attribute 'on_evaluation'; events are"):
-        _ = handler.on_evaluation
-
-
-def test_another_way_to_send_events_is_refused_when_a_run_begins(make_trainer):
-    trainer = make_trainer(4, max_steps=1)
-    trainer.callback_handler.call_event = lambda event, *given: None
-    with pytest.raises(TypeError, match="callback_handler.call_event was replaced, but no event is sent by it"):
-        trainer.train()
-
-
 def test_saving_by_a_hook_outside_a_save_is_refused(make_trainer):
     with pytest.raises(RuntimeError, match="_save_checkpoint was called outside a save of the run"):
         make_trainer()._save_checkpoint(None, None)

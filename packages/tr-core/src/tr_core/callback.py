@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from tr_args import TrainingArguments
+from tr_core.event_methods import EventMethods, apply_answer
 from tr_core.protocols import Stateful
 from tr_core.signatures import is_overridden, names_argument
 from tr_core.state import EventContext, ExportedState, TrainerControl, TrainerState, WatchedList, exports_state
@@ -43,12 +44,6 @@ _CLEARED = {
     "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",),
 }
-
-# What an event gets by position after `(args, state, control)`, where it is called as a method.
-_POSITIONAL = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
-
-# What callbacks get by keyword is an attribute of the list too, as subclasses written for transformers read it.
-_PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 
 # At these events the index of methods is rebuilt: methods may be set on a callback at any time.
 _REINDEX_AT = frozenset({"on_train_begin", "on_epoch_begin", "on_evaluate", "on_save"})
@@ -168,7 +163,7 @@ class TrainerCallback:
         """Before files are pushed to the Hub."""
 
 
-class CallbackList:
+class CallbackList(EventMethods):
     """Hold the callbacks of a run in order, and for each event the methods that define it.
 
     Args:
@@ -181,11 +176,13 @@ class CallbackList:
         wants_outputs: whether one of them wants the outputs of every micro-batch.
     """
 
+    events = EVENTS
+
     def __init__(self, context: Callable[[], EventContext], callbacks: Iterable[Any] = ()) -> None:
         self.context = context
         self._exported: dict[int, ExportedState] = {}
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
-        self._last: dict[str, list[Any]] = {}
+        self._behind, self._last = {}, {}
         self._depth = 0
         self.wants_outputs = False
         self._callbacks = WatchedList((), self._index)
@@ -268,26 +265,9 @@ class CallbackList:
             for method in self._listeners[event]:
                 answer = method(now.args, now.state, control, **arguments)
                 if answer is not None and answer is not control:
-                    _apply(answer, control, method)
+                    apply_answer(answer, control, method)
         finally:
             self._depth -= 1
-
-    def call_event(self, event: str, *given: Any, **extra: Any) -> TrainerControl:
-        """Send an event as subclasses written for transformers do, and return the control object.
-
-        Events are methods too: `on_log(args, state, control, logs)`. Callbacks get the Trainer's own first three.
-        """
-        named = dict(zip(_POSITIONAL.get(event, ()), given[3:], strict=False))
-        self.fire(event, **named, **extra)
-        return self.context().control
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _PARTS:  # `callback_handler.model` and the like
-            now = self.context()
-            return now.loaders[name] if name in now.loaders else getattr(now, name)
-        if name not in EVENTS:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; events are {', '.join(EVENTS)}")
-        return partial(self.call_event, name)
 
     add_callback, pop_callback, remove_callback = add, pop, pop
 
@@ -337,8 +317,6 @@ class CallbackList:
                 callback.load_state_dict(state_dict[name])
 
     def _index(self) -> None:
-        if "call_event" in vars(self):
-            raise TypeError("callback_handler.call_event was replaced, but no event is sent by it; give a callback")
         for callback in self._callbacks:  # a callback put into the list directly is checked here first
             _checked(callback)
         exporting = [c for c in self._callbacks if exports_state(c) and not isinstance(c, Stateful)]
@@ -351,6 +329,7 @@ class CallbackList:
         self.wants_outputs = any(names_argument(method, "outputs") for method in self._listeners["on_micro_batch_end"])
         steps = self._listeners["on_step_end"]
         steps[:] = [self._with_loss(method) if names_argument(method, "loss") else method for method in steps]
+        self._send_by_replacements()
         for event in list(self._last):  # a copy: a signal handler may have added an event meanwhile
             listeners = self._listeners[event]
             listeners += [method for method in self._last[event] if method not in listeners]
@@ -358,13 +337,16 @@ class CallbackList:
     def _with_loss(self, method: Any) -> Any:
         @wraps(method)
         def call(*args: Any, **context: Any) -> Any:
-            return method(*args, loss=self.context().loss, **context)
+            return method(*args, **{**context, "loss": self.context().loss})
 
         return call
 
 
 def _defines(callback: Any, event: str) -> bool:
-    return getattr(callback, event, None) is not None and is_overridden(callback, event, TrainerCallback)
+    method = getattr(callback, event, None)
+    # Callbacks of packages that know no sibling have methods that do nothing, for trainers that call every event.
+    does_something = method is not None and getattr(method, "is_no_event", None) is not True
+    return does_something and is_overridden(callback, event, TrainerCallback)
 
 
 def _matches(candidate: Any, callback: Any) -> bool:
@@ -385,15 +367,3 @@ def _checked(callback: Any) -> Any:
         f"{callback!r} is no callback: it defines none of the events; inherit from TrainerCallback or define one of "
         + ", ".join(EVENTS)
     )
-
-
-def _apply(answer: Any, control: TrainerControl, method: Any) -> None:
-    source = getattr(method, "__qualname__", repr(method))
-    if isinstance(answer, TrainerControl):
-        control.update(vars(answer), source)
-    elif isinstance(answer, dict):
-        control.update(answer, source)
-    else:
-        raise TypeError(
-            f"{source} returned {answer!r}; an event returns None, the control object, or a dict of its flags"
-        )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tr_log import formatting
+from tr_log.events import EveryEvent
 from tr_log.formatting import to_scalar
 from tr_log.progress import Bar, RateMeter, TerminalBar, length, open_bar
 from tr_log.terminal import Screen, is_terminal, write_line
@@ -18,7 +19,7 @@ from tr_log.terminal import Screen, is_terminal, write_line
 NOT_PRINTED = ("total_flos",)
 
 
-class PrinterCallback:
+class PrinterCallback(EveryEvent):
     """A trainer callback without a progress display: the main process prints each log entry as a dict.
 
     Args:
@@ -39,7 +40,7 @@ class PrinterCallback:
 ON_THE_BAR = ("loss", "learning_rate")
 
 
-class ProgressCallback:
+class ProgressCallback(EveryEvent):
     """A trainer callback that shows progress on the main process, unless `disable_tqdm` is set.
 
     A terminal shows a bar for the training, and another during an evaluation or prediction, with log lines above them.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tr_log.events import EveryEvent
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
 
@@ -15,7 +16,7 @@ logger = get_logger(__name__)
 Entry = Mapping[str, Any]
 
 
-class RunFile(ABC):
+class RunFile(EveryEvent, ABC):
     """A trainer callback that writes a run's log entries to a file of the output folder, on the main process.
 
     A resumed run leaves the same file as a run that never stopped, so entries after the resumed step are dropped. A new
@@ -48,7 +49,7 @@ class RunFile(ABC):
             OSError: the file could not be read.
         """
 
-    def forget(self) -> None:  # noqa: B027 - most files have nothing to forget
+    def forget(self) -> None:
         """Drop the entries of an earlier run from memory."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tr_log import formatting
+from tr_log.events import EveryEvent
 from tr_log.loggers import get_logger
 
 logger = get_logger(__name__)
@@ -15,7 +16,7 @@ logger = get_logger(__name__)
 LOWER_IS_BETTER = "eval_loss"
 
 
-class RunReport:
+class RunReport(EveryEvent):
     """A trainer callback that logs a few lines at INFO on the main process when a training ends.
 
     It reads the trainer's `log_history`, so the report covers a resumed run from its beginning. Time and speed are

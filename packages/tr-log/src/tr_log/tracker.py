@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
+from tr_log.events import EveryEvent
 from tr_log.formatting import to_scalar
 from tr_log.loggers import get_logger, warning_once
 
 logger = get_logger(__name__)
 
 
-class Tracker(ABC):
+class Tracker(EveryEvent, ABC):
     """A trainer callback that keeps a tracker open on the main process during a training.
 
     If the tracker cannot be opened, it raises at once. A later failure loses the entry, and the training continues. The
