@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tr_args.actions import FieldActions
 from tr_args.checked import Checked, Given, build, generated_init, resolve
 from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, cut
 from tr_args.files import Sources, read_mapping, read_words
 from tr_args.flags import FlagTable, Scanner
 from tr_args.help_page import add_sections
+from tr_args.schema import schema
 
 COMMAND_LINE = "command line"
 MOST_LEFT = 2_000  # flags that belong to no dataclass
@@ -22,9 +26,9 @@ MOST_LEFT = 2_000  # flags that belong to no dataclass
 class ArgumentParser(argparse.ArgumentParser):
     """A parser whose flags are the fields of dataclasses.
 
-    Values come from the dataclasses' defaults, configuration files (`--config`), environment variables (with
-    `env_prefix`), `.args` files and the command line; later ones win. Flags must be written in full, with `_` or `-`,
-    as `--name value` or `--name=value`. Lists take several words, mappings take JSON. Switches take `--flag`,
+    Values come from the dataclasses' defaults, `set_defaults`, configuration files (`--config`), environment variables
+    (with `env_prefix`), `.args` files and the command line; later ones win. Flags must be written in full, with `_` or
+    `-`, as `--name value` or `--name=value`. Lists take several words, mappings take JSON. Switches take `--flag`,
     `--flag false` and `--no-flag`.
 
     `add_argument` adds further arguments; they are returned as a namespace.
@@ -48,7 +52,7 @@ class ArgumentParser(argparse.ArgumentParser):
             config_flag: flag that names a configuration file; not used if a dataclass has a field of that
                 name.
             env_prefix: prefix of environment variables, before a field's name in capitals; None reads none.
-            **kwargs: passed on to `argparse.ArgumentParser`.
+            **kwargs: passed on to `argparse.ArgumentParser`, but for `allow_abbrev`.
 
         Raises:
             ValueError: two dataclasses have a field of the same name.
@@ -59,7 +63,9 @@ class ArgumentParser(argparse.ArgumentParser):
         self._env_prefix = env_prefix
         self.origins: dict[str, str] = {}
         kwargs.setdefault("formatter_class", _formatter)
-        super().__init__(**kwargs, allow_abbrev=False)
+        super().__init__(**{**kwargs, "allow_abbrev": False})
+        self._fields = FieldActions(self._table)
+        self._actions += self._fields.actions
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an argument by hand, as `argparse` does.
@@ -112,17 +118,18 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Return one namespace with the values of all fields and arguments, and the words that no flag takes.
 
-        `parse_args` uses it too. Ends the program with code 2 if a value cannot be used, as argparse does.
+        Values are those that the dataclasses' constructors are given, choices by their values; training arguments are
+        as they are once they are built. `parse_args` uses it too. Ends the program with code 2 if a value cannot be
+        used, as argparse does.
         """
         try:
-            objects, extra, rest = self._parse(args, [], None, refuse_rest=False)
+            sources, extra, rest = self._read(args, [], None, refuse_rest=False)
+            values = self._values(sources)
         except ArgumentsError as error:
             self.error(str(error))
         namespace = namespace or argparse.Namespace()
-        for source in (*objects, extra):
-            for name, value in vars(source).items():
-                if not name.startswith("_"):
-                    setattr(namespace, name, value)
+        for name, value in {**values, **vars(extra)}.items():
+            setattr(namespace, name, value)
         return namespace, rest
 
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
@@ -149,11 +156,16 @@ class ArgumentParser(argparse.ArgumentParser):
         """Return one object for each dataclass from a TOML file; see `parse_dict`."""
         return self._from_mapping(read_mapping(toml_file, "toml"), f"file {toml_file}", allow_extra_keys)
 
+    def format_usage(self) -> str:
+        """Return the line of usage, with the arguments added by hand."""
+        with self._by_hand():
+            return super().format_usage()
+
     def format_help(self) -> str:
         """Return the help page: usage, then the flags by topic, then arguments added by hand."""
         formatter = self._get_formatter()
         config = f"[{self._config_flag} FILE] " if self._config_flag else ""
-        own = argparse.ArgumentParser.format_usage(self).removeprefix("usage: ").strip()
+        own = self.format_usage().removeprefix("usage: ").strip()
         formatter.add_usage(f"{own} {config}[--NAME VALUE ...]".replace("%", "%%"), [], [])
         formatter.add_text(self.description)
         for group in self._action_groups:
@@ -192,6 +204,17 @@ class ArgumentParser(argparse.ArgumentParser):
         *,
         refuse_rest: bool,
     ) -> tuple[list[Any], argparse.Namespace, list[str]]:
+        sources, extra, rest = self._read(args, args_files, args_file_flag, refuse_rest=refuse_rest)
+        return self._build(sources), extra, rest
+
+    def _read(
+        self,
+        args: Sequence[str] | None,
+        args_files: list[Path],
+        args_file_flag: str | None,
+        *,
+        refuse_rest: bool,
+    ) -> tuple[Sources, argparse.Namespace, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         if args_file_flag:
             named, words = _take_named_files(words, args_file_flag)
@@ -200,6 +223,7 @@ class ArgumentParser(argparse.ArgumentParser):
         scans = [(self._scan(line, origin), origin) for line, origin in lines]
         extra, rest = self._parse_by_hand([word for scan, _ in scans for word in scan.rest])
         sources = Sources(self._table)
+        sources.add(self._fields.changed(), "set_defaults")
         for scan, _ in scans:
             for path in scan.config_files:
                 try:
@@ -213,7 +237,9 @@ class ArgumentParser(argparse.ArgumentParser):
             sources.problems += scan.problems
         if refuse_rest:
             sources.problems += self._refused(rest, {word: origin for scan, origin in scans for word in scan.rest})
-        return self._build(sources), extra, rest
+        layers = sources.given.values()
+        self.origins = {name: item.origin for given in layers for name, item in given.items()}
+        return sources, extra, rest
 
     def _scan(self, words: list[str], origin: str) -> Any:
         foreign = self._option_string_actions.keys()
@@ -227,7 +253,20 @@ class ArgumentParser(argparse.ArgumentParser):
             raise ArgumentsError(
                 [Problem("", NOTHING, f"{message}; at most {MOST_LEFT:,} are looked at", COMMAND_LINE)]
             )
-        return super().parse_known_args(words)
+        with self._by_hand():
+            return super().parse_known_args(words)
+
+    @contextmanager
+    def _by_hand(self) -> Iterator[None]:
+        """Let argparse see only the arguments added by hand, and their defaults."""
+        every, defaults = self._actions, self._defaults
+        fields = set(map(id, self._fields.actions))
+        self._actions = [action for action in every if id(action) not in fields]
+        self._defaults = {name: value for name, value in defaults.items() if self._table.named(name) is None}
+        try:
+            yield
+        finally:
+            self._actions, self._defaults = every, defaults
 
     def _refused(self, rest: list[str], origins: dict[str, str]) -> Iterable[Problem]:
         after_flag, guessed = False, 0
@@ -245,8 +284,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _build(self, sources: Sources) -> list[Any]:
         problems, objects = sources.problems, []
-        layers = sources.given.values()
-        self.origins = {name: item.origin for given in layers for name, item in given.items()}
         for cls, given in sources.given.items():
             try:
                 objects.append(_construct(cls, given))
@@ -255,6 +292,18 @@ class ArgumentParser(argparse.ArgumentParser):
         if problems:
             raise ArgumentsError(problems)
         return objects
+
+    def _values(self, sources: Sources) -> dict[str, Any]:
+        """Return the values of all fields by name."""
+        values: dict[str, Any] = {}
+        for cls, given in sources.given.items():
+            try:
+                values |= _values_of(cls, given)
+            except ArgumentsError as error:
+                sources.problems += error.problems
+        if sources.problems:
+            raise ArgumentsError(sources.problems)
+        return values
 
     @staticmethod
     def _args_files(args: Sequence[str] | None, beside_script: bool, name: str | os.PathLike[str] | None) -> list[Path]:
@@ -279,6 +328,19 @@ def _construct(cls: type, given: dict[str, Given]) -> Any:
         if isinstance(error, ArgumentsError):
             raise
         raise ArgumentsError([Problem("", NOTHING, f"{cls.__name__}: {error}")]) from error
+
+
+def _values_of(cls: type, given: dict[str, Given]) -> dict[str, Any]:
+    """Return the values of a dataclass's fields by name."""
+    if issubclass(cls, Checked):
+        return {name: value for name, value in vars(_construct(cls, given)).items() if not name.startswith("_")}
+    problems: list[Problem] = []
+    values = resolve(cls, given, problems).values
+    if problems:
+        raise ArgumentsError(problems)
+    unset = {name: spec for name, spec in schema(cls).items() if name not in values}
+    values = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+    return {**values, **{name: spec.make_default() for name, spec in unset.items()}}
 
 
 def _take_named_files(words: list[str], flag: str) -> tuple[list[Path], list[str]]:
