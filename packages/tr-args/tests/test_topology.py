@@ -1,5 +1,7 @@
 """Which process this is, from what torchrun, mpirun-like launchers and srun put into the environment."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tr_args import TrainingArguments
@@ -84,3 +86,28 @@ def test_one_loading_process_is_enough_for_what_needs_one(tmp_path):
     assert args.dataloader_persistent_workers
     with pytest.raises(ArgumentsError, match="needs loading processes"):
         TrainingArguments(str(tmp_path), dataloader_num_workers=0, dataloader_persistent_workers=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("n_gpu", 1, "launch a process for each"),
+        ("_n_gpu", 4, "launch a process for each"),
+        ("train_batch_size", 4, "set per_device_train_batch_size"),
+        ("device", "cpu", "set use_cpu"),
+        ("world_size", 2, "how the processes are launched"),
+        ("deepspeed_plugin", object(), "set deepspeed"),
+        ("distributed_state", None, "how the processes are launched"),
+        ("place_model_on_device", False, "override the property in a subclass"),
+    ],
+)
+def test_what_follows_from_the_process_cannot_be_set(name, value, instead):
+    with pytest.raises(AttributeError, match=f"{name} = .* cannot be set.*{instead}"):
+        setattr(TrainingArguments("out"), name, value)
+
+
+def test_a_program_may_say_that_it_uses_one_accelerator():
+    args = TrainingArguments("out", use_cpu=True)
+    args.bind(device=SimpleNamespace(type="cpu"))
+    args._n_gpu = 1
+    assert args._n_gpu == args.n_gpu == 0

@@ -204,6 +204,7 @@ class Checked(metaclass=CheckedType):
         spec = schema(type(self)).get(name)
         if spec is None:
             self._refuse_slip(name)
+            self._refuse_fixed(name, value)
             object.__setattr__(self, name, value)
             return
         building = "_building" in self.__dict__
@@ -246,6 +247,13 @@ class Checked(metaclass=CheckedType):
     def _rules(self) -> Iterator[Rule]:
         """Yield the values that contradict each other."""
         yield from ()
+
+    def _refuse_fixed(self, name: str, value: Any) -> None:
+        """Raise AttributeError for a property without a setter, with what to do instead."""
+        attribute = inspect.getattr_static(type(self), name, None)
+        if isinstance(attribute, property) and attribute.fset is None:
+            instead = getattr(type(self), "_follows", {}).get(name, "set what it follows from")
+            raise AttributeError(f"{name} = {value!r} cannot be set, it is a property; {instead}")
 
     def _refuse_slip(self, name: str) -> None:
         if name.startswith("_") or len(name) < SLIP_LENGTH:

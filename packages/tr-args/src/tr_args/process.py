@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Self, cast
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, Self, cast
 
 from tr_args.errors import ArgumentsError, Problem
 from tr_args.fields import AllFields
@@ -103,11 +103,34 @@ def _read_variable(variable: str, default: int, *, low: int = 0, high: int | Non
     return number
 
 
+_LAUNCH = "it follows from how the processes are launched: by trainer launch, torchrun, or with RANK and WORLD_SIZE"
+
+
 class ProcessView:
     """Properties of training arguments that depend on the process.
 
     Before `bind` is called, they come from the environment variables that launchers set.
     """
+
+    # Properties -> what to do in place of an assignment.
+    _follows: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "device": "set use_cpu, or CUDA_VISIBLE_DEVICES",
+            "n_gpu": "a process uses one accelerator: launch a process for each, or set CUDA_VISIBLE_DEVICES",
+            "train_batch_size": "set per_device_train_batch_size",
+            "eval_batch_size": "set per_device_eval_batch_size",
+            "ddp_timeout_delta": "set ddp_timeout",
+            "deepspeed_plugin": "set deepspeed",
+            "place_model_on_device": "override the property in a subclass",
+            "should_log": "set log_on_each_node",
+            "should_save": "set save_on_each_node",
+            "parallel_mode": _LAUNCH,
+            "distributed_state": _LAUNCH,
+            "world_size": _LAUNCH,
+            "process_index": _LAUNCH,
+            "local_process_index": _LAUNCH,
+        }
+    )
 
     def bind(
         self,
@@ -157,6 +180,16 @@ class ProcessView:
     def n_gpu(self) -> int:
         """Number of accelerators this process uses: 0 or 1, never several."""
         return 0 if getattr(self.device, "type", "cpu") == "cpu" else 1
+
+    @property
+    def _n_gpu(self) -> int:
+        """The same as `n_gpu`. Programs set it to 1 to keep off `DataParallel`, which is not here."""
+        return self.n_gpu
+
+    @_n_gpu.setter
+    def _n_gpu(self, number: int) -> None:
+        if number not in (0, 1):
+            raise AttributeError(f"_n_gpu = {number!r} cannot be set; {self._follows['n_gpu']}")
 
     @property
     def deepspeed_plugin(self) -> Any:

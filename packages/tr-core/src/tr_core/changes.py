@@ -38,6 +38,7 @@ ACTS_NEXT_STEP = frozenset(
         "autocast_smart_context_manager",
         "floating_point_ops",
         "lr_scheduler",
+        "label_smoother",
     }
 )
 

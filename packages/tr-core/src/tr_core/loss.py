@@ -315,15 +315,22 @@ class LabelSmoother:
                 f"label_smoothing_factor={epsilon} has no meaning for problem_type='multi_label_classification'; set "
                 "it to 0, or pass compute_loss_func"
             )
-        self._epsilon, self._shifts = epsilon, shifts_targets(model)
+        self.epsilon, self.ignore_index, self._shifts = epsilon, IGNORED_TARGET, shifts_targets(model)
 
-    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        outputs: Any,
+        labels: Any,
+        num_items_in_batch: torch.Tensor | None = None,
+        shift_labels: bool | None = None,
+    ) -> torch.Tensor:
         """Return the mean over targets, or their sum divided by `num_items_in_batch`.
 
         Args:
             outputs: the model's outputs: a mapping with `logits`, or a tuple with the logits first.
             labels: class numbers, shape `(batch,)` or `(batch, positions)`.
             num_items_in_batch: targets of the full step.
+            shift_labels: whether the targets are shifted; None if the model decides.
 
         Raises:
             ValueError: there are no labels.
@@ -331,13 +338,13 @@ class LabelSmoother:
         if labels is None:
             raise ValueError("label_smoothing_factor needs a batch with 'labels'; this one has none")
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        if self._shifts:
+        if self._shifts if shift_labels is None else shift_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         total = nn.functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]).float(),
             labels.reshape(-1),
             ignore_index=IGNORED_TARGET,
-            label_smoothing=self._epsilon,
+            label_smoothing=self.epsilon,
             reduction="sum",
         )
         return total / (labels.ne(IGNORED_TARGET).sum() if num_items_in_batch is None else num_items_in_batch)

@@ -19,12 +19,10 @@ from tr_core.checkpoint import own_layout, saving
 from tr_core.data.loaders import SeededLoader, eval_loader, keeping_columns, train_loader
 from tr_core.data.sampler import call_sampler_method
 from tr_core.evaluation.gather import gather_tree
-from tr_core.loss import LabelSmoother
 from tr_core.model_io import kept_columns, main_input_name, to_device
 from tr_core.protocols import Strategy
 from tr_core.signatures import takes_argument
-from tr_core.trainer.accelerator import StrategyAccelerator
-from tr_core.trainer.parts import TrainerParts
+from tr_core.trainer.attributes import Attributes
 
 
 class OwnClipping:
@@ -46,7 +44,7 @@ class OwnClipping:
         return getattr(self._strategy, name)
 
 
-class Hooks(TrainerParts):
+class Hooks(Attributes):
     """Hooks of transformers, called where it calls them."""
 
     _signature_columns: list[str] | None = None
@@ -55,17 +53,6 @@ class Hooks(TrainerParts):
     _is_loading = False
 
     # Processes
-
-    @property
-    def accelerator(self) -> Any:
-        """The strategy's `accelerate.Accelerator` where it has one, else the members that subclasses use most."""
-        if self.strategy.accelerator is not None:
-            return self.strategy.accelerator
-        if self._accelerator is None:
-            self._set("_accelerator", StrategyAccelerator(lambda: self.strategy, lambda: self.args, self.scope))
-        return self._accelerator
-
-    _accelerator: StrategyAccelerator | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Prepare what accelerate's functions need; called at construction, once the processes are known.
@@ -76,31 +63,6 @@ class Hooks(TrainerParts):
         if state is not None and type(self) is not self.own_class and not state.is_initialized():
             sys.modules["accelerate"].Accelerator(cpu=self.args.use_cpu)
 
-    @property
-    def is_deepspeed_enabled(self) -> bool:
-        """Whether DeepSpeed trains."""
-        return bool(self.args.deepspeed)
-
-    @property
-    def is_fsdp_enabled(self) -> bool:
-        """Whether the parameters are sharded by FSDP."""
-        return bool(self.args.fsdp)
-
-    @property
-    def is_model_parallel(self) -> bool:
-        """Whether its loader placed the model on several devices."""
-        return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
-
-    @property
-    def place_model_on_device(self) -> bool:
-        """Whether the model is moved to the device."""
-        return bool(getattr(self.args, "place_model_on_device", True))
-
-    @property
-    def hub_model_id(self) -> str | None:
-        """The name of the Hub repository in the arguments."""
-        return self.args.hub_model_id
-
     def get_tp_size(self) -> int:
         """Return 1: no strategy divides tensors between processes."""
         return 1
@@ -108,21 +70,6 @@ class Hooks(TrainerParts):
     get_sp_size = get_cp_size = get_tp_size
 
     # Steps
-
-    @property
-    def label_smoother(self) -> LabelSmoother | None:
-        """What smooths the labels, None without `label_smoothing_factor`."""
-        return self.loss_function if isinstance(self.loss_function, LabelSmoother) else None
-
-    @property
-    def current_gradient_accumulation_steps(self) -> int:
-        """Micro-batches of the current step, fewer than usual at the end of an epoch."""
-        return self.scope.size
-
-    @property
-    def _train_batch_size(self) -> int:
-        """Samples of one micro-batch of this process."""
-        return self.args.train_batch_size
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return a batch on the device; an override may build the inputs of the model from it."""

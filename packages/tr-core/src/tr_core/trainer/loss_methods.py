@@ -100,7 +100,7 @@ class Stepping(Reporting):
         if function is None:
             loss = loss_of(outputs, inputs)
         else:
-            extra = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.counts else {}
+            extra: dict[str, Any] = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.counts else {}
             loss = function(outputs, labels, **extra)
         return (loss, outputs) if return_outputs else loss
 
