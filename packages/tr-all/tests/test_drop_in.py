@@ -16,7 +16,8 @@ def transformers(monkeypatch):
         inner = ModuleType(name)
         for each in names:
             setattr(inner, each, f"their {each}")
-            setattr(package, each, f"their {each}")
+            if each != "DEFAULT_CALLBACKS":
+                setattr(package, each, f"their {each}")
         monkeypatch.setitem(sys.modules, name, inner)
     monkeypatch.setitem(sys.modules, "transformers", package)
     return package
@@ -28,6 +29,8 @@ def test_names_are_ours_inside_the_block_and_theirs_after_it(transformers):
     with drop_in():
         assert transformers.Trainer is tr_core.Trainer
         assert sys.modules["transformers.trainer"].Trainer is tr_core.Trainer
+        assert tr_core.DefaultFlowCallback in sys.modules["transformers.trainer"].DEFAULT_CALLBACKS
+        assert not hasattr(transformers, "DEFAULT_CALLBACKS")
     assert transformers.Trainer == "their Trainer"
     assert sys.modules["transformers.trainer_callback"].TrainerState == "their TrainerState"
 

@@ -15,9 +15,9 @@ from tr_log import get_logger
 
 logger = get_logger(__name__)
 
-# Module of transformers -> names in it -> where ours are. `transformers` itself has each of these names too.
+# Module of transformers -> names in it -> where ours are. `transformers` itself has most of these names too.
 REPLACED: dict[str, dict[str, str]] = {
-    "transformers.trainer": {"Trainer": "tr_core"},
+    "transformers.trainer": {"DEFAULT_CALLBACKS": "tr_core.callbacks.defaults", "Trainer": "tr_core"},
     "transformers.trainer_seq2seq": {"Seq2SeqTrainer": "tr_core"},
     "transformers.training_args": {"TrainingArguments": "tr_args"},
     "transformers.training_args_seq2seq": {"Seq2SeqTrainingArguments": "tr_args"},
@@ -51,7 +51,7 @@ def drop_in() -> Iterator[None]:
             module = import_module(module_name)
             for name, origin in names.items():
                 ours = getattr(import_module(origin), name)
-                for place in (module, package):
+                for place in (module, package) if hasattr(package, name) else (module,):
                     before.append((place, name, getattr(place, name)))
                     setattr(place, name, ours)
         logger.info("drop-in: %s of transformers are this project's", ", ".join(_names()))

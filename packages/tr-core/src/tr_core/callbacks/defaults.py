@@ -41,7 +41,8 @@ def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
     hub = [plugins.load(_CALLBACKS, "hub")(args)] if args.push_to_hub else []
     display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
     rates = [RuleRatesCallback()] if args.parameter_rules else []
-    return [DefaultFlowCallback(), *steering(args, strategy), *rates, *noise, MetricsFile(), *named, display, *hub]
+    flow, metrics = (kind() for kind in DEFAULT_CALLBACKS)
+    return [flow, *steering(args, strategy), *rates, *noise, metrics, *named, display, *hub]
 
 
 def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:
@@ -186,3 +187,7 @@ class EmptyCacheCallback(TrainerCallback):
         """Release the cache, if due."""
         if state.global_step % self.every_steps == 0:
             self._empty_cache()  # sync: the driver waits for the device before it takes memory back
+
+
+# What every run has, whatever its arguments.
+DEFAULT_CALLBACKS: list[type[Any]] = [DefaultFlowCallback, MetricsFile]
