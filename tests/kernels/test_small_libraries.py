@@ -1,7 +1,6 @@
 """schedulefree, torch-optimi and grokadamw behind tr-optim's adapters: their numbers, states that can be saved."""
 
 import copy
-import io
 import logging
 import subprocess
 import sys
@@ -10,8 +9,8 @@ import optimi
 import pytest
 import schedulefree
 import torch
-from adapter_runs import check_resume_at_every_step, check_same_tensors, train, train_in_shards, trainer_of, weights
-from kernel_steps import net, step
+from adapter_runs import check_resume_at_every_step, train, train_in_shards, trainer_of, weights
+from kernel_steps import check_state, net, step
 
 from tr_dist.testing import run_ranks
 from tr_optim.adapters.grokadamw import GrokAdamW
@@ -68,22 +67,7 @@ def test_weights_are_the_librarys_bit_for_bit(adapter, library, options, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("adapter", "library", "options"), PAIRS)
 def test_a_state_is_plain_tensors_that_are_loaded_as_copies_and_go_on_bit_for_bit(adapter, library, options, dtype):
-    whole, first = net(dtype), net(dtype)
-    expected = stepped(whole, reference := adapter(whole.parameters(), **options))
-    optimizer = adapter(first.parameters(), **options)
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    step(first, optimizer, range(7))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    second, untouched = copy.deepcopy(first), copy.deepcopy(saved["state"])
-    resumed = adapter(second.parameters(), **options)
-    resumed.load_state_dict(saved)
-    assert torch.equal(stepped(second, resumed, range(7, 12)), expected)
-    check_same_tensors(resumed.state_dict()["state"], reference.state_dict()["state"])
-    check_same_tensors(saved["state"], untouched)
+    check_state(adapter, options, dtype, run=stepped)
 
 
 def test_a_state_of_torch_optimi_itself_goes_on():

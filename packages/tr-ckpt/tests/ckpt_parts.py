@@ -42,6 +42,14 @@ def parts(number: int = 0) -> dict[str, Values]:
     return {"model": Values(number), "extra": Values(number)}
 
 
+def save_steps(directory: Path, steps: Sequence[int] = (10, 20, 30)) -> Checkpointer:
+    """Return what saved checkpoints of these steps."""
+    checkpointer = Checkpointer(directory)
+    for step in steps:
+        checkpointer.save(step, parts(step))
+    return checkpointer
+
+
 def number_of(restored: dict[str, Values]) -> int:
     [number] = {part.number for part in restored.values()}
     return number
@@ -90,17 +98,24 @@ class Run:
         return weights
 
 
-class State:
+class Holding:
     """A part with the state it was given."""
 
-    def __init__(self, **state: Any) -> None:
+    def __init__(self, state: Any) -> None:
         self.state = state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         return self.state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         self.state = state_dict
+
+
+class State(Holding):
+    """A part with entries by name."""
+
+    def __init__(self, **state: Any) -> None:
+        super().__init__(state)
 
 
 def model(number: float = 0.0, **more: Any) -> State:

@@ -14,6 +14,7 @@ with warnings.catch_warnings():
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this file, here and in started processes
 
+import ckpt_foreign
 import minihub
 
 # The Hub of these tests is on loopback: being told to stay off the network must not keep them from it. The client reads
@@ -30,6 +31,20 @@ multiprocessing.set_forkserver_preload(
 def without_waiting_for_the_disk(monkeypatch):
     """Let a sync return at once: tests make thousands, and none of them can see what it does."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def run():
+    """A run at step 3, of a program that saves as transformers does."""
+    parts = ckpt_foreign.make()
+    ckpt_foreign.train(parts, 3)
+    return parts
+
+
+@pytest.fixture
+def left(tmp_path, run):
+    """What that program saved of it."""
+    return ckpt_foreign.save(tmp_path / "theirs", 3, run)
 
 
 @pytest.fixture

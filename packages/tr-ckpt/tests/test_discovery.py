@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from ckpt_parts import number_of, parts, rewritten
+from ckpt_parts import number_of, parts, rewritten, save_steps
 
 from tr_ckpt import Checkpointer, CheckpointError, discovery, manifest, restoring
 
@@ -19,9 +19,7 @@ def sequences(checkpointer):
 @pytest.fixture
 def rewound(tmp_path):
     """A run of steps 10, 20 and 30 that went back to 10 and saved 12."""
-    checkpointer = Checkpointer(tmp_path)
-    for step in (10, 20, 30):
-        checkpointer.save(step, parts(step))
+    checkpointer = save_steps(tmp_path)
     assert checkpointer.restore(parts(), checkpointer.path(10)) == 10
     checkpointer.save(12, parts(12))
     return checkpointer

@@ -11,20 +11,6 @@ from safetensors.torch import load_file, save_file
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, hf_import
 
 
-@pytest.fixture
-def run():
-    """A run at step 3."""
-    parts = ckpt_foreign.make()
-    ckpt_foreign.train(parts, 3)
-    return parts
-
-
-@pytest.fixture
-def left(tmp_path, run):
-    """What another program saved of it."""
-    return ckpt_foreign.save(tmp_path / "theirs", 3, run)
-
-
 def restore(left, parts=None):
     return Checkpointer(left.parent.parent / "ours").restore(parts or ckpt_foreign.make(), left)
 

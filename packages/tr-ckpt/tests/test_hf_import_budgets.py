@@ -252,13 +252,6 @@ def test_an_archive_with_a_name_that_leads_elsewhere_is_refused(name, tmp_path):
         state_files.read_archive(tmp_path / "x.pt")
 
 
-@pytest.fixture
-def left(tmp_path):
-    parts = ckpt_foreign.make()
-    ckpt_foreign.train(parts, 3)
-    return ckpt_foreign.save(tmp_path / "theirs", 3, parts)
-
-
 @pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors", "trainer_state.json", "rng_state.pth"])
 def test_a_link_in_place_of_a_file_of_another_program_is_not_followed(file, left, tmp_path):
     (left / file).rename(tmp_path / file)

@@ -13,20 +13,6 @@ from ckpt_faults import Faults, Killed
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, discovery, hf_import
 
 
-@pytest.fixture
-def run():
-    """A run at step 3."""
-    parts = ckpt_foreign.make()
-    ckpt_foreign.train(parts, 3)
-    return parts
-
-
-@pytest.fixture
-def left(tmp_path, run):
-    """What another program saved of it."""
-    return ckpt_foreign.save(tmp_path / "theirs", 3, run)
-
-
 def test_each_rank_gets_its_own_random_state_and_one_that_has_none_keeps_it(left, caplog):
     (left / "rng_state.pth").unlink()
     for rank in (0, 1):

@@ -32,14 +32,6 @@ FORMS = [torch.save, write_plain, write_old, write_nested]
 
 
 @pytest.fixture
-def left(tmp_path):
-    """A checkpoint of step 3 that another program left."""
-    parts = ckpt_foreign.make()
-    ckpt_foreign.train(parts, 3)
-    return ckpt_foreign.save(tmp_path / "theirs", 3, parts)
-
-
-@pytest.fixture
 def mark(tmp_path):
     """A folder that exists once something was executed."""
     yield tmp_path / "executed"

@@ -6,22 +6,11 @@ import logging
 import pytest
 import torch
 from ckpt_malice import rewritten, vouched
-from ckpt_parts import listed, number_of, parts
+from ckpt_parts import Holding, listed, number_of, parts
 
 from tr_ckpt import Checkpointer, CheckpointError, discovery, part_files, tensor_file, untrusted
 from tr_ckpt.command import main
 from tr_ckpt.discovery import Found
-
-
-class Holding:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state_dict):
-        self.state = state_dict
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -8,7 +8,7 @@ import ckpt_foreign
 import pytest
 import torch
 from ckpt_malice import rewritten, vouched
-from ckpt_parts import parts
+from ckpt_parts import Holding, parts
 from test_hub_hostile import LiteralApi
 
 from tr_ckpt import Checkpointer, CheckpointError, HubRepository, PushError
@@ -40,13 +40,7 @@ def test_an_error_shows_what_it_holds(kind):
     assert str(kind("two\nlines")) == "two\nlines"
 
 
-class Holding:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
+class Refusing(Holding):
     def load_state_dict(self, state_dict):
         raise RuntimeError(f"no {EVIL}")
 
@@ -66,7 +60,7 @@ def run(tmp_path):
             "text": f"{EVIL}{step}",
             f"k{EVIL}": {"$x": step, EVIL: EVIL * step},
         }
-        checkpointer.save(step, {"model": Holding(held), "trainer_state": Holding(state)})
+        checkpointer.save(step, {"model": Refusing(held), "trainer_state": Refusing(state)})
         folder = checkpointer.path(step)
         rewritten(folder, saved_at=EVIL, versions={EVIL: EVIL})
     return tmp_path / "run"
@@ -117,15 +111,15 @@ def test_errors_of_a_restore_and_log_lines_hold_nothing_that_is_obeyed(run, capl
         (run / "checkpoint-2" / name).write_bytes(content)
         vouched(run / "checkpoint-2")
         with pytest.raises(CheckpointError) as caught:
-            Checkpointer(run).restore({"model": Holding({})}, run / "checkpoint-2")
+            Checkpointer(run).restore({"model": Refusing({})}, run / "checkpoint-2")
         assert str(caught.value).isprintable()
     with pytest.raises(CheckpointError, match="refused its state") as caught:
-        Checkpointer(run).restore({"model": Holding({})}, run / "checkpoint-1")
+        Checkpointer(run).restore({"model": Refusing({})}, run / "checkpoint-1")
     assert str(caught.value).isprintable()
     manifest = run / "checkpoint-2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step"', json.dumps(EVIL)))
     with caplog.at_level(logging.INFO), pytest.raises(CheckpointError):
-        Checkpointer(run).restore({"model": Holding({})})
+        Checkpointer(run).restore({"model": Refusing({})})
     assert all(record.getMessage().isprintable() for record in caplog.records)
 
 

@@ -7,7 +7,7 @@ import logging
 import ckpt_foreign
 import pytest
 from ckpt_faults import ERRNOS, BadReads, error, in_threads
-from ckpt_parts import number_of, parts
+from ckpt_parts import number_of, parts, save_steps
 
 from tr_ckpt import (
     Checkpointer,
@@ -31,10 +31,7 @@ def short_delays(monkeypatch):
 @pytest.fixture
 def saved(tmp_path):
     """Checkpoints of steps 10, 20 and 30."""
-    checkpointer = Checkpointer(tmp_path)
-    for step in (10, 20, 30):
-        checkpointer.save(step, parts(step))
-    return checkpointer
+    return save_steps(tmp_path)
 
 
 def folders(directory):

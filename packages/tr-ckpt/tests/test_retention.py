@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from ckpt_faults import ERRNOS, BadReads, Faults
-from ckpt_parts import number_of, parts
+from ckpt_parts import flip, number_of, parts, save_steps
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError, discovery, files, reads, retention
 
@@ -129,16 +129,8 @@ def test_one_that_cannot_be_removed_is_reported_and_tried_again(tmp_path, monkey
 @pytest.fixture
 def earlier(tmp_path):
     """What a run before this one left: steps 10, 20 and 30."""
-    checkpointer = Checkpointer(tmp_path)
-    for step in (10, 20, 30):
-        checkpointer.save(step, parts(step))
+    save_steps(tmp_path)
     return tmp_path
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_run_that_resumed_removes_what_is_no_newer_than_that_and_what_it_saved(earlier):
@@ -167,7 +159,7 @@ def test_a_fresh_run_with_a_limit_that_is_not_passed_says_nothing(earlier, caplo
 
 
 def test_what_was_skipped_as_damaged_stays_whatever_the_limit(earlier):
-    flip(earlier / "checkpoint-30" / "model.safetensors")  # its size is right, so that it looks complete
+    flip(earlier / "checkpoint-30" / "model.safetensors", -3)  # its size is right, so that it looks complete
     keeper = Checkpointer(earlier, keep_last=1)
     assert keeper.restore(parts()) == 20
     for step in (21, 22, 23):
@@ -213,7 +205,7 @@ def test_a_folder_that_is_named_by_another_path_is_the_runs_own(earlier, tmp_pat
 
 def test_a_restore_that_failed_verifies_nothing(earlier):
     keeper = Checkpointer(earlier, keep_last=1)
-    flip(earlier / "checkpoint-30" / "model.safetensors")
+    flip(earlier / "checkpoint-30" / "model.safetensors", -3)
     with pytest.raises(DamagedCheckpointError):
         keeper.restore(parts(), earlier / "checkpoint-30")
     keeper.save(40, parts(40))
