@@ -35,6 +35,28 @@ def test_names_are_ours_inside_the_block_and_theirs_after_it(transformers):
     assert sys.modules["transformers.trainer_callback"].TrainerState == "their TrainerState"
 
 
+def test_a_package_that_replaces_itself_while_a_module_of_it_is_imported_has_our_names(tmp_path, monkeypatch):
+    import tr_core
+
+    folder = tmp_path / "transformers"
+    folder.mkdir()
+    theirs = {module: "".join(f"{name} = 'theirs'\n" for name in names) for module, names in REPLACED.items()}
+    (folder / "__init__.py").write_text("".join(theirs.values()))
+    for module, names in theirs.items():
+        (folder / f"{module.partition('.')[2]}.py").write_text(names)
+    with (folder / "trainer.py").open("a") as file:
+        file.write("import sys, types\nagain = types.ModuleType('transformers')\n")
+        file.write("vars(again).update(vars(sys.modules['transformers']))\nsys.modules['transformers'] = again\n")
+    # Every name that the block imports is noted here, so that it is gone after the test.
+    for name in ["transformers", *REPLACED, *(name for name in sys.modules if name.startswith("transformers."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with drop_in():
+        assert sys.modules["transformers"].Trainer is tr_core.Trainer
+    assert sys.modules["transformers"].Trainer == "theirs"
+
+
 def test_names_are_put_back_after_an_error(transformers):
     with pytest.raises(KeyError), drop_in():
         raise KeyError

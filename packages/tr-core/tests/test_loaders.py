@@ -1,6 +1,7 @@
 """Loaders whose worker processes live on, seeds of the data, sets of evaluation data, and data that changed."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.models import Classifier
 from torch.utils.data import DataLoader
 
 from tr_core.data.batches import batches_of
-from tr_core.data.loaders import LoaderCache
+from tr_core.data.loaders import LoaderCache, train_loader
 
 
 def stream_passes(make_trainer, number=12, **options):
@@ -53,6 +54,14 @@ def test_evaluation_data_keep_their_workers_each_by_its_name(make_trainer):
     assert first["a"] != first["b"]
 
 
+def test_the_own_evaluation_data_keep_their_workers_given_or_not(make_trainer):
+    data, workers = samples(4), {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make_trainer(eval_dataset=data, **workers)
+    assert trainer.get_eval_dataloader() is trainer.get_eval_dataloader(data)
+    other = samples(4)
+    assert trainer.get_eval_dataloader(other) is not trainer.get_eval_dataloader(other)
+
+
 def test_data_that_are_given_to_evaluate_are_never_mistaken_for_others(make_trainer):
     trainer = make_trainer(
         eval_dataset=samples(4), dataloader_num_workers=1, dataloader_persistent_workers=True, model=Classifier()
@@ -86,6 +95,16 @@ def test_a_loader_is_kept_only_for_the_objects_it_was_made_of():
     assert kept.get("a", (one,), Loader) is first
     assert kept.get("a", (other,), Loader) is not first
     assert kept.get("b", (one,), Loader) is not first
+
+
+def test_a_loader_says_how_many_samples_all_ranks_take_and_have(make_trainer):
+    trainer = make_trainer(20, per_device_train_batch_size=4, per_device_eval_batch_size=3, eval_dataset=Shared(7))
+    train, evaluation = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+    assert (train.total_batch_size, train.total_dataset_length) == (4, 20)
+    assert evaluation.total_batch_size == 3
+    four_ranks = SimpleNamespace(rank=1, world_size=4, device=torch.device("cpu"))
+    for data in (samples(20), Shared(20)):
+        assert train_loader(data, list, trainer.args, four_ranks).total_batch_size == 16
 
 
 # Seeds and orders

@@ -45,10 +45,11 @@ def drop_in() -> Iterator[None]:
         ImportError: transformers is not installed.
     """
     before: list[tuple[Any, str, Any]] = []
-    package = import_module("transformers")
+    modules = {name: import_module(name) for name in REPLACED}
+    package = import_module("transformers")  # after its modules: importing them puts another object in its place
     try:
         for module_name, names in REPLACED.items():
-            module = import_module(module_name)
+            module = modules[module_name]
             for name, origin in names.items():
                 ours = getattr(import_module(origin), name)
                 for place in (module, package) if hasattr(package, name) else (module,):

@@ -113,6 +113,20 @@ class SeededLoader(DataLoader[Any]):
         with blocked_signals():
             return iter(reader)
 
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a micro-batch on all ranks together, as of a loader that accelerate prepared."""
+        raise NotImplementedError
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data on all ranks together.
+
+        Raises:
+            TypeError: the data has no length.
+        """
+        return len(self.dataset)  # type: ignore[arg-type]  torch's data sets declare no length
+
     def _build_reader(self, options: dict[str, Any]) -> DataLoader[Any]:
         raise NotImplementedError
 
@@ -134,6 +148,12 @@ class SampledLoader(SeededLoader):
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         self.fetch: MapFetch = MapFetch(dataset, collate)
         self.follows_epoch = follows_epoch
+        self._order = sampler
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a micro-batch on all ranks together."""
+        return self._order.batch_size * self._order.world_size
 
     def _build_reader(self, options: dict[str, Any]) -> DataLoader[Any]:
         return DataLoader(self.fetch, batch_sampler=self.batch_sampler, collate_fn=identity, **options)
@@ -155,6 +175,11 @@ class StreamLoader(SeededLoader):
     def __len__(self) -> int:
         fetch = self.fetch
         return num_micro_batches(len(fetch.dataset), fetch.per_round, fetch.drop_last)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a round of all ranks."""
+        return self.fetch.per_round
 
     def _build_reader(self, options: dict[str, Any]) -> DataLoader[Any]:
         return DataLoader(self.fetch, batch_size=None, collate_fn=identity, **options)
