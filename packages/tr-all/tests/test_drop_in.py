@@ -1,11 +1,12 @@
 """`trainer drop-in` runs a script with this Trainer where the script imports that of transformers."""
 
+import importlib
 import sys
 from types import ModuleType
 
 import pytest
 
-from tr_all.drop_in import REPLACED, drop_in, main
+from tr_all.drop_in import COPIES, REPLACED, drop_in, main
 
 
 @pytest.fixture
@@ -61,6 +62,28 @@ def test_names_are_put_back_after_an_error(transformers):
     with pytest.raises(KeyError), drop_in():
         raise KeyError
     assert transformers.Seq2SeqTrainer == "their Seq2SeqTrainer"
+
+
+def test_a_copy_in_a_library_is_replaced_when_it_is_imported_in_the_block(transformers, tmp_path, monkeypatch):
+    import tr_args
+
+    folder = tmp_path / "library_of_copies"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from library_of_copies.inner import HfArgumentParser\n")
+    (folder / "inner.py").write_text("class HfArgumentParser:\n    pass\n")
+    monkeypatch.setitem(COPIES, "library_of_copies.inner", {"HfArgumentParser": "tr_args", "Gone": "tr_args"})
+    monkeypatch.setitem(COPIES, "library_of_copies.missing", {"HfArgumentParser": "tr_args"})
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    with drop_in():
+        library = importlib.import_module("library_of_copies")
+        assert library.HfArgumentParser is tr_args.HfArgumentParser
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("library_of_copies.missing")
+    assert sys.meta_path == finders
+    assert library.inner.HfArgumentParser.__module__ == "library_of_copies.inner"
+    for name in ("library_of_copies", "library_of_copies.inner"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_the_command_runs_a_script_with_its_arguments(transformers, tmp_path, capsys, monkeypatch):

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ REPLACED: dict[str, dict[str, str]] = {
     },
     "transformers.hf_argparser": {"HfArgumentParser": "tr_args"},
 }
+# The same for modules of libraries that hold a copy of a class of transformers. They are left alone until imported.
+COPIES: dict[str, dict[str, str]] = {"trl.scripts._hf_argparser": {"HfArgumentParser": "tr_args"}}
 
 
 @contextmanager
@@ -47,19 +51,51 @@ def drop_in() -> Iterator[None]:
     before: list[tuple[Any, str, Any]] = []
     modules = {name: import_module(name) for name in REPLACED}
     package = import_module("transformers")  # after its modules: importing them puts another object in its place
+    copies = _Copies(before)
     try:
+        sys.meta_path.insert(0, copies)
         for module_name, names in REPLACED.items():
             module = modules[module_name]
             for name, origin in names.items():
-                ours = getattr(import_module(origin), name)
                 for place in (module, package) if hasattr(package, name) else (module,):
-                    before.append((place, name, getattr(place, name)))
-                    setattr(place, name, ours)
+                    _replace(place, name, origin, before)
         logger.info("drop-in: %s of transformers are this project's", ", ".join(_names()))
         yield
     finally:
+        sys.meta_path.remove(copies)
         for place, name, value in reversed(before):
             setattr(place, name, value)
+
+
+def _replace(place: Any, name: str, origin: str, before: list[tuple[Any, str, Any]]) -> None:
+    before.append((place, name, getattr(place, name)))
+    setattr(place, name, getattr(import_module(origin), name))
+
+
+class _Copies(MetaPathFinder):
+    """Replaces the names of `COPIES` in a module once it is imported."""
+
+    def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
+        self._before = before
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return what the other finders find, with a loader that replaces names after the module has run."""
+        if fullname not in COPIES:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_replace(module: Any) -> None:
+            run(module)
+            for name, origin in COPIES[fullname].items():
+                if hasattr(module, name):
+                    _replace(module, name, origin, self._before)
+
+        vars(spec.loader)["exec_module"] = run_and_replace
+        return spec
 
 
 def _names() -> list[str]:
