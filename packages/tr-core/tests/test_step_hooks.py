@@ -1,5 +1,6 @@
 """Overrides of a step's batches, of its count and of what follows it, and what is refused in them."""
 
+from contextlib import contextmanager
 from itertools import islice
 
 import pytest
@@ -161,3 +162,35 @@ def test_what_belongs_to_a_run_is_refused_outside_of_one(make_trainer):
     ):
         with pytest.raises(RuntimeError, match="was used outside of training; it belongs to a run"):
             use()
+
+
+def test_an_override_of_the_inputs_of_context_parallelism_wraps_loss_and_backward(make_trainer):
+    class Split(Trainer):
+        events = []
+
+        @contextmanager
+        def block(self):
+            self.events.append("open")
+            yield
+            self.events.append("close")
+
+        def _prepare_context_parallel_inputs(self, model, inputs):
+            context, inputs = super()._prepare_context_parallel_inputs(model, inputs)
+            with context():
+                return self.block, {name: value[:1] for name, value in inputs.items()}
+
+        def compute_loss(self, model, inputs, **options):
+            self.events.append(len(inputs["labels"]))
+            return super().compute_loss(model, inputs, **options)
+
+        def training_step(self, *given, **named):
+            loss = super().training_step(*given, **named)
+            self.events.append("stepped")
+            return loss
+
+    trainer = make_trainer(8, trainer_class=Split, eval_dataset=samples(4), max_steps=2)
+    trainer.train()
+    assert Split.events == ["open", 1, "close", "stepped"] * 2
+    Split.events.clear()
+    trainer.evaluate()
+    assert Split.events == ["open", 1, "close"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from tr_args.constraints import AtLeast, Constraint
@@ -37,6 +37,10 @@ class AcceleratorConfig:
     non_blocking: bool = False
     gradient_accumulation_kwargs: dict[str, Any] | None = None
     use_configured_state: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings by name."""
+        return asdict(self)
 
 
 DATA_SIZES = ("dp_replicate_size", "dp_shard_size")

@@ -5,9 +5,10 @@ A run calls them where transformers would. `tr_core.trainer.refused_hooks` lists
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,9 @@ from tr_core.model_io import kept_columns, main_input_name, to_device
 from tr_core.protocols import Strategy
 from tr_core.signatures import takes_argument
 from tr_core.trainer.attributes import Attributes
+
+# Overrides of these write files beside what a checkpoint holds.
+_SAVED_BESIDE = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 
 
 class OwnClipping:
@@ -49,6 +53,7 @@ class Hooks(Attributes):
 
     _signature_columns: list[str] | None = None
     _saved_run: Any = None
+    _begun_folder: Path | None = None
     _state_to_save: dict[str, Any] | None = None
     _is_loading = False
 
@@ -78,6 +83,10 @@ class Hooks(Attributes):
     def _prepare_input(self, data: Any) -> Any:
         """Return tensors on the device, inside mappings, lists and tuples too."""
         return to_device(data, self.strategy.device)
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Callable[[], Any], Any]:
+        """Return what opens a block for loss and backward, here without effect, and the batch for it."""
+        return nullcontext, inputs
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`, and return their norm before that, on the device."""
@@ -155,6 +164,9 @@ class Hooks(Attributes):
 
     def save_checkpoint(self, run: Any) -> None:
         """Save everything that the run needs to resume from here. Collective."""
+        if self.overrides("_save_checkpoint"):
+            folder = self.checkpointer().path(self.state.global_step)
+            self._set("_begun_folder", None if folder.exists() else folder)  # the override may make it, and write files
         with self.saving(run):
             self._save_checkpoint(self.model_wrapped, self.trial)
 
@@ -180,8 +192,8 @@ class Hooks(Attributes):
                 "save_model(folder)"
             )
         try:
-            if self.has_own_layout:
-                self._save_with_own_layout()
+            if self.has_own_layout or self.overrides("_save_checkpoint", *_SAVED_BESIDE):
+                self._save_with_own_files()
             else:
                 saving.save_checkpoint(self._saved_run, self._save_companions)
             if self.args.push_to_hub and self.overrides("_push_from_checkpoint"):
@@ -190,6 +202,7 @@ class Hooks(Attributes):
                 self._push_from_checkpoint(str(checkpointer.path(self.state.global_step)))
         finally:
             self._set("_state_to_save", None)
+            self._set("_begun_folder", None)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the Hub's callback pushes. An override is called for each checkpoint with `push_to_hub`."""
@@ -199,24 +212,46 @@ class Hooks(Attributes):
         """Whether an override writes the model's files, also those of checkpoints."""
         return self.overrides("_save", "save_model")
 
-    def _save_with_own_layout(self) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Do nothing: every checkpoint holds both. The files that an override writes are part of it."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: every checkpoint holds it. The files that an override writes are part of it."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: every checkpoint holds it. The files that an override writes are part of it."""
+
+    def _save_with_own_files(self) -> None:
         name, run = self.checkpointer().path(self.state.global_step).name, self._saved_run
         folder = Path(self.args.output_dir, own_layout.FOLDER, name)
         with ExitStack() as saved:
             with self.optimizer_in_evaluation():  # the weights that the checkpoint holds
-                self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
+                if self.has_own_layout:
+                    self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
                 files = own_layout.written_files(
-                    folder, self._save_own_layout, self.strategy, writes=self.args.should_save
+                    folder, self._save_own_files, self.strategy, writes=self.args.should_save
                 )
                 move = saved.enter_context(files)
-            saving.save_checkpoint(run, move)
 
-    def _save_own_layout(self, folder: Path) -> None:
+            def write(into: Path) -> None:
+                if not self.has_own_layout:
+                    self._save_companions(into)
+                move(into)
+
+            saving.save_checkpoint(run, write)
+
+    def _save_own_files(self, folder: Path) -> None:
+        if self._begun_folder is not None and self._begun_folder.is_dir() and self.args.should_save:
+            shutil.copytree(self._begun_folder, folder, dirs_exist_ok=True)
+            shutil.rmtree(self._begun_folder)
         if self.overrides("save_model"):
             internal = {"_internal_call": True} if takes_argument(self.save_model, "_internal_call") else {}
             self.save_model(str(folder), **internal)
-        else:
+        elif self.overrides("_save"):
             self._save(str(folder), state_dict=self._state_to_save)
+        for name in () if self.args.save_only_model else _SAVED_BESIDE:
+            if self.overrides(name):
+                getattr(self, name)(str(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder, on the main process; called on all."""

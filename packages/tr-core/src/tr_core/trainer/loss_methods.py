@@ -42,6 +42,8 @@ class Stepping(Reporting):
         Returns:
             This micro-batch's share of the step's loss, detached, on the device: nothing is read back.
         """
+        if self.splits_sequences:
+            return self._split_step(model, inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs) if self.prepares_inputs else to_device(inputs, self.strategy.device)
         count: dict[str, Any] = {"num_items_in_batch": None} if self._loss_takes_count else {}
         if count and num_items_in_batch is not None:
@@ -65,6 +67,15 @@ class Stepping(Reporting):
         if wants_outputs:
             self.scope.outputs = map_tensors(_detached, outputs)
         return loss.detach()
+
+    def _split_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
+        context, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        self._set("splits_sequences", False)
+        try:
+            with context():
+                return Stepping.training_step(self, model, inputs, num_items_in_batch)
+        finally:
+            self._set("splits_sequences", True)
 
     def compute_loss(
         self,

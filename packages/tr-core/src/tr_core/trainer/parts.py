@@ -328,6 +328,7 @@ class TrainerParts:
         self.step_function = with_count(self.training_step)
         # A step calls these methods only if they are overridden.
         self.prepares_inputs = self.overrides("_prepare_inputs")
+        self.splits_sequences = self.overrides("_prepare_context_parallel_inputs")
         self.counts_by_override = self.overrides("_get_num_items_in_batch")
         is_own = self.overrides("compute_loss_context_manager", "autocast_smart_context_manager")
         own: Callable[[], AbstractContextManager[object]] = self.compute_loss_context_manager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -268,8 +268,10 @@ class Trainer(Running):
             returns_loss=self.can_return_loss,
             detach=detach,
         )
-        loss = None
-        with torch.no_grad(), self.loss_context():
+        loss, context = None, nullcontext
+        if gives_loss and self.splits_sequences:
+            context, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        with torch.no_grad(), self.loss_context(), context():
             if gives_loss:
                 loss, outputs = self.loss_and_outputs(model, inputs)
                 loss = loss.detach().mean()
