@@ -255,7 +255,8 @@ def ecosystem(session: nox.Session) -> None:
     libraries = ("trl==1.16.0", "sentence-transformers==6.2.0", "setfit==1.2.0")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *libraries, *CONSTRAINTS)
     if session.posargs[:1] == ["--reference-tests"]:
-        session.install("parameterized", "optuna", "timeout-decorator", *CONSTRAINTS)
+        session.install("parameterized", "optuna>=4", "timeout-decorator", *CONSTRAINTS)
+        session.install("--no-deps", "bitsandbytes", "galore-torch", "lomo-optim", *CONSTRAINTS)
         session.run("python", "tests/ecosystem/reference_tests.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
         return
     session.run("pytest", *PARALLEL, "tests/ecosystem", *session.posargs, env=TEST_ENVIRONMENT)
