@@ -46,7 +46,13 @@ def replace_removed_names(config):
         for node in ast.walk(ast.parse((config.rootpath / file).read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "transformers":
                 for name in [alias.name for alias in node.names if not hasattr(package, alias.name)]:
-                    setattr(package, name, None)
+                    setattr(package, name, mask_whole_words if name == "DataCollatorForWholeWordMask" else None)
+
+
+def mask_whole_words(*arguments, **options):
+    """Return what the former DataCollatorForWholeWordMask was: an option of the class that is in place."""
+    collator = importlib.import_module("transformers").DataCollatorForLanguageModeling
+    return collator(*arguments, mlm=True, whole_word_mask=True, **options)
 
 
 def replace_shared_names():
