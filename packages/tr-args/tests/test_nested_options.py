@@ -1,5 +1,6 @@
 """Options within an argument: of optimizers, of sharding, of the sharing of data."""
 
+import copy
 import json
 from dataclasses import dataclass
 
@@ -105,6 +106,15 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
     for given in (plain, prefixed, {**plain, "tp_size": 1, "cp_handler": None}, json.dumps(plain), Sizes()):
         args = TrainingArguments(fsdp="full_shard", parallelism_config=given)
         assert args.parallelism_config == plain
+        sizes = args.parallelism_config
+        assert (sizes.dp_shard_size, sizes.tp_size, sizes.total_size, sizes.data_parallel_size) == (4, 1, 8, 8)
+        assert (sizes.dp_shard_enabled, sizes.cp_enabled, sizes.sp_enabled) == (True, False, False)
+        assert sizes.non_data_parallel_size == 1
+        assert copy.deepcopy(args).parallelism_config.tp_enabled is False
+        assert json.loads(args.to_json_string())["parallelism_config"] == plain
+    with pytest.raises(AttributeError, match="parallelism_config has no ep_size; it has dp_replicate_size"):
+        _ = sizes.ep_size
+    assert TrainingArguments(parallelism_config={"dp_replicate_size": 2}).parallelism_config == {"dp_replicate_size": 2}
 
 
 @pytest.mark.parametrize(

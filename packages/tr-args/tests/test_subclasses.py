@@ -142,3 +142,40 @@ def test_a_field_with_a_former_name_on_the_command_line_is_that_field():
     assert not args.activation_checkpointing_kwargs
     assert copy.deepcopy(args).gradient_checkpointing_kwargs == ["a"]
     assert Own(**args.to_dict()).gradient_checkpointing_kwargs == ["a"]
+
+
+@dataclass
+class Switched:
+    name: str
+    flag: bool
+    other: bool = field(metadata={"help": "another one"})
+    maybe: bool | None = None
+
+
+@pytest.mark.parametrize(("words", "flag"), [([], False), (["--flag"], True), (["--flag", "true"], True)])
+def test_a_switch_without_a_default_is_off(words, flag):
+    parser = ArgumentParser(Switched)
+    (given,) = parser.parse_args_into_dataclasses(["--name", "a", *words])
+    assert (given.flag, given.other, given.maybe) == (flag, False, None)
+    assert parser.parse_args(["--name", "a", *words]).flag is flag
+    assert parser.format_help().count("(required)") == 1
+    with pytest.raises(ArgumentsError, match="name is missing"):
+        parser.parse_args_into_dataclasses([])
+
+
+def test_a_switch_of_a_subclass_without_a_default_is_off_on_the_command_line():
+    @dataclass(kw_only=True)
+    class Own(TrainingArguments):
+        flag: bool
+
+    (args,) = ArgumentParser(Own).parse_args_into_dataclasses(["--output_dir", "out"])
+    assert args.flag is False
+    with pytest.raises(ArgumentsError, match="flag is missing"):
+        Own(output_dir="out")
+
+
+def test_no_output_folder_is_the_usual_one():
+    args = TrainingArguments(output_dir=None)
+    assert args.output_dir == TrainingArguments().output_dir
+    args.output_dir = None
+    assert args.output_dir == TrainingArguments().output_dir

@@ -152,7 +152,17 @@ class CommaSeparated(Constraint):
 
 @dataclass(frozen=True)
 class UserPath(Constraint):
-    """A path in which `~` is the user's home; values that are not text are accepted as they are."""
+    """A path in which `~` is the user's home; values that are not text are accepted as they are.
+
+    Attributes:
+        none: the path that None selects; None if None is no special value.
+    """
+
+    none: str | None = None
+
+    def before(self, value: Any) -> Any:
+        """Return the path that None selects."""
+        return self.none if value is None else value
 
     def after(self, value: Any) -> Any:
         """Return the path with `~` expanded."""

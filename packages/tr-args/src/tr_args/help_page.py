@@ -93,7 +93,7 @@ def default_text(option: Option) -> str:
 
 def _default(option: Option) -> str:
     if option.spec.required:
-        return " (required)"
+        return "" if option.spec.is_bare_switch else " (required)"
     text = default_text(option)
     return f" (default: {text})" if text and text != "false" else ""
 

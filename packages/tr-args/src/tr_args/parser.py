@@ -315,7 +315,14 @@ class ArgumentParser(argparse.ArgumentParser):
         return []
 
 
+def _with_switches(cls: type, given: dict[str, Given]) -> dict[str, Given]:
+    """Add False for each switch without a default: a command line can only switch it on."""
+    switches = (name for name, spec in schema(cls).items() if spec.is_bare_switch and name not in given)
+    return {**given, **{name: Given(False, "default") for name in switches}}
+
+
 def _construct(cls: type, given: dict[str, Given]) -> Any:
+    given = _with_switches(cls, given)
     if issubclass(cls, Checked) and generated_init(cls):
         return build(cls, given)
     problems: list[Problem] = []
@@ -335,7 +342,7 @@ def _values_of(cls: type, given: dict[str, Given]) -> dict[str, Any]:
     if issubclass(cls, Checked):
         return {name: value for name, value in vars(_construct(cls, given)).items() if not name.startswith("_")}
     problems: list[Problem] = []
-    values = resolve(cls, given, problems).values
+    values = resolve(cls, _with_switches(cls, given), problems).values
     if problems:
         raise ArgumentsError(problems)
     unset = {name: spec for name, spec in schema(cls).items() if name not in values}

@@ -42,6 +42,11 @@ class FieldSpec:
         return self.default is MISSING and self.default_factory is MISSING
 
     @property
+    def is_bare_switch(self) -> bool:
+        """Whether this is a `bool` without a default, which a parser takes as False."""
+        return self.required and self.hint is bool
+
+    @property
     def constraints(self) -> tuple[Constraint, ...]:
         """The constraints that narrow the type."""
         return _constraints(self.hint)

@@ -131,7 +131,7 @@ class LogWindow:
 
     def end_step(self, norm: torch.Tensor, learning_rate: float, *, applied: bool) -> None:
         """Record the end of the current step: its gradient norm and rate, and whether an overflow skipped it."""
-        self.learning_rate = learning_rate
+        self.learning_rate = learning_rate + 0.0  # a copy of a tensor, which a schedule would change in place
         if applied:
             self.unchecked.append((self.step_loss, norm))
             if len(self.unchecked) >= CHECK_EVERY:
@@ -200,7 +200,7 @@ class LogWindow:
         logs: dict[str, Any] = {"loss": closed.loss / applied if applied else math.nan}
         if closed.grad_norm is not None:
             logs["grad_norm"] = closed.grad_norm
-        logs["learning_rate"] = self.learning_rate
+        logs["learning_rate"] = float(self.learning_rate)  # sync: once a log, if an optimizer has tensors as rates
         if self.means.holds_back:
             logs["skipped_steps"] = closed.skipped
         logs |= closed.metrics

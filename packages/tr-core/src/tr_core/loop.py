@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, cast
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tr_core.data.asked_batches import AskedBatches, TakeBatches
 from tr_core.data.sampler import MicroBatch
@@ -81,7 +81,7 @@ def train_step(run: Run, step: StepData) -> None:
     applied = run.updates.step(optimizer)
     fire("on_optimizer_step", applied=applied)
     window.end_step(norm, optimizer.param_groups[0]["lr"], applied=applied)
-    if applied and not isinstance(run.schedule, ReduceLROnPlateau):
+    if applied and not run.follows_metric:
         run.schedule.step()
     optimizer.zero_grad(set_to_none=True)
     if run.watch.outside:
@@ -133,8 +133,8 @@ def evaluate_and_report(run: Run, ignore_keys: list[str] | None, *, steps: bool 
     with run.evaluating():
         metrics = methods.evaluate(ignore_keys=ignore_keys)
     methods.report_trial(metrics)
-    if steps and isinstance(run.schedule, ReduceLROnPlateau):  # with an evaluation's result, not after every step
-        run.schedule.step(watched_metric(methods.args, metrics))
+    if steps and run.follows_metric:  # with an evaluation's result, not after every step
+        cast("Any", run.schedule).step(watched_metric(methods.args, metrics))
     return metrics
 
 

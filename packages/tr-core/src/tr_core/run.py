@@ -19,6 +19,7 @@ from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, sto
 from tr_core.model import TrainingMode
 from tr_core.optim.fused_backward import kind
 from tr_core.optim.nonfinite import UpdateGuard, choose_updates
+from tr_core.optim.schedules import follows_metric
 from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import Preemption
 from tr_core.protocols import Strategy
@@ -45,6 +46,7 @@ class Run:
         count_targets: counts the targets of a step; None where nothing needs the count.
         take_batches: takes the batches of a step by an override; None without one.
         after_step: runs what is due after a step by an override; None without one.
+        follows_metric: whether an evaluation steps the schedule, with its metric.
         settings: the settings of the run, as its checkpoints save them.
         preemption: ends the run after a signal; None if signals do not end it.
         ignore_keys: outputs of the model that evaluations skip.
@@ -65,6 +67,7 @@ class Run:
     count_targets: Callable[[list[MicroBatch]], torch.Tensor | None] | None = None
     take_batches: TakeBatches | None = None
     after_step: Callable[[Run], None] | None = None
+    follows_metric: bool = False
     settings: RunSettings | None = None
     preemption: Preemption | None = None
     ignore_keys: list[str] | None = None
@@ -98,6 +101,7 @@ class Run:
         methods, args, window, rule = self.methods, self.methods.args, self.window, self.methods.loss_rule
         self.count_targets = rule.count if rule.counts else None
         self.take_batches, self.after_step = methods.taking(), methods.after_step()
+        self.follows_metric = follows_metric(self.schedule)
         self.plan = replace(self.plan, max_grad_norm=args.max_grad_norm or None)
         window.filters_nonfinite = args.logging_nan_inf_filter
         window.counters = [] if window.tokens is None else [window.tokens.count]
@@ -244,7 +248,7 @@ class Run:
             "samples": position.samples,
             "order": self.data.order_state(),
             "last_logged_step": window.last_logged_step,
-            "learning_rate": window.learning_rate,
+            "learning_rate": float(window.learning_rate),
             "window": window.of_all_ranks,
             "pending": position.pending,
             "is_at_epoch_end": position.is_at_epoch_end,

@@ -145,6 +145,15 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
 
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the flags, in the form of an `ExportableState` of transformers."""
+        return {"args": {f.name: getattr(self, f.name) for f in fields(self)}, "attributes": {}}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Mapping[str, Any]]) -> TrainerControl:
+        """Return an object with the flags that `state` returned."""
+        return cls(**state["args"])
+
     def update(self, flags: dict[str, bool], source: str) -> None:
         """Set flags by name.
 

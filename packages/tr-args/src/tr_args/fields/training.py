@@ -41,8 +41,9 @@ class OutputFields:
 
     _title = "Output, length and batch size"
 
-    output_dir: Annotated[str, UserPath(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = "trainer_output"
-    """Folder for checkpoints, logs and results; created when training starts. `~` is the home folder."""
+    output_dir: Annotated[str, UserPath("trainer_output"), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = "trainer_output"
+    """Folder for checkpoints, logs and results; created when training starts. `~` is the home folder. None, too, is
+    the default."""
 
     _: KW_ONLY
 

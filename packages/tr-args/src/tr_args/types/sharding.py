@@ -6,6 +6,7 @@ and shards are spread over.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -52,18 +53,37 @@ _OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler
 _KEYS = (*SIZES, *_OF_THOSE)
 
 
+class Spread(dict[str, int]):
+    """Sizes by name, which are also read as the attributes of Accelerate's `ParallelismConfig`.
+
+    A size that was not given is 1. `tp_enabled` is whether `tp_size` is above 1, and so on for the other sizes.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        stem, _, end = name.rpartition("_")
+        if name in SIZES:
+            return self.get(name, 1)
+        if end == "enabled" and f"{stem}_size" in SIZES:
+            return self.get(f"{stem}_size", 1) > 1
+        if name in ("total_size", "data_parallel_size"):
+            return math.prod(self.get(size, 1) for size in DATA_SIZES)
+        if name == "non_data_parallel_size":
+            return 1
+        raise AttributeError(f"parallelism_config has no {name}; it has {', '.join(SIZES)}")
+
+
 class ParallelSizes(Constraint):
     """A mapping of sizes, or an object that has them as attributes, as Accelerate's `ParallelismConfig` does."""
 
     def before(self, value: Any) -> Any:
         """Return the attributes of an object as a mapping."""
-        if all(hasattr(value, name) for name in DATA_SIZES):
+        if not isinstance(value, Mapping) and all(hasattr(value, name) for name in DATA_SIZES):
             return {name: found for name in _KEYS if (found := getattr(value, name, None)) is not None}
         return value
 
     def after(self, value: Any) -> Any:
         """Return the sizes of data and shards, under their plain names."""
-        return read_sizes(value)
+        return Spread(read_sizes(value))
 
 
 def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:

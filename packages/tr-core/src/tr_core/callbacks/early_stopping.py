@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 from tr_args import TrainingArguments
 from tr_core.callback import TrainerCallback
@@ -89,6 +90,13 @@ class EarlyStoppingCallback(TrainerCallback):
         """Return the arguments and the counter, in the form of an `ExportableState` of transformers."""
         given = ("early_stopping_patience", "early_stopping_threshold")
         return {"args": {name: getattr(self, name) for name in given}, "attributes": self.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Return a callback with the arguments and the counter that `state` returned."""
+        callback = cls(**state["args"])
+        vars(callback).update(state["attributes"])
+        return callback
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counter."""

@@ -40,7 +40,12 @@ def watched_metric(args: SavingFields, metrics: dict[str, float]) -> float:
     Raises:
         ValueError: the metric is missing or no number; the message lists the metrics.
     """
-    name: Any = args.metric_for_best_model  # set if a best model is chosen
+    name: Any = args.metric_for_best_model
+    if name is None:  # a best model is chosen only by a metric, so this is for a schedule that the user passed
+        raise ValueError(
+            "the schedule is stepped with a metric of each evaluation, and metric_for_best_model is None; name the "
+            "metric, as metric_for_best_model='loss'"
+        )
     key = metric_name(name)
     if key not in metrics:
         raise ValueError(

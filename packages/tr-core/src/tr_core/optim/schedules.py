@@ -6,6 +6,7 @@ its value.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial, wraps
@@ -216,7 +217,16 @@ FOLLOW_METRIC: dict[str, type[ReduceLROnPlateau]] = {
     MetricSchedule.PLATEAU: ReduceLROnPlateau,
     MetricSchedule.GREEDY: GreedyLR,
 }
-"""Schedules that are stepped with the result of an evaluation, by name; the loop knows them by their base class."""
+"""Schedules that are stepped with the result of an evaluation, by name."""
+
+
+def follows_metric(schedule: Any) -> bool:
+    """Whether a schedule is stepped with the result of an evaluation: whether its `step` needs an argument."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        return True
+    given = list(parameters_of(schedule.step).values())[:1]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(parameter.kind in by_position and parameter.default is parameter.empty for parameter in given)
 
 
 def get_scheduler(

@@ -44,10 +44,8 @@ class StrategyAccelerator:
         dispatch_batches: None: each process reads its own share.
         use_seedable_sampler: True: the order follows from the seed and the epoch.
         dataloader_config: settings that may be assigned, and do nothing.
-        parallelism_config: None: a model is divided by the strategy.
     """
 
-    parallelism_config = None
     even_batches = True
     dispatch_batches = None
     use_seedable_sampler = True
@@ -112,11 +110,16 @@ class StrategyAccelerator:
         return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
     @property
+    def parallelism_config(self) -> Any:
+        """The sizes in the arguments, with Accelerate's attributes; None without any."""
+        return self._args().parallelism_config
+
+    @property
     def state(self) -> Any:
         """What accelerate holds of the processes; without plugins, as the strategy has none."""
         names = ("device", "num_processes", "process_index", "local_process_index", "is_main_process",
-                 "is_local_main_process", "distributed_type", "mixed_precision")  # fmt: skip
-        plugins = {"deepspeed_plugin": self._args().deepspeed_plugin, "fsdp_plugin": None, "parallelism_config": None}
+                 "is_local_main_process", "distributed_type", "mixed_precision", "parallelism_config")  # fmt: skip
+        plugins = {"deepspeed_plugin": self._args().deepspeed_plugin, "fsdp_plugin": None}
         return SimpleNamespace(**{name: getattr(self, name) for name in names}, **plugins)
 
     def wait_for_everyone(self) -> None:

@@ -97,7 +97,7 @@ class StepHooks(Hooks):
                 position.epoch - ended,
                 run.ignore_keys,
                 began_s,
-                learning_rate=window.learning_rate,
+                learning_rate=float(window.learning_rate),
             )
         if loss._version != unchanged:
             window.loss_sum = loss
