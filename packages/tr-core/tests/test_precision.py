@@ -8,8 +8,7 @@ from support.models import Classifier
 from torch import nn
 
 from tr_core import TrainerCallback
-from tr_core.runtime import precision
-from tr_core.runtime.precision import in_precision, tf32
+from tr_core.runtime.run_context import has_tf32, in_precision, tf32
 
 
 def precisions():
@@ -70,8 +69,8 @@ def test_which_devices_have_tf32(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for capability, has in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert precision.has_tf32(torch.device("cuda")) is has
-    assert not precision.has_tf32(torch.device("mps"))
+        assert has_tf32(torch.device("cuda")) is has
+    assert not has_tf32(torch.device("mps"))
 
 
 # Evaluation in 16 bits

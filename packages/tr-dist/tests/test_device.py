@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_smi import A100, T4, machine
 
 from tr_dist import LaunchEnvironment, rank_device
-from tr_dist.device import _log_idle_devices, lone_device
+from tr_dist.environment import _log_idle_devices, lone_device
 from tr_dist.gpus import number_gpus, read_physical_gpus
 from tr_dist.launching.command import _parser, plan
 
@@ -70,7 +70,7 @@ def test_a_launched_rank_and_a_lone_device_say_nothing(four_gpus, monkeypatch, c
     _with_cuda_devices(monkeypatch, 1)
     rank_device(LaunchEnvironment())
     assert caplog.records == []
-    assert logging.getLogger("tr_dist.device").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("tr_dist.environment").isEnabledFor(logging.WARNING)
 
 
 def _with_mps(monkeypatch):

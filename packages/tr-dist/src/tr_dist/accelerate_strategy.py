@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tr_dist.base import Ranks, common_options, precision_of
 from tr_dist.ddp import DDP
-from tr_dist.device import rank_device
-from tr_dist.environment import LaunchEnvironment, read_environment
+from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, free_gathered
 from tr_dist.process_group import ProcessGroup, leave_at_exit
 from tr_dist.replica import Replica, check_trainable

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tr_dist.base import Ranks, common_options
-from tr_dist.device import rank_device
-from tr_dist.environment import read_environment
+from tr_dist.environment import rank_device, read_environment
 from tr_dist.replica import Replica, check_replicas_equal, check_trainable, moved
 
 

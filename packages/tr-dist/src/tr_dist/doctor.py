@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from tr_dist.device import lone_device, rank_device
-from tr_dist.environment import LaunchEnvironment, read_environment
+from tr_dist.environment import LaunchEnvironment, lone_device, rank_device, read_environment
 from tr_dist.gpus import Numbering, PhysicalGPU, SmiError, number_gpus, read_physical_gpus
 from tr_dist.rendezvous import meeting_place
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tr_log import formatting
-from tr_log.events import EveryEvent
 from tr_log.formatting import to_scalar
 from tr_log.progress import Bar, RateMeter, TerminalBar, length, open_bar
 from tr_log.terminal import Screen, is_terminal, write_line
+from tr_log.tracker import EveryEvent
 
 NOT_PRINTED = ("total_flos",)
 

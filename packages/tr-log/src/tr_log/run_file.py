@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tr_log.events import EveryEvent
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
+from tr_log.tracker import EveryEvent
 
 logger = get_logger(__name__)
 

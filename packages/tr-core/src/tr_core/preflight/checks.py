@@ -17,8 +17,7 @@ from tr_core.preflight.argument_checks import (
     check_resume,
     check_schedule,
 )
-from tr_core.preflight.checked_trainer import CheckedTrainer
-from tr_core.preflight.context import CheckContext
+from tr_core.preflight.context import CheckContext, CheckedTrainer
 from tr_core.preflight.data_checks import check_first_batch, check_labels, check_length, check_pickling
 from tr_core.preflight.evaluation_checks import check_evaluation
 from tr_core.preflight.model_checks import check_forward_backward, check_loss_division, check_trainable

@@ -18,8 +18,7 @@ from torch import nn
 from tr_core.data.sampler import MicroBatch
 from tr_core.loss import split_loss
 from tr_core.model_io import batch_size_of, to_device
-from tr_core.preflight.checked_trainer import CheckedTrainer
-from tr_core.preflight.context import SAMPLES, CheckContext, training_mode
+from tr_core.preflight.context import SAMPLES, CheckContext, CheckedTrainer, training_mode
 from tr_core.preflight.data_checks import count_rows, labels_outside
 from tr_core.preflight.origins import last_line, passed_through, raised_at
 from tr_core.preflight.report import Problem

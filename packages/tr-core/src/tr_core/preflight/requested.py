@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tr_args import ArgumentsError
 from tr_args.process import read_topology
-from tr_core.preflight.checked_trainer import CheckedTrainer
 from tr_log.terminal import write_line
+
+if TYPE_CHECKING:  # a Trainer is made without what a preflight needs
+    from tr_core.preflight.context import CheckedTrainer
 
 VARIABLE = "TR_PREFLIGHT"
 

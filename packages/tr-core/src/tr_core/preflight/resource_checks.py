@@ -21,8 +21,7 @@ from tr_args import TrainingArguments
 from tr_core.checkpoint.saving import model_parts
 from tr_core.plugins import PluginError
 from tr_core.preflight.argument_checks import checkpointer_of, evaluation_count
-from tr_core.preflight.checked_trainer import CheckedTrainer
-from tr_core.preflight.context import CheckContext
+from tr_core.preflight.context import CheckContext, CheckedTrainer
 from tr_core.preflight.origins import last_line, raised_at
 from tr_core.preflight.report import Problem
 from tr_core.protocols import EvaluationWeights, Stateful

@@ -37,7 +37,7 @@ from tr_dist.deepspeed.states import (
     skip_step,
 )
 from tr_dist.deepspeed.swapping import SwapFolders, check_swap_paths, keep_unaligned_gradients, prepare_step
-from tr_dist.device import rank_device
+from tr_dist.environment import rank_device
 from tr_dist.replica import check_trainable
 from tr_dist.sharded_model import broadcast_values, synced_generation
 

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from tr_dist.base import Ranks, clip_to_norm, common_options, total_norm
-from tr_dist.device import rank_device
-from tr_dist.environment import LaunchEnvironment, read_environment
+from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.settings import Sharding, choose_units
 from tr_dist.replica import check_trainable
 from tr_dist.sharded_model import (
