@@ -122,10 +122,6 @@ class RunMethods(Protocol):
         """Save everything that the run needs to continue."""
         ...
 
-    def after_resume(self, folder: str) -> None:
-        """Call the overrides that load more from a checkpoint."""
-        ...
-
     def checkpointer(self) -> Checkpointer:
         """Return the checkpointer of the run."""
         ...

@@ -12,6 +12,7 @@ from tr_core.loss import LabelSmoother
 from tr_core.model_io import IGNORED_TARGET
 from tr_core.trainer.accelerator import StrategyAccelerator
 from tr_core.trainer.parts import TrainerParts
+from tr_core.trainer.refused_hooks import REFUSED
 
 
 class Follows:
@@ -160,3 +161,11 @@ class Attributes(TrainerParts):
                 "override evaluation_loop, which may use it"
             )
         self._set("_gather_function", function)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REFUSED:
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is a method of transformers' Trainer that this one does not have: "
+                f"{REFUSED[name]}"
+            )
+        return object.__getattribute__(self, name)  # raises what the first look raised

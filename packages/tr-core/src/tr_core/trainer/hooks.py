@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tr_core.checkpoint import own_layout, saving
+from tr_core.checkpoint.own_loading import OwnLoading
 from tr_core.data.loaders import SeededLoader, eval_loader, keeping_columns, train_loader
 from tr_core.data.sampler import call_sampler_method
 from tr_core.evaluation.gather import gather_tree
@@ -54,8 +55,9 @@ class Hooks(Attributes):
     _signature_columns: list[str] | None = None
     _saved_run: Any = None
     _begun_folder: Path | None = None
+    _is_saving_beside = False
     _state_to_save: dict[str, Any] | None = None
-    _is_loading = False
+    _loadings: Mapping[str, OwnLoading] = {}
 
     # Processes
 
@@ -214,12 +216,23 @@ class Hooks(Attributes):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Do nothing: every checkpoint holds both. The files that an override writes are part of it."""
+        self._check_is_saving("_save_optimizer_and_scheduler")
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: every checkpoint holds it. The files that an override writes are part of it."""
+        self._check_is_saving("_save_scaler")
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: every checkpoint holds it. The files that an override writes are part of it."""
+        self._check_is_saving("_save_rng_state")
+
+    def _check_is_saving(self, name: str) -> None:
+        if not self._is_saving_beside:
+            raise RuntimeError(
+                f"{name} was called outside a save, as by a copy of transformers' _save_checkpoint, and would write "
+                "nothing: call super()._save_checkpoint(model, trial) in place of the copy, and write other files "
+                "before or after it"
+            )
 
     def _save_with_own_files(self) -> None:
         name, run = self.checkpointer().path(self.state.global_step).name, self._saved_run
@@ -249,9 +262,13 @@ class Hooks(Attributes):
             self.save_model(str(folder), **internal)
         elif self.overrides("_save"):
             self._save(str(folder), state_dict=self._state_to_save)
-        for name in () if self.args.save_only_model else _SAVED_BESIDE:
-            if self.overrides(name):
-                getattr(self, name)(str(folder))
+        self._set("_is_saving_beside", True)
+        try:
+            for name in () if self.args.save_only_model else _SAVED_BESIDE:
+                if self.overrides(name):
+                    getattr(self, name)(str(folder))
+        finally:
+            self._set("_is_saving_beside", False)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder, on the main process; called on all."""
@@ -265,29 +282,54 @@ class Hooks(Attributes):
         return str(self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: a resume has restored the weights when it calls this, for overrides that load more.
+        """Load the weights of the checkpoint that a resume has read; called by a resume, if it is overridden.
 
         Raises:
             RuntimeError: no resume is calling.
         """
-        if not self._is_loading:
+        if not self._loadings:
             raise RuntimeError(
                 f"_load_from_checkpoint({resume_from_checkpoint!r}) was called outside a resume; call "
                 "trainer.train(resume_from_checkpoint=...)"
             )
+        self._load_own("_load_from_checkpoint")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Do nothing: a resume has restored both when it calls this, for overrides that load more."""
+        """Load both from the checkpoint that a resume has read; called by a resume, if it is overridden."""
+        self._load_own("_load_optimizer_and_scheduler")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing: a resume has restored the generators when it calls this, for overrides that load more."""
 
-    def after_resume(self, folder: str) -> None:
-        """Call the overrides of the three methods above, with the folder of the checkpoint."""
-        self._set("_is_loading", True)
+    def _load_own(self, name: str) -> None:
+        if name in self._loadings:
+            self._loadings[name].load()
+
+    @contextmanager
+    def loading(self, optimizer: Any, schedule: Any) -> Iterator[Callable[[str], None]]:
+        """Return a block for a resume, with what calls the overrides of the three methods above afterwards."""
+        parts = {
+            "_load_from_checkpoint": {"the model": self.model},
+            "_load_optimizer_and_scheduler": {"the optimizer": optimizer, "the schedule": schedule},
+            "_load_rng_state": {},
+        }
+        can_put_back = not self.strategy.binds_optimizer
+        self._set(
+            "_loadings",
+            {
+                name: OwnLoading(name, held, can_put_back=can_put_back)
+                for name, held in parts.items()
+                if self.overrides(name)
+            },
+        )
         try:
-            for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
-                if self.overrides(name):
-                    getattr(self, name)(folder)
+            yield self._load_by_overrides
         finally:
-            self._set("_is_loading", False)
+            self._set("_loadings", {})
+
+    def _load_by_overrides(self, folder: str) -> None:
+        for name, loading in self._loadings.items():
+            loading.put_back()
+            getattr(self, name)(folder)
+            if name != "_load_rng_state":
+                loading.check()

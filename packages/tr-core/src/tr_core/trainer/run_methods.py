@@ -111,10 +111,11 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         run.settings = Settings(run)
         resumed = None
         if resume not in (None, False):
-            resumed = resume_run(run, resume, self._fresh_state(plan))
-        if resumed is not None:
-            self.after_resume(str(resumed))
-        elif args.save_strategy != "no":
+            with self.loading(optimizer, schedule) as load_by_overrides:
+                resumed = resume_run(run, resume, self._fresh_state(plan))
+                if resumed is not None:
+                    load_by_overrides(str(resumed))
+        if resumed is None and args.save_strategy != "no":
             warn_of_earlier(self.checkpointer(), strategy, args.output_dir)
         return run
 
