@@ -37,7 +37,7 @@ def test_the_best_checkpoint_without_a_metric_is_that_of_the_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "theirs", "mine"), [(3, 3, 3), ("3", None, 3), (True, True, None), (2.5, None, None)]
+    ("value", "theirs", "mine"), [(3, 3, 3), ("3", None, 3), (1.0, None, 1), (True, True, None), (2.5, None, None)]
 )
 def test_steps_between_emptyings_of_the_cache_are_a_whole_number(tmp_path, value, theirs, mine):
     for side, expected in ((REFERENCE, theirs), (OURS, mine)):
