@@ -171,6 +171,7 @@ def integration(session: nox.Session) -> None:
         "trackers",
         "engines",
         "ecosystem",
+        "report",
     )
     ignored = [f"--ignore=tests/{name}" for name in folders] + [f"--ignore={path}" for path in HOUSE]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
@@ -260,6 +261,13 @@ def ecosystem(session: nox.Session) -> None:
         session.run("python", "tests/ecosystem/reference_tests.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
         return
     session.run("pytest", *PARALLEL, "tests/ecosystem", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def report(session: nox.Session) -> None:
+    """Open the page of runs in headless Chromium, and compare the split of a real run's time with planted sleeps."""
+    session.install(*PYTEST, "selenium>=4.20", *EVERYTHING, *CONSTRAINTS)
+    session.run("pytest", "tests/report", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

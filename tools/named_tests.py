@@ -23,6 +23,7 @@ FOLDERS = {
             "trackers",
             "engines",
             "ecosystem",
+            "report",
         )
     },
     "tests": "tests",

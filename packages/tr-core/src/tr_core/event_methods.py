@@ -9,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+from tr_args import TrainingArguments
 from tr_core.signatures import is_overridden, names_argument
-from tr_core.state import EventContext, TrainerControl
+from tr_core.state import EventContext, TrainerControl, TrainerState
 
 # What an event gets by position after `(args, state, control)`, where it is called as a method.
 _POSITIONAL = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
@@ -49,7 +50,8 @@ class EventMethods:
             self.fire(event, **named)
             return self.context().control
         now = self.context()
-        args, state, control = (*given[:3], *(now.args, now.state, now.control)[len(given) :])
+        first_three: tuple[Any, ...] = (*given[:3], *(now.args, now.state, now.control)[len(given) :])
+        args, state, control = first_three
         arguments = {**{name: getattr(self, name) for name in _PARTS}, "tokenizer": now.processing_class, **named}
         for method in self._behind[event]:
             answer = method(args, state, control, **arguments)
@@ -84,7 +86,9 @@ class EventMethods:
                 self._behind[event] = self._listeners[event]
                 self._listeners[event] = [partial(self._hand_over, event)]
 
-    def _hand_over(self, event: str, args: Any, state: Any, control: Any, **arguments: Any) -> Any:
+    def _hand_over(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **arguments: Any
+    ) -> Any:
         extra = {name: value for name, value in arguments.items() if name not in _GIVEN}
         if any(names_argument(method, "loss") for method in self._behind[event]) and event == "on_step_end":
             extra["loss"] = self.context().loss

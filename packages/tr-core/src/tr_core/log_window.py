@@ -20,6 +20,7 @@ from tr_core.protocols import Collectives
 from tr_core.results import speed_metrics
 from tr_core.state import TrainerState
 from tr_log import get_logger
+from tr_log.phases import COMPUTE, PhaseClock, active_clock
 
 logger = get_logger("tr_core.trainer")
 
@@ -96,6 +97,7 @@ class LogWindow:
         first_tokens: input tokens seen when this call of `train` began.
         start_s: `time.perf_counter()` when this call of `train` began.
         logged_loss: sum of the losses of the steps of this call that were logged.
+        clock: counts the seconds of the run's phases.
     """
 
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
@@ -112,9 +114,12 @@ class LogWindow:
         self.of_all_ranks: list[RankWindow] = []
         self.start_s = time.perf_counter()
         self.logged_loss, self._logged_skips = 0.0, 0
+        self.clock = active_clock() or PhaseClock(COMPUTE)
 
     def begin_step(self, step: int) -> None:
         """Begin a step after `step` completed ones."""
+        if time.perf_counter() >= self.clock.due_s:
+            self.clock.on_due(step)
         self.step, self.step_loss, self._loss_before_step = step, self._zero, self.loss_sum
 
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:

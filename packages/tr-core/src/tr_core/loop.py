@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from tr_core.data.asked_batches import AskedBatches, TakeBatches
 from tr_core.data.sampler import MicroBatch
 from tr_core.evaluation.best_metric import watched_metric
 from tr_core.run import Run
+from tr_log.phases import CHECKPOINT, EVALUATION, phase
 
 
 def run_epochs(run: Run) -> None:
@@ -60,7 +62,9 @@ def train_step(run: Run, step: StepData) -> None:
     scope.size, number = step.size, 0
     window.begin_step(state.global_step)
     fire("on_step_begin")
+    since_s = perf_counter()
     for number, batch in enumerate(step.micro_batches, start=1):
+        window.clock.waited_s += perf_counter() - since_s
         is_last = number == step.size
         scope.weight, scope.total, scope.is_last = batch.weight, batch.total, is_last
         if not inner.training:
@@ -73,6 +77,7 @@ def train_step(run: Run, step: StepData) -> None:
         scope.outputs = None
         if number < step.size:
             fire("on_substep_end")
+        since_s = perf_counter()
     if number < step.size:
         raise ValueError(_too_few_batches(step.size - number))
     scope.weight, scope.total, scope.loss = 1.0, None, window.step_loss
@@ -130,7 +135,7 @@ def evaluate_and_report(run: Run, ignore_keys: list[str] | None, *, steps: bool 
     """Evaluate, report to a search, and return the metrics; `steps` a schedule that follows one of them."""
     methods = run.methods
     run.store_tokens()
-    with run.evaluating():
+    with run.evaluating(), phase(EVALUATION):
         metrics = methods.evaluate(ignore_keys=ignore_keys)
     methods.report_trial(metrics)
     if steps and run.follows_metric:  # with an evaluation's result, not after every step
@@ -140,7 +145,8 @@ def evaluate_and_report(run: Run, ignore_keys: list[str] | None, *, steps: bool 
 
 def save(run: Run) -> None:
     """Save a checkpoint, and fire `on_save`."""
-    run.methods.save_checkpoint(run)
+    with phase(CHECKPOINT):
+        run.methods.save_checkpoint(run)
     run.fire("on_save")
 
 
@@ -175,7 +181,9 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
         batches_of_step: Iterator[MicroBatch] = islice(batches, size)
         num_items, count_targets = None, run.count_targets
         if remaining is None or count_targets is not None:
+            since_s = perf_counter()
             loaded = list(batches_of_step)
+            run.window.clock.waited_s += perf_counter() - since_s
             if not loaded and remaining is None:
                 return
             batches_of_step = iter(loaded)

@@ -25,6 +25,7 @@ from tr_core.preemption.preemption import Preemption
 from tr_core.protocols import Strategy
 from tr_core.run_owner import RunMethods, RunSettings
 from tr_core.state import TrainerState, resolve_steps
+from tr_log.phases import EXCHANGE, phase
 
 
 @dataclass
@@ -210,7 +211,9 @@ class Run:
         """
         self.check_updates()
         shared = values_of_all_ranks(self.methods.args, self.optimizer) if self.strategy.world_size > 1 else {}
-        gathered = self.strategy.gather_objects((self.window.read(), shared))
+        read = self.window.read()
+        with phase(EXCHANGE):
+            gathered = self.strategy.gather_objects((read, shared))
         check_same_on_all_ranks([values for _, values in gathered])
         windows = [window for window, _ in gathered]
         store_counts(self.methods.state, windows)
@@ -231,7 +234,8 @@ class Run:
     def agree_on_flags(self) -> None:
         """Merge the callback flags of all ranks. Collective."""
         if self.preemption is not None and self.strategy.world_size > 1:
-            self.preemption.agree_on_flags()
+            with phase(EXCHANGE):
+                self.preemption.agree_on_flags()
 
     def writes_in_background(self) -> bool:
         """Whether a checkpoint may still be written in the background."""

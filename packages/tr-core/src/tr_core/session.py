@@ -25,6 +25,7 @@ from tr_core.results import speed_metrics
 from tr_core.run import Run
 from tr_core.state import TrainerState
 from tr_log import get_logger
+from tr_log.phases import CHECKPOINT, phase
 
 logger = get_logger("tr_core.trainer")
 
@@ -114,7 +115,8 @@ def summarize(run: Run) -> dict[str, Any]:
     state, window, plan = run.methods.state, run.window, run.plan
     steps = state.global_step - window.first_step
     if run.preemption is not None:
-        run.preemption.wait()
+        with phase(CHECKPOINT):
+            run.preemption.wait()
     run.close_window()
     share = steps / max(plan.max_steps, 1)
     metrics = speed_metrics("train", window.start_s, num_samples=plan.num_samples * share, num_steps=steps)

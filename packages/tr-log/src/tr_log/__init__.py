@@ -1,6 +1,7 @@
 """Node-aware logging, progress display and metric sinks for training jobs, without torch."""
 
 from tr_log.csv_file import CsvFile
+from tr_log.events_file import EventsFile
 from tr_log.loggers import (
     capture_warnings,
     configure,
@@ -15,6 +16,7 @@ from tr_log.metrics_file import MetricsFile
 from tr_log.mlflow_tracker import MLflowTracker
 from tr_log.progress import progress, progress_bar
 from tr_log.progress_callback import PrinterCallback, ProgressCallback
+from tr_log.report.at_end import ReportFile
 from tr_log.run_report import RunReport
 from tr_log.tensorboard_tracker import TensorBoardTracker
 from tr_log.tracker import Tracker
@@ -22,10 +24,12 @@ from tr_log.wandb_tracker import WandbTracker
 
 __all__ = [
     "CsvFile",
+    "EventsFile",
     "MLflowTracker",
     "MetricsFile",
     "PrinterCallback",
     "ProgressCallback",
+    "ReportFile",
     "RunReport",
     "TensorBoardTracker",
     "Tracker",

@@ -18,7 +18,7 @@ from tr_core.callbacks.wall_time import WallTimeCallback
 from tr_core.optim.parameter_rules import learning_rates
 from tr_core.protocols import Strategy
 from tr_core.state import TrainerControl, TrainerState
-from tr_log import MetricsFile, PrinterCallback, ProgressCallback, get_logger
+from tr_log import EventsFile, MetricsFile, PrinterCallback, ProgressCallback, ReportFile, get_logger
 
 logger = get_logger(__name__)
 
@@ -41,8 +41,8 @@ def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
     hub = [plugins.load(_CALLBACKS, "hub")(args)] if args.push_to_hub else []
     display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
     rates = [RuleRatesCallback()] if args.parameter_rules else []
-    flow, metrics = (kind() for kind in DEFAULT_CALLBACKS)
-    return [flow, *steering(args, strategy), *rates, *noise, metrics, *named, display, *hub]
+    flow, *files = (kind() for kind in DEFAULT_CALLBACKS)
+    return [flow, *steering(args, strategy), *rates, *noise, *files, *named, display, *hub]
 
 
 def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:
@@ -190,4 +190,4 @@ class EmptyCacheCallback(TrainerCallback):
 
 
 # What every run has, whatever its arguments.
-DEFAULT_CALLBACKS: list[type[Any]] = [DefaultFlowCallback, MetricsFile]
+DEFAULT_CALLBACKS: list[type[Any]] = [DefaultFlowCallback, MetricsFile, EventsFile, ReportFile]

@@ -41,6 +41,7 @@ from tr_core.trainer.loss_methods import Stepping
 from tr_core.trainer.optimizer_methods import Optimizing
 from tr_core.trainer.search_methods import Searching
 from tr_core.validation import check_output_dir, check_quantized, lock_output_dir, unlocking_output_dir
+from tr_log.phases import EVALUATION, phase, phase_clock
 from tr_log.streams import usable_streams
 
 
@@ -57,6 +58,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         self.renew_model()
         check_quantized(self.model)
         with (
+            phase_clock(),
             usable_streams(),
             self.training_context(),
             unlocking_output_dir(self.current_checkpointer),
@@ -82,7 +84,8 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                 self.random_state.reapply()
                 self.optimizer_mode.switch(self.optimizer, "train")
                 if self.args.eval_on_start and run.window.first_step == 0:
-                    self.evaluate(ignore_keys=ignore_keys)
+                    with phase(EVALUATION):
+                        self.evaluate(ignore_keys=ignore_keys)
                     run.agree_on_flags()
                 run.mode.begin()
                 run_pending(run)

@@ -1,0 +1,221 @@
+"""Write what a run did and when to `events.jsonl` in its output folder: starts, phases, checkpoints, warnings, ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tr_log.events import EveryEvent
+from tr_log.formatting import printable, to_json
+from tr_log.line_file import LineFile
+from tr_log.loggers import get_logger
+from tr_log.phases import COMPUTE, active_clock
+from tr_log.tracker import settings
+
+logger = get_logger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+LONGEST_TEXT = 2000
+MOST_WARNINGS = 200
+_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "peft", "trl", "numpy", "safetensors")
+_OWN = ("tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist")
+
+
+class EventsFile(EveryEvent):
+    """A trainer callback that writes one strict-JSON object a line, on the main process.
+
+    Each object has `event` and `time_s`, seconds since 1970. Events are `start` (of a call of `train`: what runs where,
+    with which arguments), `time` (the step, and the seconds of each phase since the last one), `evaluation`,
+    `checkpoint`, `warning` and `end`. A resumed run appends; nothing is removed, so that time spent twice shows. A new
+    run keeps the file of an earlier one as `events-1.jsonl`.
+
+    A `time` event is written a quarter of a second after the last one at the soonest, in a long run later: after a kill
+    the last one tells when the run was alive.
+    """
+
+    def __init__(self) -> None:
+        self._file: LineFile | None = None
+        self._due_s = float("inf")
+        self._began_s = 0.0
+        self._warnings: _Warnings | None = None
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> EventsFile:
+        """Return one for a trainer with these arguments; `output_dir` is read when a run begins."""
+        return cls()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write `start`, and then what the phases before it took."""
+        if not state.is_world_process_zero:
+            return
+        # Absolute, because a relative folder means another one after os.chdir.
+        self._file = LineFile((Path(args.output_dir) / EVENTS_FILE).absolute())
+        if state.global_step == 0:
+            try:
+                self._file.set_aside()
+            except OSError as error:
+                self._file.report(error)
+        self._began_s = time.perf_counter()
+        clock, spent = active_clock(), {}
+        if clock is not None:
+            clock.switch(COMPUTE)
+            spent = clock.take()
+            clock.on_due = self._write_time
+        self._write("start", time.time() - sum(spent.values()), **_description(args, state))
+        self._write_time(state.global_step, spent)
+        self._warnings = _Warnings(self)
+        self._warnings.attach()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the time, if it is due. A training loop with a clock also does it between two logs."""
+        if time.perf_counter() >= self._due_s:
+            self._write_time(state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write `evaluation`."""
+        if self._file is not None:
+            self._write("evaluation", time.time(), step=state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write `checkpoint`, with the time before it: what follows is lost if the run resumes from here."""
+        if self._file is not None:
+            self._write_time(state.global_step)
+            self._write("checkpoint", time.time(), step=state.global_step)
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, error: BaseException | None = None, **kwargs: Any
+    ) -> None:
+        """Write `end`: whether the run finished, was stopped or failed."""
+        if self._file is None:
+            return
+        self._write_time(state.global_step)
+        if self._warnings is not None:
+            self._warnings.detach()
+            self._warnings = None
+        status = "failed" if error is not None else "finished" if state.global_step >= state.max_steps else "stopped"
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            status = "stopped"
+        text = {} if error is None else {"error": _short(f"{type(error).__name__}: {error}")}
+        self._write("end", time.time(), step=state.global_step, status=status, **text)
+        self._due_s = float("inf")
+        if (clock := active_clock()) is not None:
+            clock.due_s = self._due_s
+        self._file.close()
+        self._file = None
+
+    def warn(self, record: logging.LogRecord) -> None:
+        """Write `warning`."""
+        self._write("warning", record.created, level=record.levelname, text=_short(record.getMessage()))
+
+    def _write_time(self, step: int, spent: dict[str, float] | None = None) -> None:
+        clock = active_clock()
+        if spent is None:
+            spent = {} if clock is None else clock.take()
+        phases = {name: round(seconds, 6) for name, seconds in spent.items()}
+        self._write("time", time.time(), step=step, phases=phases)
+        now = time.perf_counter()
+        # A thousandth of the time so far: a day writes 7,000 lines, and no kill hides more than that share.
+        self._due_s = now + min(max((now - self._began_s) / 1000, 0.25), 60.0)
+        if clock is not None:
+            clock.due_s = self._due_s
+
+    def _write(self, event: str, time_s: float, **more: Any) -> None:
+        if self._file is not None:
+            self._file.append(to_json({"event": event, "time_s": round(time_s, 6), **more}))
+
+
+class _Warnings(logging.Handler):
+    """Write warnings of these packages as events."""
+
+    def __init__(self, file: EventsFile) -> None:
+        super().__init__(logging.WARNING)
+        self._events, self._left, self._writing = file, MOST_WARNINGS, False
+
+    def attach(self) -> None:
+        """Listen."""
+        for name in _OWN:
+            logging.getLogger(name).addHandler(self)
+
+    def detach(self) -> None:
+        """Listen no longer."""
+        for name in _OWN:
+            logging.getLogger(name).removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, unless writing it is what warns."""
+        if self._left and not self._writing:
+            self._writing, self._left = True, self._left - 1
+            try:
+                self._events.warn(record)
+            finally:
+                self._writing = False
+
+
+def _description(args: Any, state: Any) -> dict[str, Any]:
+    return {
+        "step": state.global_step,
+        "max_steps": state.max_steps,
+        "num_train_epochs": getattr(state, "num_train_epochs", None),
+        "pid": os.getpid(),
+        "pid_started": process_start(os.getpid()),
+        "host": socket.gethostname(),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1") or 1),
+        "command": [printable(word) for word in sys.argv[:20]],
+        "hardware": _hardware(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "arguments": settings(args),
+        "changed": sorted(_changed(args)),
+    }
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process of this machine began, in clock ticks since its boot; None where that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    known: dict[str, Any] = {"system": platform.platform(), "cpu": platform.machine(), "cores": os.cpu_count()}
+    torch: Any = sys.modules.get("torch")  # this package does not import it
+    if torch is not None and torch.cuda.is_available():
+        known["devices"] = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return known
+
+
+def _versions() -> dict[str, str]:
+    known = {}
+    for name in (*_PACKAGES, *_OWN):
+        if name in sys.modules:
+            try:
+                known[name] = version(name.replace("_", "-"))
+            except PackageNotFoundError:
+                continue
+    return known
+
+
+def _changed(args: Any) -> list[str]:
+    """Return the names of arguments that are not at their default."""
+    fields: dict[str, Any] = getattr(type(args), "__dataclass_fields__", {})
+    return [
+        name
+        for name, field in fields.items()
+        if not name.startswith("_") and hasattr(args, name) and not _is_default(field, getattr(args, name))
+    ]
+
+
+def _is_default(field: Any, value: Any) -> bool:
+    default = field.default_factory() if callable(field.default_factory) else field.default
+    return bool(type(default) is type(value) and default == value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."

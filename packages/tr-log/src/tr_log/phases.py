@@ -1,0 +1,99 @@
+"""Divide the time of a run among its phases: loading data, computing, evaluating, saving and so on."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT = (
+    "start",
+    "data",
+    "compute",
+    "exchange",
+    "evaluation",
+    "checkpoint",
+)
+PHASES = (START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT)
+"""Names of phases, in the order of reports."""
+
+_active = threading.local()
+
+
+class PhaseClock:
+    """Count the seconds of each phase. At any moment one phase is active, so the sum is the whole time.
+
+    Args:
+        phase: the first phase.
+
+    Attributes:
+        waited_s: seconds that `compute` counted since the last `take` and that were spent waiting for data. A training
+            loop adds to it, because two switches would cost a step more.
+        due_s: `time.perf_counter()` from which a training loop calls `on_due`; infinite without one.
+        on_due: what it calls, with the number of completed steps.
+    """
+
+    def __init__(self, phase: str = START) -> None:
+        self.waited_s, self.due_s = 0.0, math.inf
+        self.on_due: Callable[[int], None] = _nothing
+        self._phase = phase
+        self._since_s = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def phase(self) -> str:
+        """The active phase."""
+        return self._phase
+
+    def switch(self, phase: str) -> str:
+        """Make a phase the active one, and return the one before."""
+        now, before = time.perf_counter(), self._phase
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since_s
+        self._phase, self._since_s = phase, now
+        return before
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase since the last call."""
+        self.switch(self._phase)
+        seconds, self._seconds = self._seconds, {}
+        waited_s, self.waited_s = min(self.waited_s, seconds.get(COMPUTE, 0.0)), 0.0
+        if waited_s:
+            seconds[COMPUTE] -= waited_s
+            seconds[DATA] = seconds.get(DATA, 0.0) + waited_s
+        return {name: value for name, value in seconds.items() if value > 0}
+
+
+def _nothing(step: int) -> None:
+    """Do nothing."""
+
+
+@contextmanager
+def phase_clock() -> Iterator[PhaseClock]:
+    """Make a new clock the active one of this thread inside a block; it begins with the phase `start`."""
+    outer, clock = active_clock(), PhaseClock()
+    _active.clock = clock
+    try:
+        yield clock
+    finally:
+        _active.clock = outer
+
+
+def active_clock() -> PhaseClock | None:
+    """Return the active clock of this thread, None without one."""
+    return getattr(_active, "clock", None)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Count the time of a block as a phase of the active clock; without a clock, do nothing."""
+    clock = active_clock()
+    if clock is None:
+        yield
+        return
+    outer = clock.switch(name)
+    try:
+        yield
+    finally:
+        clock.switch(outer)

@@ -1,0 +1,1 @@
+"""Show runs on a page: curves, where the time went, arguments, warnings."""

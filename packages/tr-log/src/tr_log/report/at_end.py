@@ -1,0 +1,56 @@
+"""Write the page of a run when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tr_log.events import EveryEvent
+from tr_log.loggers import get_logger
+
+logger = get_logger(__name__)
+
+REPORT_FILE = "report.html"
+
+
+class ReportFile(EveryEvent):
+    """A trainer callback that writes `report.html` to the output folder when a training ends, on the main process.
+
+    It comes after `EventsFile` in the list of callbacks, whose last event the page shows. A failure is a warning.
+    """
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the page."""
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        try:
+            write_report([folder], folder / REPORT_FILE)
+        except Exception as error:  # a page must not cost a finished training
+            logger.warning(
+                "the report of this run was not written: %s: %s; `trainer report %s` writes it",
+                type(error).__name__,
+                error,
+                folder,
+            )
+
+
+def write_report(folders: Sequence[Path], target: Path) -> None:
+    """Write the page of the runs in these folders. A crash leaves the old page or the new one.
+
+    Raises:
+        FileNotFoundError: there is no run.
+        OSError: the page cannot be written.
+    """
+    from tr_log.report.finding import find_runs
+    from tr_log.report.page import page  # here: a process that writes no page needs none of it
+
+    text = page(find_runs(folders))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.new")
+    try:
+        beside.write_text(text, "utf-8")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)

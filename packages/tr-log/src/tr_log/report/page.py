@@ -1,0 +1,195 @@
+"""Make the page of one or several runs: one HTML file that needs nothing else, no server and no network."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tr_log import formatting
+from tr_log.report.curves import Curve, curves, thin
+from tr_log.report.run_folder import RunFolder, Session
+from tr_log.report.time_split import PARTS, WORDS, time_split, wall_time
+
+MOST_NUMBERS = 60_000
+"""Points of all curves of a page together: about 700 kB."""
+MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
+MOST_MARKS, MOST_FILES = 400, 60
+
+
+def page(runs: Sequence[RunFolder], *, live: bool = False) -> str:
+    """Return the page as text.
+
+    Args:
+        runs: the runs, at least one; the curves of several are laid over each other.
+        live: the page asks its server for newer data.
+    """
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = json.dumps(page_data(runs), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return _asset("page.html").format(
+        title=html.escape(title),
+        style=_asset("uplot.min.css") + _asset("page.css"),
+        plotting=_asset("uplot.min.js"),
+        script=_asset("page.js"),
+        data=data.replace("<", "\\u003c"),  # no value can end the script element
+        live="true" if live else "false",
+    )
+
+
+def page_data(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """Return what the page shows, as values for JSON."""
+    number = sum(len(curves(run.entries, 10)) for run in runs)
+    most = min(max(MOST_NUMBERS // max(number, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
+    names = _names(runs)
+    return {
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "runs": [_run(run, name, most) for run, name in zip(runs, names, strict=True)],
+        "differences": _differences(runs),
+        "parts": [{"key": part, "text": WORDS[part]} for part in PARTS],
+    }
+
+
+def _run(run: RunFolder, name: str, most: int) -> dict[str, Any]:
+    start_s = run.sessions[0].start_s if run.sessions else None
+    last = run.sessions[-1] if run.sessions else None
+    found = curves(run.entries, most)
+    if (pace := _pace(run.sessions)) is not None:
+        found["steps_per_second"] = pace
+    return {
+        "name": name,
+        "path": str(run.path.resolve()),
+        "status": run.status,
+        "error": last.error if last else "",
+        "facts": _facts(run),
+        "curves": {key: {"x": steps, "y": values} for key, (steps, values) in found.items()},
+        "epochs": _ratio([(e["step"], e["epoch"]) for e in run.entries if isinstance(e.get("epoch"), int | float)]),
+        "times": _ratio(_elapsed(run.sessions)),
+        "sessions": [_session(session, start_s or 0.0) for session in run.sessions],
+        "wall": round(wall_time(run.sessions), 3),
+        "split": {part: round(seconds, 3) for part, seconds in time_split(run.sessions).items()},
+        "warnings": _warnings(run, start_s or 0.0),
+        "arguments": run.arguments,
+        "changed": list(last.info.get("changed") or []) if last else [],
+        "machine": _machine(last) if last else [],
+        "files": _files(run.path),
+    }
+
+
+def _names(runs: Sequence[RunFolder]) -> list[str]:
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else f"{run.path.resolve().parent.name}/{name}"
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
+def _facts(run: RunFolder) -> list[list[str]]:
+    facts = [["steps", formatting.position(run.step, run.max_steps)]]
+    if run.sessions:
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.sessions[0].start_s))
+        facts += [["started", began], ["wall time", formatting.duration(wall_time(run.sessions))]]
+        if len(run.sessions) > 1:
+            facts.append(["restarts", str(len(run.sessions) - 1)])
+    for name in ("loss", "eval_loss"):
+        if (value := run.newest(name)) is not None:
+            facts.append([f"last {name}", formatting.value(value)])
+    if (best := run.best()) is not None:
+        facts.append([f"best {best[0]}", f"{formatting.value(best[1])} (step {best[2]})"])
+    if run.unreadable:
+        facts.append(["unreadable lines", str(run.unreadable)])
+    return facts
+
+
+def _elapsed(sessions: Sequence[Session]) -> list[tuple[int, float]]:
+    """Return steps and the seconds since the first start at which they were reached for good."""
+    pairs: list[tuple[int, float]] = []
+    for session in sessions:
+        while pairs and pairs[-1][0] >= session.first_step:
+            pairs.pop()
+        pairs.append((session.first_step, session.start_s - sessions[0].start_s))
+        pairs += [(step, when - sessions[0].start_s) for when, step, _ in session.times if step > pairs[-1][0]]
+    return pairs
+
+
+def _pace(sessions: Sequence[Session]) -> Curve | None:
+    """Return the curve of steps per second, None without one: over twenty times of a session or more."""
+    steps: list[int] = []
+    paces: list[float | None] = []
+    for session in sessions:
+        stride = max(len(session.times) // 100, 1)
+        times = session.times[::stride]
+        for (earlier, first, _), (later, last, _) in pairwise(times):
+            if last > first and later > earlier:
+                steps.append(last)
+                paces.append((last - first) / (later - earlier))
+    return thin(steps, paces, 400) if len(steps) > 1 else None
+
+
+def _ratio(pairs: Sequence[tuple[int, float]]) -> list[list[float]]:
+    """Return few of the pairs; between them a page interpolates."""
+    stride = max(len(pairs) // 300, 1)
+    few = list(pairs[::stride])
+    if pairs and few[-1] != pairs[-1]:
+        few.append(pairs[-1])
+    return [[step, round(float(value), 4)] for step, value in few]
+
+
+def _session(session: Session, start_s: float) -> dict[str, Any]:
+    marks = [mark for mark in session.marks if mark.get("event") in ("evaluation", "checkpoint")]
+    stride = max(len(marks) // MOST_MARKS, 1)
+    return {
+        "from": round(session.start_s - start_s, 3),
+        "to": round(session.end_s - start_s, 3),
+        "first": session.first_step,
+        "last": session.step,
+        "status": session.status,
+        "marks": [[mark["event"], round(mark["time_s"] - start_s, 3), mark.get("step")] for mark in marks[::stride]],
+    }
+
+
+def _warnings(run: RunFolder, start_s: float) -> list[list[Any]]:
+    return [
+        [formatting.duration(mark["time_s"] - start_s), str(mark.get("level", "WARNING")), str(mark.get("text", ""))]
+        for session in run.sessions
+        for mark in session.marks
+        if mark.get("event") == "warning"
+    ]
+
+
+def _machine(session: Session) -> list[list[str]]:
+    hardware, versions = session.info.get("hardware") or {}, session.info.get("versions") or {}
+    rows = [["host", str(session.info.get("host", ""))], ["processes", str(session.info.get("world_size", 1))]]
+    rows += [[str(key), ", ".join(map(str, v)) if isinstance(v, list) else str(v)] for key, v in hardware.items()]
+    rows += [[str(key), str(value)] for key, value in versions.items()]
+    return [*rows, ["command", " ".join(map(str, session.info.get("command") or []))]]
+
+
+def _files(folder: Path) -> list[str]:
+    try:
+        names = sorted(item.name + ("/" if item.is_dir() else "") for item in folder.iterdir())
+    except OSError:
+        return []
+    shown = [name for name in names if not name.startswith(".")]
+    return shown if len(shown) <= MOST_FILES else [*shown[: MOST_FILES // 2], *shown[-MOST_FILES // 2 :]]
+
+
+def _differences(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """Return the arguments that differ: name, and the value of each run."""
+    if len(runs) < 2:
+        return []
+    names = list(dict.fromkeys(name for run in runs for name in run.arguments))
+    rows = [[name, *(_shown(run.arguments, name) for run in runs)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _shown(arguments: dict[str, Any], name: str) -> str:
+    return formatting.value(arguments[name]) if name in arguments else "(not known)"
+
+
+def _asset(name: str) -> str:
+    return (files("tr_log.report") / "assets" / name).read_text("utf-8")

@@ -1,0 +1,64 @@
+"""Divide the wall time of a run, restarts included, among its phases, what was done twice, and the time between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tr_log.phases import PHASES
+from tr_log.report.run_folder import Session
+
+REDONE, IDLE, OTHER = "redone", "idle", "other"
+PARTS = (*PHASES, OTHER, REDONE, IDLE)
+"""Names of the parts, in the order of a report."""
+
+WORDS = {
+    "start": "preparing and restoring",
+    "data": "waiting for data",
+    "compute": "computing",
+    "exchange": "exchange between processes",
+    "evaluation": "evaluating",
+    "checkpoint": "saving checkpoints",
+    "other": "not measured",
+    "redone": "lost, and done again after a restart",
+    "idle": "between two calls of train",
+}
+
+
+def time_split(sessions: Sequence[Session]) -> dict[str, float]:
+    """Return the seconds of each part. Their sum is the time from the first start to the last event.
+
+    What a session did after the checkpoint that the next one resumed from is `redone`. The time from a session's last
+    event to the next one's start is `idle`: a killed process cannot say when it died, so the fraction of a second
+    since its last event counts there.
+    """
+    split: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for number, session in enumerate(sessions):
+        following = sessions[number + 1] if number + 1 < len(sessions) else None
+        kept_until = session.end_s if following is None else _kept_until(session, following.first_step)
+        split[REDONE] += session.end_s - kept_until
+        measured = 0.0
+        for when, _, phases in session.times:
+            if when <= kept_until:
+                measured += sum(phases.values())
+                for name, seconds in phases.items():
+                    split[name if name in PHASES else OTHER] += seconds
+        split[OTHER] += max(kept_until - session.start_s - measured, 0.0)
+        if following is not None:
+            split[IDLE] += max(following.start_s - session.end_s, 0.0)
+    return split
+
+
+def wall_time(sessions: Sequence[Session]) -> float:
+    """Return the seconds from the first start to the last event."""
+    return sessions[-1].end_s - sessions[0].start_s if sessions else 0.0
+
+
+def _kept_until(session: Session, step: int) -> float:
+    """Return when a session had done what a later one at `step` did not do again."""
+    if session.step <= step:
+        return session.end_s
+    saved = [mark["time_s"] for mark in session.marks if mark.get("event") == "checkpoint" and mark.get("step") == step]
+    if saved:
+        return float(saved[-1])
+    reached = [when for when, at, _ in session.times if at <= step]
+    return reached[-1] if reached else session.start_s

@@ -1,0 +1,111 @@
+import json
+import logging
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tr_log import EventsFile, get_logger
+from tr_log.phases import phase, phase_clock
+
+
+def run_of(folder, step=0, max_steps=4, is_main=True):
+    args = SimpleNamespace(output_dir=str(folder), learning_rate=0.1, hub_token="secret")
+    return args, SimpleNamespace(global_step=step, max_steps=max_steps, is_world_process_zero=is_main)
+
+
+def read(folder, name="events.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def kinds(folder):
+    return [event["event"] for event in read(folder) if event["event"] != "time"]
+
+
+def test_a_run_leaves_its_start_its_marks_and_its_end(tmp_path):
+    args, state = run_of(tmp_path)
+    file = EventsFile.from_arguments(args)
+    file.on_train_begin(args, state, None)
+    state.global_step = 2
+    file.on_evaluate(args, state, None)
+    file.on_save(args, state, None)
+    state.global_step = 4
+    file.on_train_end(args, state, None)
+    assert kinds(tmp_path) == ["start", "evaluation", "checkpoint", "end"]
+    start, end = read(tmp_path)[0], read(tmp_path)[-1]
+    assert (start["step"], start["max_steps"], start["pid"]) == (0, 4, os.getpid())
+    assert start["arguments"] == {"output_dir": str(tmp_path), "learning_rate": 0.1}  # and no token
+    assert start["versions"]["python"]
+    assert start["hardware"]["cores"]
+    assert (end["step"], end["status"]) == (4, "finished")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError("too hot"), "failed"), (KeyboardInterrupt(), "stopped"), (None, "stopped")],
+)
+def test_the_end_says_how_it_ended(tmp_path, error, status):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    file.on_train_begin(args, state, None)
+    file.on_train_end(args, state, None, error=error)
+    end = read(tmp_path)[-1]
+    assert end["status"] == status
+    assert end.get("error", "") == ("" if error is None else f"{type(error).__name__}: {error}")
+
+
+def test_phases_are_written_when_they_are_due_and_at_a_save(tmp_path, monkeypatch):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    with phase_clock() as clock:
+        file.on_train_begin(args, state, None)
+        assert clock.phase == "compute"
+        assert clock.due_s > time.perf_counter()
+        with phase("evaluation"):
+            pass
+        state.global_step = 1
+        file.on_log(args, state, None)  # not due
+        clock.on_due(state.global_step)
+        file.on_save(args, state, None)
+        file.on_train_end(args, state, None)
+        assert clock.due_s == float("inf")
+    times = [event for event in read(tmp_path) if event["event"] == "time"]
+    assert [event["step"] for event in times] == [0, 1, 1, 1]
+    assert set(times[1]["phases"]) == {"compute", "evaluation"}
+    assert read(tmp_path)[0]["time_s"] <= times[0]["time_s"]
+
+
+def test_a_resumed_run_appends_and_a_new_one_keeps_the_old_file(tmp_path):
+    for step in (0, 2):
+        args, state = run_of(tmp_path, step)
+        file = EventsFile()
+        file.on_train_begin(args, state, None)
+        file.on_train_end(args, state, None)
+    assert kinds(tmp_path) == ["start", "end", "start", "end"]
+    file = EventsFile()
+    file.on_train_begin(*run_of(tmp_path), None)
+    assert kinds(tmp_path) == ["start"]
+    file.on_train_end(*run_of(tmp_path), None)
+    assert len(read(tmp_path, "events-1.jsonl")) == 8
+
+
+def test_warnings_of_the_run_are_events_and_others_are_not(tmp_path):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    get_logger("tr_log.test").warning("before")
+    file.on_train_begin(args, state, None)
+    get_logger("tr_log.test").warning("a rate of %g", 7.0)
+    get_logger("tr_log.test").info("of no concern")
+    logging.getLogger("elsewhere").warning("of another library")
+    file.on_train_end(args, state, None)
+    get_logger("tr_log.test").warning("after")
+    assert [e["text"] for e in read(tmp_path) if e["event"] == "warning"] == ["a rate of 7"]
+
+
+def test_other_processes_write_nothing(tmp_path):
+    args, state = run_of(tmp_path, is_main=False)
+    file = EventsFile()
+    for event in (file.on_train_begin, file.on_save, file.on_evaluate, file.on_log, file.on_train_end):
+        event(args, state, None)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,58 @@
+import threading
+import time
+
+import pytest
+
+from tr_log.phases import COMPUTE, EVALUATION, PhaseClock, active_clock, phase, phase_clock
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that stands until it is moved: `now[0] += seconds`."""
+    moment = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: moment[0])
+    return moment
+
+
+def test_the_phases_add_up_to_the_whole_time(now):
+    with phase_clock() as clock:
+        now[0] += 1
+        clock.switch(COMPUTE)
+        now[0] += 2
+        with phase(EVALUATION):
+            now[0] += 4
+            with phase("checkpoint"):
+                now[0] += 8
+            now[0] += 16
+        now[0] += 32
+        assert clock.take() == {"start": 1, "compute": 34, "evaluation": 20, "checkpoint": 8}
+        now[0] += 64
+        assert clock.take() == {"compute": 64}
+
+
+def test_waiting_for_data_is_taken_out_of_computing(now):
+    clock = PhaseClock(COMPUTE)
+    now[0] += 10
+    clock.waited_s += 3
+    assert clock.take() == {"compute": 7, "data": 3}
+    clock.waited_s += 3  # it cannot be more than what computing has
+    assert clock.take() == {}
+
+
+def test_a_block_that_raises_ends_its_phase(now):
+    with phase_clock() as clock:
+        with pytest.raises(KeyError), phase(EVALUATION):
+            raise KeyError
+        assert clock.phase == "start"
+    assert active_clock() is None
+
+
+def test_without_a_clock_and_in_another_thread_a_phase_does_nothing():
+    with phase(EVALUATION):
+        assert active_clock() is None
+    seen = []
+    with phase_clock():
+        thread = threading.Thread(target=lambda: seen.append(active_clock()))
+        thread.start()
+        thread.join(10)
+    assert seen == [None]

@@ -1,0 +1,176 @@
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from tr_log import ReportFile
+from tr_log.report import ls, tail
+from tr_log.report.command import main as report
+from tr_log.report.curves import curves, thin
+from tr_log.report.page import page, page_data
+from tr_log.report.run_folder import RunFolder
+from tr_log.report.time_split import time_split, wall_time
+from tr_log.testing import ALIVE, KILLED_ONCE, end_event, start_event, write_run
+
+
+@pytest.fixture
+def killed(tmp_path):
+    return RunFolder.read(write_run(tmp_path / "killed", KILLED_ONCE, [{"step": 100, "loss": 0.5, "epoch": 1.0}]))
+
+
+def test_the_split_sums_to_the_wall_time_across_a_restart(killed):
+    split = time_split(killed.sessions)
+    assert {name: value for name, value in split.items() if value} == {
+        "start": 3.0,
+        "data": 2.0,
+        "compute": 14.0,
+        "evaluation": 1.0,
+        "checkpoint": 1.0,
+        "redone": 3.0,
+        "idle": 7.0,
+    }
+    assert sum(split.values()) == wall_time(killed.sessions) == 31.0
+
+
+def test_without_the_checkpoint_that_was_resumed_from_the_time_of_its_step_counts(tmp_path):
+    events = [event for event in KILLED_ONCE if event["event"] != "checkpoint"]
+    assert time_split(RunFolder.read(write_run(tmp_path, events)).sessions)["redone"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        ([start_event(1.0), end_event(2.0, 100)], "finished"),
+        ([start_event(1.0), end_event(2.0, 7, "failed", error="ValueError: x")], "failed"),
+        ([start_event(1.0)], "killed"),
+        ([start_event(1.0, **ALIVE)], "running"),
+        ([start_event(1.0, **{**ALIVE, "pid_started": 1})], "killed"),  # another process has got the number
+        ([start_event(1.0, **{**ALIVE, "pid": 2**22 + 5})], "killed"),
+        ([], "unknown"),
+    ],
+)
+def test_a_run_has_a_state(tmp_path, events, status):
+    run = RunFolder.read(write_run(tmp_path, events, [{"step": 3, "loss": 1.0}]))
+    assert run.status == status
+
+
+def test_half_a_line_and_foreign_lines_do_not_matter(tmp_path):
+    folder = write_run(tmp_path, KILLED_ONCE, [{"step": 1, "loss": "NaN"}, {"loss": 3}])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('nonsense\n[1]\n{"step": 2, "lo')
+    run = RunFolder.read(folder)
+    assert len(run.entries) == 1
+    assert math.isnan(run.entries[0]["loss"])
+    assert run.unreadable == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "greater", "best"),
+    [
+        (None, None, ("eval_loss", 0.25, 20)),
+        ("f1", None, ("eval_f1", 0.9, 30)),
+        ("f1", False, ("eval_f1", 0.1, 20)),
+    ],
+)
+def test_the_best_evaluation_is_that_of_the_arguments(tmp_path, name, greater, best):
+    entries = [{"step": 10 * n, "eval_loss": loss, "eval_f1": f1} for n, loss, f1 in ((1, 0.5, 0.5), (2, 0.25, 0.1))]
+    entries.append({"step": 30, "eval_loss": "NaN", "eval_f1": 0.9})
+    arguments = {"metric_for_best_model": name, "greater_is_better": greater}
+    run = RunFolder.read(write_run(tmp_path, [start_event(1.0, arguments=arguments)], entries))
+    assert run.best() == best
+
+
+def test_a_thinned_curve_keeps_first_last_and_every_extreme():
+    values = [math.sin(n / 50) for n in range(100_000)]
+    values[777], values[54_321], values[99_000] = 50.0, -50.0, None
+    steps, thinned = thin(range(100_000), values, 2000)
+    assert len(steps) <= 2000
+    assert (steps[0], steps[-1]) == (0, 99_999)
+    assert {777: 50.0, 54_321: -50.0, 99_000: None}.items() <= dict(zip(steps, thinned, strict=True)).items()
+    assert steps == sorted(steps)
+
+
+def test_curves_come_in_a_useful_order_and_leave_out_what_is_logged_once():
+    entries = [
+        {"step": 1, "epoch": 0.1, "grad_norm": 2, "own": 1, "loss": math.inf, "text": "x", "flag": True},
+        {"step": 2, "eval_f1": 0.5, "eval_runtime": 3.0, "eval_samples_per_second": 9.0, "train_loss": 1.0},
+    ]
+    found = curves(entries, 100)
+    assert list(found) == ["loss", "grad_norm", "own", "eval_f1", "eval_samples_per_second"]
+    assert found["loss"] == ([1], [None])
+
+
+def test_a_page_of_100_000_steps_is_at_most_a_megabyte(tmp_path):
+    names = ("loss", "learning_rate", "grad_norm", *(f"own_{n}" for n in range(10)))
+    entries = [{"step": n, "epoch": n / 1000, **{name: n / 7 for name in names}} for n in range(100_000)]
+    text = page([RunFolder.read(write_run(tmp_path, KILLED_ONCE, entries))])
+    assert len(text.encode()) < 1_000_000
+
+
+def test_a_page_needs_nothing_from_outside_and_no_value_can_end_its_script(tmp_path):
+    events = [
+        start_event(1.0, arguments={"run_name": "</script><script>alert(1)"}),
+        end_event(2.0, 1, "failed", error="<b>"),
+    ]
+    text = page([RunFolder.read(write_run(tmp_path / "<i>", events))])
+    assert text.count("</script>") == 3
+    assert "<i>" not in text
+    assert "alert(1)" in text
+    for word in ('src="', "@import", "fetch(", "url("):
+        assert word not in text
+
+
+def test_several_runs_show_the_arguments_in_which_they_differ(tmp_path):
+    runs = [
+        RunFolder.read(write_run(tmp_path / f"{n}" / "out", [start_event(1.0, arguments={"seed": n, "bf16": True})]))
+        for n in range(2)
+    ]
+    data = page_data(runs)
+    assert data["differences"] == [["seed", "0", "1"]]
+    assert [run["name"] for run in data["runs"]] == ["0/out", "1/out"]
+
+
+def test_the_end_of_a_run_writes_the_page_and_a_failure_is_a_warning(tmp_path, caplog):
+    args = SimpleNamespace(output_dir=str(write_run(tmp_path / "run", KILLED_ONCE)))
+    state = SimpleNamespace(is_world_process_zero=True)
+    ReportFile().on_train_end(args, state, None)
+    assert "<h1>run</h1>" in (tmp_path / "run" / "report.html").read_text()
+    args.output_dir = str(tmp_path / "missing")
+    ReportFile().on_train_end(args, state, None)
+    assert "was not written" in caplog.text
+    ReportFile().on_train_end(args, SimpleNamespace(is_world_process_zero=False), None)
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", KILLED_ONCE)
+    assert report([str(folder), "-o", str(tmp_path / "new" / "x.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'new' / 'x.html'}\n"
+    assert (tmp_path / "new" / "x.html").stat().st_size > 50_000
+    assert os.listdir(tmp_path / "new") == ["x.html"]
+    (tmp_path / "empty").mkdir()
+    assert report([str(tmp_path / "empty")]) == 1
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_runs_are_listed_with_state_step_loss_and_best(tmp_path, capsys):
+    write_run(tmp_path / "group" / "a", KILLED_ONCE, [{"step": 100, "loss": 0.5}, {"step": 100, "eval_loss": 0.25}])
+    write_run(tmp_path / "group" / "b", [start_event(1.0, **ALIVE)])
+    assert ls.main([str(tmp_path)]) == 0
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head[:3] == ["run", "state", "step"]
+    states = {row[0].rpartition("/")[2]: row[1:3] for row in rows}
+    assert states == {"a": ["finished", "100/100"], "b": ["running", "0/100"]}
+    assert "eval_loss 0.25 (step 100)" in " ".join(map(" ".join, rows))
+    assert ls.main([str(tmp_path / "nowhere")]) == 1
+
+
+def test_the_tail_of_a_run_ends_with_how_it_ended(tmp_path, capsys):
+    write_run(
+        tmp_path,
+        [start_event(1.0), end_event(2.0, 3, "failed", error="ValueError: x")],
+        [{"step": n, "loss": n} for n in (1, 2)],
+    )
+    assert tail.main([str(tmp_path), "-n", "1", "-f"]) == 0
+    assert capsys.readouterr().out == "step 2  loss 2\nfailed at step 3/100 (3%): ValueError: x\n"
+    assert tail.main([str(tmp_path / "nowhere")]) == 1

@@ -1,0 +1,221 @@
+"""Open the page of runs in a browser: what it draws, how it answers, and that it asks nobody for anything."""
+
+import json
+import math
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tr_log.report.command import main as report
+from tr_log.testing import ALIVE, KILLED_ONCE, checkpoint_event, end_event, start_event, time_event, write_run
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="nox -s report installs selenium")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+
+SCREENSHOTS = os.environ.get("REPORT_SCREENSHOTS")
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+def entries(number, rate=0.01, every=20):
+    for step in range(1, number + 1):
+        loss = 2 * math.exp(-rate * step) + 0.1 * math.sin(step * 7)
+        yield {"step": step, "loss": loss, "grad_norm": 1 + math.cos(step), "learning_rate": 1e-3, "epoch": step / 50}
+        if step % every == 0:
+            yield {"step": step, "eval_loss": loss + 0.1, "eval_f1": 1 - loss / 3, "epoch": step / 50}
+
+
+def two_kills():
+    events = [*KILLED_ONCE[:-2]]
+    events += [time_event(1026.0, 75, compute=4.0, evaluation=1.0), checkpoint_event(1026.0, 75)]
+    events += [{"event": "warning", "time_s": 1027.0, "level": "WARNING", "text": "a value was not finite"}]
+    events += [time_event(1029.0, 82, compute=3.0), start_event(1033.0, 75, arguments={"seed": 1})]
+    return [*events, time_event(1040.0, 100, start=1.0, data=2.0, compute=4.0), end_event(1040.0, 100)]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The pages of six kinds of runs, by name."""
+    top = tmp_path_factory.mktemp("runs")
+    changed = {"arguments": {"learning_rate": 1e-3, "seed": 7}, "changed": ["learning_rate"]}
+    runs = {
+        "finished": (
+            [start_event(0.0, **changed), time_event(9.0, 100, compute=9.0), end_event(9.0, 100)],
+            entries(100),
+        ),
+        "killed_twice": (two_kills(), entries(100, 0.02)),
+        "running": ([start_event(5.0, **ALIVE), time_event(6.0, 40, compute=1.0)], entries(40)),
+        "failed": ([start_event(0.0), end_event(2.0, 0, "failed", error="ValueError: no data")], []),
+        "long": ([start_event(0.0), time_event(1e5, 100_000, compute=1e5), end_event(1e5, 100_000)], entries(100_000)),
+    }
+    for name, (events, logged) in runs.items():
+        write_run(top / name, events, list(logged))
+    made = {name: top / f"{name}.html" for name in [*runs, "three"]}
+    for name in runs:
+        assert report([str(top / name), "-o", str(made[name])]) == 0
+    three = [str(top / name) for name in ("finished", "killed_twice", "running")]
+    assert report([*three, "-o", str(made["three"])]) == 0
+    return made
+
+
+@pytest.fixture
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_page_load_timeout(60)
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+def show(browser, page, size="desktop", scheme="light"):
+    width, height = SIZES[size]
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "phone"}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    browser.get(page if isinstance(page, str) else page.as_uri())
+
+
+def requests_of(browser):
+    """Return the addresses that the browser asked for since the last call."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    return [url for url in sent if not url.startswith("data:")]
+
+
+def text_of(browser, selector):
+    return browser.execute_script("return document.querySelector(arguments[0]).textContent", selector)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["finished", "killed_twice", "running", "failed", "long", "three"])
+def test_the_page_shows_without_an_error_a_request_or_a_sideways_scroll(browser, pages, name, size, scheme):
+    show(browser, pages[name], size, scheme)
+    assert browser.get_log("browser") == []
+    assert requests_of(browser) == [pages[name].as_uri()]
+    wide = browser.execute_script("return document.documentElement.scrollWidth")
+    assert wide <= SIZES[size][0]
+    curves = browser.execute_script("return document.querySelectorAll('figure canvas').length")
+    assert (curves > 0) == (name != "failed")
+    for figure in browser.find_elements("css selector", "figure"):
+        assert figure.text.split()  # a title and numbers, for who does not see the curve
+    if SCREENSHOTS:
+        save(browser, size, Path(SCREENSHOTS) / f"{name}-{size}-{scheme}.png")
+
+
+def save(browser, size, path):
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    metrics = {"width": SIZES[size][0], "height": min(height, 6000), "deviceScaleFactor": 1, "mobile": size == "phone"}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    browser.save_screenshot(str(path))
+
+
+def loss_plot(browser):
+    return browser.find_element("css selector", "figure[data-curve=loss] .u-over")
+
+
+def test_a_hovered_point_tells_its_values(browser, pages):
+    show(browser, pages["three"])
+    before = text_of(browser, "figure[data-curve=loss] .readout")
+    webdriver.ActionChains(browser).move_to_element(loss_plot(browser)).perform()
+    after = text_of(browser, "figure[data-curve=loss] .readout")
+    assert before != after
+    assert after.startswith("step ")
+    assert "finished " in after
+    assert "killed_twice " in after
+
+
+def test_a_dragged_range_is_zoomed_in_all_curves_and_shown_whole_again(browser, pages):
+    show(browser, pages["finished"])
+    drag = webdriver.ActionChains(browser).move_to_element(loss_plot(browser)).click_and_hold()
+    drag.move_by_offset(80, 0).release().perform()
+    ranges = browser.execute_script(
+        "return [...plots.values()].map(({plot}) => [plot.scales.x.min, plot.scales.x.max])"
+    )
+    assert all(45 < low < 55 and low < high < 90 for low, high in ranges), ranges
+    browser.find_element("id", "all").click()
+    low, high = browser.execute_script(
+        "const {plot} = plots.get('loss'); return [plot.scales.x.min, plot.scales.x.max]"
+    )
+    assert low <= 1
+    assert high >= 100
+
+
+def test_the_range_can_be_typed(browser, pages):
+    show(browser, pages["finished"])
+    for name, value in (("from", "10"), ("to", "20\n")):
+        browser.find_element("id", name).send_keys(value)
+    assert browser.execute_script("return plots.get('loss').plot.scales.x.max") == 20
+
+
+def test_a_run_is_hidden_and_shown_by_the_keyboard(browser, pages):
+    show(browser, pages["three"])
+    shown = "return plots.get('loss').plot.series.slice(1).map((one) => one.show)"
+    assert browser.execute_script(shown) == [True, True, True]
+    toggle = browser.find_elements("css selector", ".toggle")[1]
+    toggle.send_keys(" ")
+    assert browser.execute_script(shown) == [True, False, True]
+    assert toggle.get_attribute("aria-pressed") == "false"
+    toggle.send_keys("\n")
+    assert browser.execute_script(shown) == [True, True, True]
+
+
+def test_smoothing_axis_and_logarithm_act_on_the_curves(browser, pages):
+    show(browser, pages["killed_twice"])
+    browser.execute_script(
+        "byId('smoothing').value = 0.9; byId('smoothing').dispatchEvent(new Event('input'));"
+        "byId('logarithmic').click(); byId('axis').value = 'time'; byId('axis').dispatchEvent(new Event('change'));"
+    )
+    state = browser.execute_script(
+        "const {plot} = plots.get('eval_loss'); return [plot.series.length, plot.axes[0].label, plot.scales.y.distr]"
+    )
+    assert state == [3, "seconds", 3]  # x, the curve in faint, and its mean
+    assert browser.get_log("browser") == []
+
+
+def test_the_time_of_a_run_that_was_killed_twice_is_split(browser, pages):
+    show(browser, pages["killed_twice"])
+    split = text_of(browser, ".split")
+    for word in ("computing", "lost, and done again", "between two calls of train", "in all40.0 s"):
+        assert word in split
+    assert "a value was not finite" in text_of(browser, "#tables")
+
+
+def test_a_run_that_failed_says_with_what(browser, pages):
+    show(browser, pages["failed"])
+    assert "ValueError: no data" in text_of(browser, ".error")
+    assert "Nothing has been logged yet" in text_of(browser, "#curves")
+
+
+def test_a_live_page_grows_with_its_run(browser, tmp_path):
+    from tr_log.report.watch import Server
+
+    write_run(tmp_path / "run", [start_event(0.0, **ALIVE)], [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
+    with Server([tmp_path], 0, 0.05) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            show(browser, f"http://127.0.0.1:{server.server_address[1]}/")
+            with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "loss": 0.25}\n')
+            browser.execute_async_script(
+                "const done = arguments[0]; const look = () => "
+                "document.querySelector('.readout').textContent.startsWith('last 0.25') "
+                "? done() : setTimeout(look, 50);"
+                "look();"
+            )
+            assert browser.get_log("browser") == []
+        finally:
+            browser.get("about:blank")
+            server.shutdown()
+            thread.join(20)
