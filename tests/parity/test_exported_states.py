@@ -4,7 +4,7 @@ import transformers
 from transformers.trainer_callback import TrainerControl as ReferenceControl
 
 import tr_core
-from tr_core.state import TrainerControl
+from tr_core import TrainerControl
 
 
 def test_the_state_of_the_control_is_the_same_in_both():

@@ -126,9 +126,10 @@ def test_a_module_without_source_or_docstring_has_an_empty_summary(install):
     assert summary("sys") == ""
 
 
-@pytest.mark.parametrize(
-    "command", ["check", "ckpt", "config", "doctor", "launch", "ls", "report", "tail", "version", "watch"]
-)
+COMMANDS = ["check", "ckpt", "config", "doctor", "launch", "ls", "report", "tail", "version", "watch"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_packages_are_there(command, capsys):
     assert main(["--help"]) == 0
     assert re.search(rf"^  {command} +\S", capsys.readouterr().out, re.MULTILINE)

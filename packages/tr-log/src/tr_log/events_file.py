@@ -12,12 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tr_log.events import EveryEvent
 from tr_log.formatting import printable, to_json
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
 from tr_log.phases import COMPUTE, active_clock
-from tr_log.tracker import settings
+from tr_log.tracker import EveryEvent, settings
 
 logger = get_logger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tr_log.events import EveryEvent
 from tr_log.loggers import get_logger
+from tr_log.tracker import EveryEvent
 
 logger = get_logger(__name__)
 
