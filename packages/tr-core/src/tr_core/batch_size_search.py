@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tr_args import TrainingArguments
-from tr_core.data.asked_batches import AskedBatches
+from tr_core.data.batches import AskedBatches
 from tr_core.data.limits import training_batches
 from tr_core.loop import run_epochs
 from tr_core.optim.fused_backward import kind

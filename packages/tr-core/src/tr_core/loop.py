@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from tr_core.data.asked_batches import AskedBatches, TakeBatches
+from tr_core.data.batches import AskedBatches, TakeBatches
 from tr_core.data.sampler import MicroBatch
 from tr_core.evaluation.best_metric import watched_metric
 from tr_core.run import Run

@@ -11,8 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from tr_core.changes import ChangeWatch, check_same_on_all_ranks, values_of_all_ranks
-from tr_core.data.asked_batches import TakeBatches
-from tr_core.data.batches import Batches
+from tr_core.data.batches import Batches, TakeBatches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
 from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite

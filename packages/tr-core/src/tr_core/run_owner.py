@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_core.callback import CallbackList
-from tr_core.data.asked_batches import TakeBatches
+from tr_core.data.batches import TakeBatches
 from tr_core.loss import LossRule, StepScope
 from tr_core.protocols import Checkpointer, Stateful
 from tr_core.random_state import RandomState
