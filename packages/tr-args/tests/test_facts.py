@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 
 from tr_args import Seq2SeqTrainingArguments, TrainingArguments
-from tr_args.facts import GroupOption, Numbers, Only, Set
+from tr_args.constraints import GroupOption, Numbers, Only, Set
 from tr_args.schema import facts, facts_of_kind, schema
 
 

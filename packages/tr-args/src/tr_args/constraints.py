@@ -1,8 +1,11 @@
-"""Narrow a field's type: `Annotated[int, AtLeast(1)]` is a whole number from 1.
+"""State at a field, in `Annotated`, which values it takes, and what it changes.
 
-A constraint may rewrite a value before it is converted to the type (`before`). It may check or rewrite it after that
-(`after`). None is not passed to `after`: the type decides whether None is allowed. At the end are the types that
-several fields share.
+`Annotated[int, AtLeast(1)]` is a whole number from 1. A constraint may rewrite a value before it is converted to the
+type (`before`). It may check or rewrite it after that (`after`). None is not passed to `after`: the type decides
+whether None is allowed. After the constraints are the types that several fields share.
+
+`Annotated[Beta, Numbers.OPTIMIZER]` changes options of the optimizer. Code that treats some arguments differently gets
+their names from `tr_args.schema.facts`. So it needs no list of names.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Annotated, Any
 
 from tr_args.errors import NOTHING, RefusedError
@@ -219,3 +223,54 @@ OptionalSteps = Annotated[float | None, StepsOrRatio()]
 Names = Annotated[list[str], CommaSeparated()]
 OptionalPath = Annotated[str | None, UserPath()]
 Options = dict[str, Any] | None
+
+
+class Fact:
+    """A statement about a field. It neither checks nor converts values.
+
+    A subclass that declares the field again keeps the statement.
+    """
+
+
+class Numbers(Fact, Enum):
+    """What changes in a resumed run if the argument has another value. Every training argument states one."""
+
+    UNCHANGED = "unchanged"
+    """No number of the run: neither weights nor losses."""
+
+    OPTIMIZER = "optimizer"
+    """Options of the optimizer's parameter groups."""
+
+    SCHEDULE = "schedule"
+    """The learning-rate schedule."""
+
+    ORDER = "order"
+    """The order of the training data, so it cannot change in the middle of an epoch."""
+
+    METRIC = "metric"
+    """The metric that tells which model is best."""
+
+    OTHER = "other"
+    """Anything else."""
+
+
+class Set(Fact, Enum):
+    """When the argument must be set."""
+
+    AT_CONSTRUCTION = "at construction"
+    """Before a Trainer is built. A trial of a hyper-parameter search cannot set it."""
+
+
+@dataclass(frozen=True)
+class GroupOption(Fact):
+    """The option of the optimizer's parameter groups that the argument sets. An argument without one may set any."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Only(Fact):
+    """The only value a Trainer accepts, and the reason why it refuses others."""
+
+    value: Any
+    reason: str

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from tr_args.constraints import Constraint
-from tr_args.facts import Fact
+from tr_args.constraints import Constraint, Fact
 
 FactKind = TypeVar("FactKind", bound=Fact)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tr_args.constraints import Only, Set
 from tr_args.conversion import convert_field
 from tr_args.errors import ArgumentsError, Problem, RefusedError
-from tr_args.facts import Only, Set
 from tr_args.files import read_mapping
 from tr_args.schema import facts, facts_of_kind, schema
 from tr_args.types.choices import MetricSchedule

@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar
 from tr_args.aliases import OldNames
 from tr_args.bounded_text import load_json
 from tr_args.checked import Rule
-from tr_args.constraints import OptionalCount
-from tr_args.facts import Numbers
+from tr_args.constraints import Numbers, OptionalCount
 from tr_args.fields import AllFields
 from tr_args.grouped_setters import GroupedSetters
 from tr_args.launcher_settings import follow_launcher

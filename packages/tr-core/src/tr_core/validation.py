@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from tr_args import TrainingArguments
-from tr_args.facts import Only
+from tr_args.constraints import Only
 from tr_args.fields.evaluation import EvaluationFields
 from tr_args.fields.saving import SavingFields
 from tr_args.fields.training import DataFields, OptimizerFields

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from tr_args.constraints import CommaSeparated, Count, NonNegative, OptionalCount, OptionalPath, OptionalSteps, Steps
-from tr_args.facts import Numbers, Set
+from tr_args.constraints import (
+    CommaSeparated,
+    Count,
+    NonNegative,
+    Numbers,
+    OptionalCount,
+    OptionalPath,
+    OptionalSteps,
+    Set,
+    Steps,
+)
 from tr_args.types.choices import Duration, IntervalStrategy, TokenCounting, WallTime
 
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tr_args.constraints import Above, CommaSeparated, OptionalCount, OptionalSeed, Options, Seed, UserPath
-from tr_args.facts import Numbers, Set
+from tr_args.constraints import (
+    Above,
+    CommaSeparated,
+    Numbers,
+    OptionalCount,
+    OptionalSeed,
+    Options,
+    Seed,
+    Set,
+    UserPath,
+)
 from tr_args.files import ConfigFile
 from tr_args.types.sharding import AcceleratorConfig, FsdpConfig, FsdpOptions, ParallelSizes
 

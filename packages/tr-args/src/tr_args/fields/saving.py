@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from tr_args.constraints import AtLeast, RepositoryName, Secret, Steps, UserPath
-from tr_args.facts import Numbers, Set
+from tr_args.constraints import AtLeast, Numbers, RepositoryName, Secret, Set, Steps, UserPath
 from tr_args.types.choices import Duration, HubStrategy, SaveStrategy, WallTime
 
 

@@ -17,15 +17,18 @@ from tr_args.constraints import (
     BoolOrInt,
     CommaSeparated,
     Count,
+    GroupOption,
     MaxSteps,
     NonNegative,
     NonNegativeInt,
+    Numbers,
+    Only,
     OptionalCount,
     Options,
+    Set,
     Steps,
     UserPath,
 )
-from tr_args.facts import GroupOption, Numbers, Only, Set
 from tr_args.types.choices import Duration, WallTime
 from tr_args.types.optimizer_options import OptimizerOptions, ParameterRules
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from tr_args.facts import GroupOption, Numbers
+from tr_args.constraints import GroupOption, Numbers
 from tr_args.schema import facts, facts_of_kind
 from tr_core.checkpoint import schedule_state as schedules
 from tr_core.checkpoint.optimizer_groups import GroupChange, apply_options, check_state_shapes, compare_groups

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
-from tr_args.facts import Numbers
+from tr_args.constraints import Numbers
 from tr_args.schema import facts
 from tr_core.checkpoint.adapters import is_adapter
 from tr_core.checkpoint.optimizer_groups import read_groups

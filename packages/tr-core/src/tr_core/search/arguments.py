@@ -12,8 +12,8 @@ from typing import Any
 from tr_args import TrainingArguments
 from tr_args.aliases import aliases
 from tr_args.checked import unknown_argument
+from tr_args.constraints import Set
 from tr_args.errors import ArgumentsError
-from tr_args.facts import Set
 from tr_args.schema import facts, schema
 
 
