@@ -271,6 +271,18 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session
+def llama_factory(session: nox.Session) -> None:
+    """Run LLaMA-Factory's stages as `ecosystem` runs libraries; it takes an older TRL than that session has."""
+    # The release itself comes without what it requires: sound, images and a web page are not used.
+    libraries = ("trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "torchdata==0.11.0", "tyro<0.9", "av<=16", "einops",
+                 "fastapi", "fire", "matplotlib", "omegaconf", "pandas", "protobuf", "scipy", "sentencepiece",
+                 "sse-starlette", "tiktoken", "uvicorn")  # fmt: skip
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *libraries, *CONSTRAINTS)
+    session.install("--no-deps", "llamafactory==0.9.5")
+    session.run("pytest", "tests/ecosystem/test_llama_factory.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Compare random runs with transformers, a loop by hand and themselves uninterrupted: `-- --seed 1 --n 5000`."""
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
