@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -101,6 +102,8 @@ class Running(Stepping, Publishing, Optimizing, Searching):
             check_output_dir(args, args.output_dir, strategy)
         if args.save_strategy != "no":
             lock_output_dir(self.checkpointer())
+        if type(self) is not self.own_class and strategy.rank == 0 and not args.fast_dev_run:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # overrides may write there
         loader = self.get_train_dataloader()
         data = training_batches(loader, args, strategy.world_size)
         plan = make_plan(args, data)
