@@ -3,9 +3,10 @@
 import inspect
 from pathlib import Path
 
+import torch
 import transformers
 
-from tr_core import Trainer
+from tr_core import Trainer, TrainingArguments
 from tr_core.testing import refused_hooks
 
 PAGE = Path(__file__).parents[2] / "packages" / "tr-core" / "docs" / "hooks.md"
@@ -45,3 +46,18 @@ def test_nothing_is_refused_that_transformers_does_not_have():
 
 def test_the_page_lists_them():
     assert table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_what_transformers_assigns_may_be_assigned_or_is_refused_in_words(tmp_path):
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    theirs = transformers.Trainer(model=torch.nn.Linear(1, 1), args=transformers.TrainingArguments(**arguments))
+    ours = Trainer(model=torch.nn.Linear(1, 1), args=TrainingArguments(**arguments), train_dataset=[{}])
+    problems = []
+    for owner, names in ((ours, vars(theirs)), (ours.args, vars(theirs.args))):
+        for name in names:
+            if hasattr(owner, name):
+                try:
+                    setattr(owner, name, getattr(owner, name))
+                except AttributeError as error:  # what is refused says so in words
+                    problems += [name] if "no setter" in str(error) else []
+    assert problems == []
