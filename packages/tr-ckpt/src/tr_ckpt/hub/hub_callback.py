@@ -82,8 +82,9 @@ MOST_WAITING = 3
 # How long the start of training waits to learn whether the Hub refuses the repository.
 REFUSAL_WITHIN_S = 3.0
 
-# What is not pushed with `output_dir`: checkpoints (the strategy decides), private and temporary files.
-_AT_HOME = (".", "_")
+# What is not pushed with `output_dir`: checkpoints (the strategy decides), private and temporary files, and what names
+# this machine, its folders and the command.
+_AT_HOME = (".", "_", "events.jsonl", "events-", "report.html")
 
 
 def _no_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
