@@ -38,8 +38,17 @@ class _Quantized(WholeParameters):
         block_size: int
         _new_buffer: Callable[..., Any]
 
-    def __init__(self, *args: Any, compile: bool | None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        compile: bool | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)  # type: ignore[call-arg]
         self._compiles = compile
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,18 +147,6 @@ class TorchAOAdamW8bit(_Quantized, _LIBRARY.AdamW8bit):
         ValueError: an argument is out of range, or a parameter is a DTensor.
     """
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        compile: bool | None = None,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, compile=compile)
-
 
 class TorchAOAdamW4bit(_Quantized, _LIBRARY.AdamW4bit):
     """torchao's AdamW, whose moments are codes of 4 bits, with a scale for each 128 of them; see `TorchAOAdamW8bit`.
@@ -171,18 +168,6 @@ class TorchAOAdamW4bit(_Quantized, _LIBRARY.AdamW4bit):
     """
 
     bits = 4
-
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        compile: bool | None = None,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, compile=compile)
 
 
 def _is_quantized(value: Any) -> bool:
