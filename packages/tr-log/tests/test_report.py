@@ -7,8 +7,7 @@ import pytest
 from tr_log import ReportFile
 from tr_log.report import ls, tail
 from tr_log.report.command import main as report
-from tr_log.report.curves import curves, thin
-from tr_log.report.page import page, page_data
+from tr_log.report.page import curves, page, page_data, thin
 from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import time_split, wall_time
 from tr_log.testing import ALIVE, KILLED_ONCE, end_event, start_event, write_run

@@ -43,8 +43,8 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
         FileNotFoundError: there is no run.
         OSError: the page cannot be written.
     """
-    from tr_log.report.finding import find_runs
     from tr_log.report.page import page  # here: a process that writes no page needs none of it
+    from tr_log.report.run_folder import find_runs
 
     text = page(find_runs(folders))
     target.parent.mkdir(parents=True, exist_ok=True)

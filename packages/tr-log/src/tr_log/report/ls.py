@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tr_log import formatting
-from tr_log.report.finding import find_runs
-from tr_log.report.run_folder import RunFolder
+from tr_log.report.run_folder import RunFolder, find_runs
 from tr_log.streams import write_text
 
 _HEADS = ("run", "state", "step", "loss", "best", "last news")

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
 
-from tr_log.report.finding import find_runs
 from tr_log.report.page import page, page_data
+from tr_log.report.run_folder import find_runs
 from tr_log.streams import write_text
 
 HOST = "127.0.0.1"
