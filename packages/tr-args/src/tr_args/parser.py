@@ -11,11 +11,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tr_args.actions import FieldActions
 from tr_args.checked import Checked, Given, build, generated_init, resolve
 from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, cut
 from tr_args.files import Sources, read_mapping, read_words
-from tr_args.flags import FlagTable, Scanner
+from tr_args.flags import FieldActions, FlagTable, Scanner
 from tr_args.help_page import add_sections
 from tr_args.schema import schema
 
