@@ -160,6 +160,7 @@ def test_the_accelerator_answers_for_the_strategy(make_trainer):
     assert own.unwrap_model(nn.DataParallel(model)) is model
     assert own.prepare(model) is model
     assert own.prepare(1, model) == (1, model)
+    assert own.prepare_data_loader([1]) == [1]
     assert own.prepare_model(nn.Linear(2, 2), evaluation_mode=True).training is False
     assert torch.equal(own.gather(torch.tensor([1, 2])), torch.tensor([1, 2]))
     assert own.gather_for_metrics(["a"]) == ["a"]
