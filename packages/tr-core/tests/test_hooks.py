@@ -10,6 +10,7 @@ from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Classifier
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
 from tr_core.loss import StepScope
@@ -304,6 +305,16 @@ def test_a_gather_for_metrics_leaves_out_the_filler_sample_of_a_rank():
     assert own.gather_for_metrics(torch.ones(1)).tolist() == [7]
     scope.weight = 0.0
     assert own.gather_for_metrics(["mine"]) == ["other"]
+
+
+def test_a_loader_is_not_divided_by_prepare_and_says_so():
+    own = StrategyAccelerator(lambda: OfTwo("cpu"), None, StepScope())
+    with pytest.raises(
+        RuntimeError, match="each of 2 processes all batches: return the loader of self._get_dataloader"
+    ):
+        own.prepare(DataLoader(samples(4)))
+    alone = StrategyAccelerator(lambda: SingleDevice("cpu"), None, StepScope())
+    assert isinstance(alone.prepare(DataLoader(samples(4))), DataLoader)
 
 
 def test_backward_of_a_filler_sample_adds_nothing():

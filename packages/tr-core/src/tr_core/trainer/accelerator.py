@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from tr_args import TrainingArguments
+from tr_core.data.loaders import SeededLoader
 from tr_core.evaluation.gather import gather_tree, map_tensors
 from tr_core.loss import StepScope
 from tr_core.model_io import to_device
@@ -169,7 +171,18 @@ class StrategyAccelerator:
         return self._scope.is_last
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Return the objects as they are, a model on the device: the Trainer prepares what it trains."""
+        """Return the objects as they are, a model on the device: the Trainer prepares what it trains.
+
+        Raises:
+            RuntimeError: a loader would have to be divided between processes.
+        """
+        if self.num_processes > 1 and any(_is_undivided(item) for item in objects):
+            raise RuntimeError(
+                f"trainer.accelerator.prepare(loader) would give each of {self.num_processes} processes all batches: "
+                "return the loader of self._get_dataloader(dataset=..., description=..., batch_size=...), which is "
+                "divided; or give your loader a DistributedSampler and do not prepare it; or pass Trainer(..., "
+                "strategy=tr_dist.AcceleratorStrategy(accelerator)), whose accelerator divides it"
+            )
         placed = tuple(self.prepare_model(item) if isinstance(item, nn.Module) else item for item in objects)
         return placed if len(placed) != 1 else placed[0]
 
@@ -285,3 +298,7 @@ class StrategyAccelerator:
             "used members of an accelerate.Accelerator; for a real one pass Trainer(..., "
             "strategy=tr_dist.AcceleratorStrategy(accelerator))"
         )
+
+
+def _is_undivided(item: Any) -> bool:
+    return isinstance(item, DataLoader) and not isinstance(item, SeededLoader)
