@@ -77,3 +77,25 @@ def test_an_adapter_that_was_saved_loads_as_peft_loads_it(tmp_path):
         done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=PROGRAMS.parent, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads(done.stdout) == result["weights"]
+
+
+PARSES = """
+from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+script, args, model = TrlParser((ScriptArguments, SFTConfig, ModelConfig)).parse_args_and_config()
+print(script.dataset_name, args.learning_rate, args.max_length, args.seed, model.lora_target_modules)
+"""
+
+
+def test_a_script_of_trl_reads_its_command_line_and_configuration_file(tmp_path):
+    script, file = tmp_path / "script.py", tmp_path / "config.yaml"
+    script.write_text(PARSES)
+    file.write_text(
+        "dataset_name: data\nlearning_rate: 2.0e-5\nseed: 3\nlora_target_modules: [a, b]\noutput_dir: out\n"
+    )
+    words = [str(script), "--config", str(file), "--seed", "5", "--max_length", "7", "--bf16", "false"]
+    said = [
+        subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        for command in ([sys.executable], DROP_IN)
+    ]
+    assert [done.stdout for done in said] == ["data 2e-05 7 5 ['a', 'b']\n"] * 2, said[1].stderr[-3000:]
