@@ -219,3 +219,28 @@ def test_an_inherited_method_of_the_class_may_be_named_by_an_override(tmp_path):
 
         outcome = run(side, Scenario(models.Mlp, data.classes(), subclass=subclass), tmp_path / side.name)
         assert torch.isfinite(torch.tensor(outcome.losses)).all()
+
+
+def test_checkpoints_go_to_the_folder_that_an_override_returns(tmp_path):
+    def subclass(trainer):
+        class Own(trainer):
+            def __init__(self, *given, **named):
+                super().__init__(*given, **named)
+                self.part = "part"
+
+            def _get_output_dir(self, trial):
+                return f"{super()._get_output_dir(trial)}/{self.part}"
+
+        return Own
+
+    found = []
+    for side in (REFERENCE, OURS):
+        arguments = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1, "max_steps": 8}
+        scenario = Scenario(models.Mlp, data.classes(), arguments=arguments, subclass=subclass)
+        run(side, scenario, tmp_path / side.name)
+        folder = tmp_path / side.name / "part"
+        found.append(sorted(path.name for path in folder.iterdir() if path.name.startswith("checkpoint")))
+        assert list((tmp_path / side.name).glob("checkpoint-*")) == []
+    again = run(OURS, scenario, tmp_path / "ours", resume_from_checkpoint=str(folder / "checkpoint-8"))
+    assert again.trainer.state.global_step == 8
+    assert found == [["checkpoint-8"]] * 2

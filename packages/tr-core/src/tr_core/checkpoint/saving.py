@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,6 +46,13 @@ def build_checkpointer(args: TrainingArguments, strategy: Strategy) -> Checkpoin
             "set save_strategy='no'"
         ) from error
     return factory(args, strategy)
+
+
+def in_folder(args: TrainingArguments, folder: str) -> TrainingArguments:
+    """Return a copy of the arguments, with another folder for the checkpoints."""
+    moved = copy.copy(args)
+    moved.output_dir = str(Path(folder).absolute())
+    return moved
 
 
 def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:

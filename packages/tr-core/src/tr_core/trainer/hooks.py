@@ -278,7 +278,7 @@ class Hooks(Attributes):
         saving.save_model(self.model, state, Path(output_dir or self.args.output_dir), self._save_companions)
 
     def _get_output_dir(self, trial: Any = None) -> str:
-        """Return the folder of the checkpoints."""
+        """Return the folder of the checkpoints, for `trial` of a search."""
         return str(self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

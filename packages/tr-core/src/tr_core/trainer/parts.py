@@ -85,6 +85,7 @@ class TrainerParts:
     save_model: Callable[..., None]
     optimizer_in_evaluation: Callable[..., AbstractContextManager[None]]
     _save_companions: Callable[..., None]
+    _get_output_dir: Callable[..., str]
     _checkpointer_made_of: dict[str, Any] | None = None
 
     def __init__(  # noqa: PLR0917  the documented order
@@ -159,7 +160,8 @@ class TrainerParts:
         check_label_names(args, self.model, self.loss_function is not None, computes_loss)
         check_options(args, self.strategy)
         check_evaluation(args, self.model, self.compute_metrics, self.loss_rule.counts)
-        if args.save_strategy != "no" and self.train_dataset is not None:
+        is_complete = self._is_built or not self.overrides("_get_output_dir")  # which may need what a subclass sets
+        if args.save_strategy != "no" and self.train_dataset is not None and is_complete:
             self.checkpointer()  # raises here, and not at the first save
 
     # Model
@@ -356,12 +358,14 @@ class TrainerParts:
         Raises:
             ValueError: no such checkpointer is installed.
         """
-        made_of = None if self.has_own_checkpointer else saving.checkpointer_arguments(self.args)
+        args, is_moved = self.args, self.overrides("_get_output_dir")
+        args = saving.in_folder(args, self._get_output_dir(trial=self.trial)) if is_moved else args
+        made_of = None if self.has_own_checkpointer else saving.checkpointer_arguments(args)
         if self._checkpointer is not None and self._checkpointer_made_of not in (None, made_of):
             self._checkpointer.close()
             self._checkpointer = None
         if self._checkpointer is None:
-            self._checkpointer = saving.build_checkpointer(self.args, self.strategy)
+            self._checkpointer = saving.build_checkpointer(args, self.strategy)
         self._checkpointer_made_of = made_of
         return self._checkpointer
 

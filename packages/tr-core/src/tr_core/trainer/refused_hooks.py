@@ -12,7 +12,6 @@ REFUSED: dict[str, str] = {
     "_finish_current_push": "give a callback with on_push_begin",
     "_get_grad_norm": "override _clip_grad_norm",
     "_get_learning_rate": "override log",
-    "_get_output_dir": "set args.output_dir",
     "_has_mixed_mesh_grads": "override _clip_grad_norm",
     "_hp_search_setup": "pass hp_space or model_init to hyperparameter_search",
     "_init_training_state": _LOOP,
