@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from tr_log import get_logger
@@ -36,6 +37,19 @@ REPLACED: dict[str, dict[str, str]] = {
 }
 # The same for modules of libraries that hold a copy of a class of transformers. They are left alone until imported.
 COPIES: dict[str, dict[str, str]] = {"trl.scripts._hf_argparser": {"HfArgumentParser": "tr_args"}}
+
+HELP_WIDTH = 78
+COMPARED = """with --compare:
+  The script runs twice, in a process each, first on transformers' Trainer, then
+  on this one. Both run in the current folder. What is given as --output_dir, and
+  the output_dir of any other arguments of a Trainer, becomes a folder of that
+  name below transformers/ and ours/ in a temporary folder, which is removed where
+  both runs are equal, or in that of --into. What the script writes elsewhere, the
+  second run writes over. Log entries, metrics of predictions and weights are
+  compared, but for times of the clock and figures of memory.
+  With --same-draws, random numbers of dropout, collators and transforms, which
+  the two draw in another order, are seeded for each batch and each forward pass.
+  Exit status: 0 equal to the bit, 1 different, 2 one of the runs failed."""
 
 
 @contextmanager
@@ -110,14 +124,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="trainer drop-in",
-        description="Run a script written for the Trainer of transformers on this Trainer, with nothing edited. "
-        f"Replaced: {', '.join(_names())}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run a script written for the Trainer of transformers on this Trainer, with nothing edited.\n\n"
+        + fill(f"Replaced: {', '.join(_names())}.", HELP_WIDTH),
+        epilog=COMPARED,
     )
+    parser.add_argument(
+        "--compare", action="store_true", help="run the script on both Trainers and show where their numbers part"
+    )
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="where both runs of --compare write, and stay")
+    parser.add_argument("--same-draws", action="store_true", help="with --compare: both runs draw the same numbers")
     parser.add_argument("script", type=Path, help="the script to run as a program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(argv)
     if not given.script.is_file():
         parser.error(f"there is no file {given.script}")
+    if given.compare:
+        compare_script = import_module("tr_all.compare").compare_script
+        return compare_script(given.script, given.arguments, given.into, given.same_draws)
+    if given.into is not None or given.same_draws:
+        parser.error(
+            "--into and --same-draws need --compare: without it, the script writes and draws as it always does"
+        )
     with drop_in():
         sys.argv = [str(given.script), *given.arguments]
         sys.path.insert(0, str(given.script.parent.resolve()))
