@@ -252,6 +252,8 @@ def ecosystem(session: nox.Session) -> None:
     """Run released libraries, unedited, here and on transformers' Trainer, and require equal numbers.
 
     `-- --reference-tests FOLDER` runs transformers' own Trainer tests instead: FOLDER is a checkout of its repository.
+    `-- --official-examples FOLDER` runs transformers' example scripts, of which FOLDER is `examples/pytorch`, by
+    `trainer drop-in --compare`, and counts those with equal numbers.
     """
     libraries = ("trl==1.16.0", "sentence-transformers==6.2.0", "setfit==1.2.0")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *libraries, *CONSTRAINTS)
@@ -259,6 +261,10 @@ def ecosystem(session: nox.Session) -> None:
         session.install("parameterized", "optuna>=4", "timeout-decorator", *CONSTRAINTS)
         session.install("--no-deps", "bitsandbytes", "galore-torch", "lomo-optim", *CONSTRAINTS)
         session.run("python", "tests/ecosystem/reference_tests.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
+        return
+    if session.posargs[:1] == ["--official-examples"]:
+        session.install("--no-deps", "pillow", "torchvision==0.28.*", *CONSTRAINTS)  # its CUDA build is not loaded
+        session.run("python", "tests/ecosystem/official_examples.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
         return
     session.run("pytest", *PARALLEL, "tests/ecosystem", *session.posargs, env=TEST_ENVIRONMENT)
 
