@@ -91,6 +91,11 @@ CASES = (
     Case("summarization", "run_summarization.py", f"{_files('summaries')} {_WRITTEN}"),
     Case("translation", "run_translation.py", f"{_files('translations')} {_WRITTEN} --source_lang en --target_lang de"),
     Case("ner", "run_ner.py", f"{_files('tags')} --model_name_or_path bert --max_seq_length 24"),
+    Case("image classification, resumed", "run_image_classification.py",
+         "--train_dir images/train --validation_dir images/validation --model_name_or_path vit "
+         "--remove_unused_columns False "
+         "--resume_from_checkpoint runs/image-classification-same-draws/transformers/out/checkpoint-3",
+         "torchvision", "image classification, same draws", same_draws=True),
     *(Case(f"{name}{end}", script, f"{arguments} --remove_unused_columns False", "torchvision", same_draws=bool(end))
       for end in ("", ", same draws")
       for name, script, arguments in (
