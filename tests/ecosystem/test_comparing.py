@@ -61,7 +61,7 @@ def test_scripts_are_counted_once_whose_training_is_equal():
         official_examples.Outcome(case, word, "why") for case, word in zip((first, second, third), words, strict=True)
     ]
     shown = official_examples.table(outcomes)
-    assert "3 runs: 1 differs by a known row, 1 equal but for eval_loss, 1 equal to the bit" in shown
+    assert "3 runs: 1 differs by a known row, 1 equal in training, 1 equal to the bit" in shown
     assert "scripts whose training is equal to the bit: 1" in shown
 
 
