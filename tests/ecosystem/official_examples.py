@@ -145,22 +145,17 @@ def run_case(case, scripts, work):
 
 def judged(case, code, shown, into):
     """Return the outcome of a case that has run, by the exit status of the command and what it showed."""
-    from tr_all.comparison import compare
-    from tr_all.known_causes import causes_of
-
-    if code == EXIT_EQUAL:
-        entries = compare(into / "transformers", into / "ours").ours.count
-        return Outcome(case, EQUAL, f"{entries} log entries")
-    if code != EXIT_DIFFERENT:
+    if code not in (EXIT_EQUAL, EXIT_DIFFERENT):
         lines = [line.strip() for line in shown.partition("both runs are in")[0].splitlines() if line.strip()]
         on_ours = (into / "ours").exists()
         where = "on this Trainer" if on_ours else "on transformers' Trainer too"
         return Outcome(case, "failed" if on_ours else "fails there too", f"{where}: {lines[-1] if lines else ''}"[:160])
-    comparison = compare(into / "transformers", into / "ours")
-    if causes := causes_of(comparison):
-        trained_alike = comparison.weights_equal and all(key.startswith(EVALUATED) for key in comparison.differing())
-        word = EVALUATION if trained_alike else NAMED
-        return Outcome(case, word, "; ".join(cause.row for cause in causes))
+    found = json.loads((into / "comparison.json").read_text())
+    if code == EXIT_EQUAL:
+        return Outcome(case, EQUAL, f"{found['entries']} log entries")
+    if found["causes"]:
+        trained_alike = found["weights_equal"] and all(key.startswith(EVALUATED) for key in found["differing"])
+        return Outcome(case, EVALUATION if trained_alike else NAMED, "; ".join(found["causes"]))
     return Outcome(case, "different", str(into))
 
 

@@ -1,5 +1,6 @@
 """`trainer drop-in --compare` runs a script on two Trainers, and says where their numbers part."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_runs_that_are_equal_to_the_bit_end_with_0(transformers, tmp_path, capsy
     assert "saved weights in mine/checkpoint-4: equal to the bit" in shown
     assert "ours: started" in shown
     assert "step 4 of 4, 6 log entries" in shown
-    assert {path.name for path in (tmp_path / "both").iterdir()} == {"transformers", "ours"}
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {"transformers", "ours", "comparison.json"}
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -101,6 +102,9 @@ def test_runs_that_differ_end_with_1_and_show_where(transformers, tmp_path, monk
     assert "saved weights in out/checkpoint-2: equal to the bit" in shown
     assert "saved weights in out/checkpoint-4: 2 of 2 differ (layer.bias, layer.weight)" in shown
     assert "none of the known causes applies" in shown
+    summary = json.loads((tmp_path / "both/comparison.json").read_text())
+    assert not summary["equal"]
+    assert {"loss", "train_loss"} <= set(summary["differing"])
     assert not (tmp_path / "out").exists()
 
 

@@ -73,6 +73,7 @@ def _compare_in(root: Path, script: Path, arguments: Sequence[str], same_draws: 
         _say("\nthe script built no Trainer that trained, evaluated or predicted: nothing to compare", sys.stderr)
         return FAILED
     _say("\n" + report(comparison))
+    (root / "comparison.json").write_text(json.dumps(_summary(comparison), indent=2))
     return EQUAL if comparison.equal else DIFFERENT
 
 
@@ -125,6 +126,17 @@ def output_below(folder: Path, arguments: Sequence[str]) -> list[str]:
         elif word.startswith(f"{OUTPUT}="):
             words[place] = f"{OUTPUT}={folder / Path(word.split('=', 1)[1]).name}"
     return words
+
+
+def _summary(comparison: Comparison) -> dict[str, Any]:
+    """Return what a program may ask of a comparison."""
+    return {
+        "equal": comparison.equal,
+        "entries": comparison.theirs.count,
+        "differing": sorted(comparison.differing()),
+        "weights_equal": comparison.weights_equal,
+        "causes": [cause.row for cause in causes_of(comparison)],
+    }
 
 
 def report(comparison: Comparison) -> str:

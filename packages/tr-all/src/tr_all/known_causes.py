@@ -195,7 +195,7 @@ CAUSES = (
     ),
     Cause(
         "A second `train()` of one Trainer",
-        "it goes on with the moments of the first run's optimizer there, and begins with new ones here",
+        "it keeps the moments of the first run's optimizer there, and begins with new ones here",
         _trained_again,
     ),
     Cause("GaLore's basis", "full SVD there, subspace iteration here", _optimizer("galore")),
