@@ -8,13 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from compared import DROP_IN, logged
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 TRL = ["sft", "sft_lora", "dpo", "reward", "kto", "grpo", "rloo"]
 OTHERS = ["lora", "setfit", "setfit_torch_head"]
 SENTENCES = ["sentences", "sentences_of_two_sets", "cross_encoder"]
-# Times of the clock are the machine's.
-TIMES = ("_runtime", "_per_second", "step_time", "total_flos")
 
 pytestmark = pytest.mark.skipif(
     not all(find_spec(name) for name in ("trl", "sentence_transformers", "setfit")),
@@ -28,13 +27,6 @@ def run(command, folder, name, *more):
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "result.json").read_text())
-
-
-DROP_IN = [str(Path(sys.executable).with_name("trainer")), "drop-in"]
-
-
-def logged(result):
-    return [{key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in result["log"]]
 
 
 @pytest.mark.parametrize("name", TRL + SENTENCES + OTHERS)

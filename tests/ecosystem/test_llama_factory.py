@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_libraries import DROP_IN, logged
+from compared import DROP_IN, logged
 
 STAGE = Path(__file__).with_name("llama_factory.py")
 SOURCE = os.environ.get("LLAMA_FACTORY_SOURCE", "")
