@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +59,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         self.renew_model()
         check_quantized(self.model)
         with (
+            ExitStack() as at_end,
             phase_clock(),
             usable_streams(),
             self.training_context(),
@@ -76,8 +77,9 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                 self._load_final_weights()
                 return TrainOutput(self.state.global_step, last_train_loss(self.state), {})
             log_run_start(run, self.get_num_trainable_parameters())
+            self._set("current_run", run)
+            at_end.callback(self._set, "current_run", None)
             with (
-                self.running(run),
                 self._training_strategy(run.optimizer, run.plan, run.use_strategy),
                 preempting(run),
                 self._in_training(run.window.means, run.preemption),

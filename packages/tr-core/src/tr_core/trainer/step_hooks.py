@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, cast
 
@@ -75,12 +74,13 @@ class StepHooks(Hooks):
 
     # After a step
 
-    def after_step(self) -> Callable[[Run], None] | None:
+    def after_step(self) -> Callable[[Any], None] | None:
         """Return what runs what is due after a step by an override; None if there is none."""
         return self._run_due if self.overrides(_AFTER) else None
 
-    def _run_due(self, run: Run) -> None:
+    def _run_due(self, _: object) -> None:
         """Call the override. It may change the sum of losses in place, and may run what is due itself."""
+        run = self._run_that_calls(_AFTER)
         control, window, position = self.control, run.window, run.position
         if control.should_log or control.should_evaluate or control.should_save:
             run.check_updates()
@@ -192,15 +192,6 @@ class StepHooks(Hooks):
         self._run_that_calls("_total_loss_scalar").window.logged_loss = loss
 
     # The run
-
-    @contextmanager
-    def running(self, run: Run) -> Iterator[None]:
-        """Make a run the current one, inside a block."""
-        self._set("current_run", run)
-        try:
-            yield
-        finally:
-            self._set("current_run", None)
 
     def _run_that_calls(self, name: str) -> Run:
         if self.current_run is None:
