@@ -10,6 +10,7 @@ an earlier call ran is not run again.
 import argparse
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -199,12 +200,14 @@ def main(argv=None):
 def prepare(work):
     """Make models and data in a folder, unless an earlier call did."""
     if not (work / "made").exists():
+        kept = runpy.run_path(str(HERE / "offline/sitecustomize.py"))  # as in the processes of the scripts
         import tiny_files
 
         work.mkdir(parents=True, exist_ok=True)
         tiny_files.save_models(work)
         tiny_files.save_data(work)
         (work / "made").touch()
+        del kept
 
 
 if __name__ == "__main__":
