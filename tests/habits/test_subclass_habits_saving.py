@@ -256,13 +256,17 @@ def test_a_push_that_copies_to_a_folder(tmp_path):
     same_files(theirs, ours, "published/README.md", "published/model.safetensors")
 
 
-def test_a_folder_of_checkpoints_of_ones_own_is_refused(make_trainer):
-    class FolderTrainer(tr_core.Trainer):
-        def _get_output_dir(self, trial):
-            return str(Path(self.args.output_dir) / "checkpoints")
+def test_checkpoints_go_to_a_folder_of_ones_own(tmp_path):
+    def foldered(base):
+        class FolderTrainer(base):
+            def _get_output_dir(self, trial):
+                return str(Path(self.args.output_dir) / "checkpoints")
 
-    with pytest.raises(TypeError, match=r"_get_output_dir overrides .*: set args.output_dir"):
-        make_trainer(FolderTrainer)
+        return FolderTrainer
+
+    theirs, ours = run_both(tmp_path, foldered, **SAVING)
+    same_files(theirs, ours, "checkpoints/checkpoint-2/model.safetensors", "checkpoints/checkpoint-4/model.safetensors")
+    assert not (ours.folder / "checkpoint-2").exists()
 
 
 def test_the_state_is_saved_with_more_beside_it(tmp_path):
