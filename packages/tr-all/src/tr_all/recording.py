@@ -204,7 +204,7 @@ def _all_random_states() -> tuple[Any, ...]:
 
 
 def _generation_settings(model: Any) -> Any:
-    settings = getattr(model, "generation_config", None)
+    settings: Any = getattr(model, "generation_config", None)
     return settings.to_dict() if hasattr(settings, "to_dict") else None
 
 
