@@ -62,7 +62,8 @@ def first(tmp_path):
 
 
 def listed(folder):
-    return sorted(name for name in os.listdir(folder) if name != "metrics.jsonl")
+    written_alongside = ("metrics.jsonl", "events.jsonl", "report.html")
+    return sorted(name for name in os.listdir(folder) if name not in written_alongside)
 
 
 def test_a_second_run_is_refused_before_it_trains(first, tmp_path):

@@ -49,7 +49,7 @@ def test_steps_between_emptyings_of_the_cache_are_a_whole_number(tmp_path, value
 
 
 def test_a_run_writes_its_log_into_the_output_folder(tmp_path):
-    for side, names in ((REFERENCE, []), (OURS, ["metrics.jsonl"])):
+    for side, names in ((REFERENCE, []), (OURS, ["events.jsonl", "metrics.jsonl", "report.html"])):
         make(side, tmp_path / side.name, save_strategy="no", **QUIET).train()
         assert [path.name for path in sorted((tmp_path / side.name).iterdir())] == names
     entries = (tmp_path / "ours" / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
