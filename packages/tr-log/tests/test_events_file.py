@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import sys
 import time
 from types import SimpleNamespace
 
@@ -36,6 +37,8 @@ def test_a_run_leaves_its_start_its_marks_and_its_end(tmp_path):
     start, end = read(tmp_path)[0], read(tmp_path)[-1]
     assert (start["step"], start["max_steps"], start["pid"]) == (0, 4, os.getpid())
     assert start["arguments"] == {"output_dir": str(tmp_path), "learning_rate": 0.1}  # and no token
+    assert sys.argv[0] == start["script"]
+    assert not set(sys.argv[1:]) & set(map(str, start.values()))
     assert start["versions"]["python"]
     assert start["hardware"]["cores"]
     assert (end["step"], end["status"]) == (4, "finished")

@@ -166,7 +166,7 @@ def _description(args: Any, state: Any) -> dict[str, Any]:
         "pid_started": process_start(os.getpid()),
         "host": socket.gethostname(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1") or 1),
-        "command": [printable(word) for word in sys.argv[:20]],
+        "script": printable(sys.argv[0]),  # and not its words: one may be a token
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
         "arguments": settings(args),

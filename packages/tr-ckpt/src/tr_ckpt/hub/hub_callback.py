@@ -83,7 +83,7 @@ MOST_WAITING = 3
 REFUSAL_WITHIN_S = 3.0
 
 # What is not pushed with `output_dir`: checkpoints (the strategy decides), private and temporary files, and what names
-# this machine, its folders and the command.
+# this machine, its folders and the script.
 _AT_HOME = (".", "_", "events.jsonl", "events-", "report.html")
 
 

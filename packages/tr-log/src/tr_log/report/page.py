@@ -173,7 +173,7 @@ def _machine(session: Session) -> list[list[str]]:
     rows = [["host", str(session.info.get("host", ""))], ["processes", str(session.info.get("world_size", 1))]]
     rows += [[str(key), ", ".join(map(str, v)) if isinstance(v, list) else str(v)] for key, v in hardware.items()]
     rows += [[str(key), str(value)] for key, value in versions.items()]
-    return [*rows, ["command", " ".join(map(str, session.info.get("command") or []))]]
+    return [*rows, ["script", str(session.info.get("script", ""))]]
 
 
 def _files(folder: Path) -> list[str]:
