@@ -279,7 +279,12 @@ def report(trainer: Trainer, results: dict[str, float], words: list[str]) -> Non
     for split, data in (("eval", "validation"), ("predict", "test")):
         if f"{split}_accuracy" in results:
             print(f"{data} accuracy {results[f'{split}_accuracy']:.4f}, macro F1 {results[f'{split}_f1']:.4f}")
-    files = {"metrics": "all_results.json", "model": "model.safetensors", "predictions": "predictions.csv"}
+    files = {
+        "metrics": "all_results.json",
+        "curves": "report.html",
+        "model": "model.safetensors",
+        "predictions": "predictions.csv",
+    }
     rows = [(what, folder / name) for what, name in files.items() if (folder / name).exists()]
     found = checkpoints(folder)
     rows += [("checkpoint", found[-1])] if found else []
