@@ -111,7 +111,11 @@ def test_the_split_of_a_run_with_two_kills_is_that_of_the_planted_sleeps(tmp_pat
     lost = [(begin, stop) for begin, stop in zip(saved, ends, strict=True)]
 
     def kept(when):
-        return not any(begin < when <= run.sessions[n + 1].start_s for n, (begin, _) in enumerate(lost))
+        is_lost = any(begin < when <= run.sessions[n + 1].start_s for n, (begin, _) in enumerate(lost))
+        restores = any(
+            session.start_s <= when <= session.times[0][0] for session in run.sessions
+        )  # reads the state too
+        return not is_lost and not restores
 
     for part in SLEEP_S:
         planted = sum(seconds for name, seconds, when in slept if name == part and kept(when))
