@@ -173,3 +173,29 @@ def test_the_tail_of_a_run_ends_with_how_it_ended(tmp_path, capsys):
     assert tail.main([str(tmp_path), "-n", "1", "-f"]) == 0
     assert capsys.readouterr().out == "step 2  loss 2\nfailed at step 3/100 (3%): ValueError: x\n"
     assert tail.main([str(tmp_path / "nowhere")]) == 1
+
+
+def test_links_to_files_lead_from_where_the_page_lies(tmp_path):
+    folder = write_run(tmp_path / "a b", [start_event(0.0)], [{"step": 1, "loss": 1.0}])
+    for name in ("100%#?.txt", "checkpoint-10", "checkpoint-9"):
+        (folder / name).mkdir() if name.startswith("checkpoint") else (folder / name).touch()
+
+    def addresses(place):
+        return {name: address for name, address in page_data([RunFolder.read(folder)], place)["runs"][0]["files"]}
+
+    beside = addresses(folder)
+    assert list(beside) == ["100%#?.txt", "checkpoint-9/", "checkpoint-10/", "events.jsonl", "metrics.jsonl"]
+    assert beside["100%#?.txt"] == "./100%25%23%3F.txt"
+    assert addresses(tmp_path)["checkpoint-9/"] == folder.as_uri() + "/checkpoint-9/"
+    assert "/a%20b/" in addresses(tmp_path)["metrics.jsonl"]
+    assert set(addresses(None).values()) == {""}  # a browser follows no link from a server's page to a file
+
+
+def test_of_very_many_files_the_first_and_the_last_are_listed(tmp_path):
+    write_run(tmp_path, [start_event(0.0)], [{"step": 1, "loss": 1.0}])
+    for number in range(100):
+        (tmp_path / f"{number}.bin").touch()
+    names = [name for name, _ in page_data([RunFolder.read(tmp_path)])["runs"][0]["files"]]
+    assert names[:2] == ["0.bin", "1.bin"]
+    assert names[-1] == "metrics.jsonl"
+    assert names[30] == "... 42 more"

@@ -46,11 +46,11 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     from tr_log.report.page import page  # here: a process that writes no page needs none of it
     from tr_log.report.run_folder import find_runs
 
-    text = page(find_runs(folders))
+    text = page(find_runs(folders), place=target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.new")
     try:
-        beside.write_text(text, "utf-8")
+        beside.write_text(text, "utf-8", "replace")  # a folder may have a name that is no text
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)

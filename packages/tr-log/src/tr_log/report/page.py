@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
+import re
 import time
 from collections.abc import Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tr_log import formatting
 from tr_log.formatting import TIMINGS
@@ -27,17 +30,19 @@ MOST_NUMBERS = 60_000
 """Points of all curves of a page together: about 700 kB."""
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
 MOST_MARKS, MOST_FILES = 400, 60
+_DIGITS = re.compile(r"(\d+)")
 
 
-def page(runs: Sequence[RunFolder], *, live: bool = False) -> str:
+def page(runs: Sequence[RunFolder], *, place: Path | None = None, live: bool = False) -> str:
     """Return the page as text.
 
     Args:
         runs: the runs, at least one; the curves of several are laid over each other.
+        place: the folder in which the page will lie, from which its links to files lead; without it there are no links.
         live: the page asks its server for newer data.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    data = json.dumps(page_data(runs), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    data = json.dumps(page_data(runs, place), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return _asset("page.html").format(
         title=html.escape(title),
         style=_asset("uplot.min.css") + _asset("page.css"),
@@ -48,14 +53,16 @@ def page(runs: Sequence[RunFolder], *, live: bool = False) -> str:
     )
 
 
-def page_data(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return what the page shows, as values for JSON."""
+def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str, Any]:
+    """Return what the page shows, as values for JSON; see `page`."""
     number = sum(len(curves(run.entries, 10)) for run in runs)
     most = min(max(MOST_NUMBERS // max(number, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
     names = _names(runs)
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "runs": [_run(run, name, most) for run, name in zip(runs, names, strict=True)],
+        "runs": [
+            _run(run, name, most) | {"files": _files(run.path, place)} for run, name in zip(runs, names, strict=True)
+        ],
         "differences": _differences(runs),
         "parts": [{"key": part, "text": WORDS[part]} for part in PARTS],
     }
@@ -83,7 +90,6 @@ def _run(run: RunFolder, name: str, most: int) -> dict[str, Any]:
         "arguments": run.arguments,
         "changed": list(last.info.get("changed") or []) if last else [],
         "machine": _machine(last) if last else [],
-        "files": _files(run.path),
     }
 
 
@@ -176,13 +182,22 @@ def _machine(session: Session) -> list[list[str]]:
     return [*rows, ["script", str(session.info.get("script", ""))]]
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: Path, place: Path | None) -> list[list[str]]:
+    """Return the names of the run's files, each with its address; an empty one for a page that is not a file.
+
+    Addresses are relative only if the page lies in the folder itself: then both can be moved together.
+    """
     try:
-        names = sorted(item.name + ("/" if item.is_dir() else "") for item in folder.iterdir())
+        names = [item.name + ("/" if item.is_dir() else "") for item in folder.iterdir() if item.name[0] != "."]
     except OSError:
         return []
-    shown = [name for name in names if not name.startswith(".")]
-    return shown if len(shown) <= MOST_FILES else [*shown[: MOST_FILES // 2], *shown[-MOST_FILES // 2 :]]
+    names.sort(key=lambda name: [part.zfill(12) if part.isdecimal() else part for part in _DIGITS.split(name)])
+    start = ""
+    if place is not None:
+        start = "./" if folder.resolve() == place.resolve() else folder.resolve().as_uri() + "/"
+    rows = [[name, start and start + quote(os.fsencode(name))] for name in names]
+    half = MOST_FILES // 2
+    return rows if len(rows) <= MOST_FILES else [*rows[:half], [f"... {len(rows) - 2 * half} more", ""], *rows[-half:]]
 
 
 def _differences(runs: Sequence[RunFolder]) -> list[list[str]]:

@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing for each request."""
 
     def _send(self, text: str) -> None:
-        body = text.encode()
+        body = text.encode(errors="replace")
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

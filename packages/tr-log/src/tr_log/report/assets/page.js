@@ -317,7 +317,7 @@ function showTables() {
     if (chosen.length) section.append(folded(`Arguments that were set (${chosen.length})`, table(chosen, ["argument", "value", "origin"]), true));
     if (all.length) section.append(folded(`All arguments (${all.length})`, table(all, ["argument", "value", "origin"])));
     if (run.machine.length) section.append(folded("Machine and versions", table(run.machine)));
-    const links = run.files.map((name) => [element("a", { href: encodeURI(name) }, name)]);
+    const links = run.files.map(([name, address]) => (address ? element("a", { href: address }, name) : name));
     if (links.length) section.append(folded(`Files (${links.length})`, listOf(links)));
     section.append(element("p", { class: "empty" }, run.path));
   }
@@ -325,7 +325,7 @@ function showTables() {
 
 function listOf(links) {
   const made = element("ul");
-  for (const [link] of links) made.append(element("li", {}, link));
+  for (const link of links) made.append(element("li", {}, link));
   return made;
 }
 
