@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 import os
@@ -112,3 +113,69 @@ def test_other_processes_write_nothing(tmp_path):
     for event in (file.on_train_begin, file.on_save, file.on_evaluate, file.on_log, file.on_train_end):
         event(args, state, None)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_secret_in_an_error_or_a_warning_is_masked(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    args, state = run_of(tmp_path)
+    args.hub_token = "hidden-token"
+    file = EventsFile()
+    file.on_train_begin(args, state, None)
+    get_logger("tr_log.test").warning("no push to http://me:word@hub/x with hidden-token")
+    file.on_train_end(args, state, None, error=OSError("refused: 0123456789abcdef"))
+    assert [e["text"] for e in read(tmp_path) if e["event"] == "warning"] == ["no push to http://***@hub/x with ***"]
+    assert read(tmp_path)[-1]["error"] == "OSError: refused: ***"
+
+
+def test_a_callback_that_was_removed_during_the_run_stops_with_it(tmp_path):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    before = list(logging.getLogger("tr_log").handlers)
+    with phase_clock():
+        file.on_train_begin(args, state, None)
+        assert logging.getLogger("tr_log").handlers != before
+    assert logging.getLogger("tr_log").handlers == before
+    get_logger("tr_log.test").warning("after")
+    assert kinds(tmp_path) == ["start"]
+
+
+class NoTruth:
+    def __eq__(self, other):
+        raise ValueError("the truth value of an array is ambiguous")
+
+    __hash__ = None
+
+
+def never():
+    raise AssertionError("a factory of the user's was called")
+
+
+@dataclasses.dataclass
+class OwnArguments:
+    output_dir: str
+    values: NoTruth = dataclasses.field(default=None)
+    made: list = dataclasses.field(default_factory=never)
+    plain: list = dataclasses.field(default_factory=list)
+
+
+OwnArguments.__dataclass_fields__["values"].default = NoTruth()
+
+
+def test_arguments_of_a_kind_of_their_own_do_not_end_a_run(tmp_path):
+    args = OwnArguments(str(tmp_path), NoTruth(), [], [])
+    file = EventsFile()
+    file.on_train_begin(args, run_of(tmp_path)[1], None)
+    file.on_train_end(args, run_of(tmp_path)[1], None)
+    assert read(tmp_path)[0]["changed"] == ["made", "output_dir", "values"]
+
+
+def test_describing_a_run_starts_no_accelerator(tmp_path, monkeypatch):
+    asked = []
+    cuda = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: False, get_device_name=asked.append, device_count=lambda: 1
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    file = EventsFile()
+    file.on_train_begin(*run_of(tmp_path), None)
+    file.on_train_end(*run_of(tmp_path), None)
+    assert asked == []

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import socket
 import sys
 import time
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ logger = get_logger(__name__)
 EVENTS_FILE = "events.jsonl"
 LONGEST_TEXT = 2000
 MOST_WARNINGS = 200
+SHORTEST_SECRET = 6  # a shorter one would be replaced inside ordinary words
+_SECRET_NAME = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_key|credentials?)$", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"://[^\s/@'\"?#]+@")
 _PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "peft", "trl", "numpy", "safetensors")
 _OWN = ("tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist")
 
@@ -44,6 +49,7 @@ class EventsFile(EveryEvent):
         self._due_s = float("inf")
         self._began_s = 0.0
         self._warnings: _Warnings | None = None
+        self._secrets: list[str] = []
 
     @classmethod
     def from_arguments(cls, args: Any) -> EventsFile:
@@ -66,7 +72,8 @@ class EventsFile(EveryEvent):
         if clock is not None:
             clock.switch(COMPUTE)
             spent = clock.take()
-            clock.on_due = self._write_time
+            clock.on_due, clock.on_close = self._write_time, self._close
+        self._secrets = _secrets(args)
         self._write("start", time.time() - sum(spent.values()), **_description(args, state))
         self._write_time(state.global_step, spent)
         self._warnings = _Warnings(self)
@@ -95,23 +102,34 @@ class EventsFile(EveryEvent):
         if self._file is None:
             return
         self._write_time(state.global_step)
-        if self._warnings is not None:
-            self._warnings.detach()
-            self._warnings = None
         status = "failed" if error is not None else "finished" if state.global_step >= state.max_steps else "stopped"
         if isinstance(error, KeyboardInterrupt | SystemExit):
             status = "stopped"
-        text = {} if error is None else {"error": _short(f"{type(error).__name__}: {error}")}
+        text = {} if error is None else {"error": self._shown(f"{type(error).__name__}: {error}")}
         self._write("end", time.time(), step=state.global_step, status=status, **text)
-        self._due_s = float("inf")
-        if (clock := active_clock()) is not None:
-            clock.due_s = self._due_s
-        self._file.close()
-        self._file = None
+        self._close()
 
     def warn(self, record: logging.LogRecord) -> None:
         """Write `warning`."""
-        self._write("warning", record.created, level=record.levelname, text=_short(record.getMessage()))
+        self._write("warning", record.created, level=record.levelname, text=self._shown(record.getMessage()))
+
+    def _close(self) -> None:
+        """Stop writing; also called when a run ends after this callback was removed from it."""
+        if self._warnings is not None:
+            self._warnings.detach()
+            self._warnings = None
+        self._due_s = float("inf")
+        if (clock := active_clock()) is not None:
+            clock.due_s = self._due_s
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _shown(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        text = _IN_ADDRESS.sub("://***@", text)
+        return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
 
     def _write_time(self, step: int, spent: dict[str, float] | None = None) -> None:
         clock = active_clock()
@@ -165,7 +183,7 @@ def _description(args: Any, state: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "pid_started": process_start(os.getpid()),
         "host": socket.gethostname(),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1") or 1),
+        "world_size": getattr(args, "world_size", 1),
         "script": printable(sys.argv[0]),  # and not its words: one may be a token
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -185,20 +203,23 @@ def process_start(pid: int) -> int | None:
 def _hardware() -> dict[str, Any]:
     known: dict[str, Any] = {"system": platform.platform(), "cpu": platform.machine(), "cores": os.cpu_count()}
     torch: Any = sys.modules.get("torch")  # this package does not import it
-    if torch is not None and torch.cuda.is_available():
+    # Asked for a name, CUDA would begin to run in a process that trains elsewhere, and could not be forked any more.
+    if torch is not None and torch.cuda.is_initialized():
         known["devices"] = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     return known
 
 
 def _versions() -> dict[str, str]:
-    known = {}
-    for name in (*_PACKAGES, *_OWN):
-        if name in sys.modules:
-            try:
-                known[name] = version(name.replace("_", "-"))
-            except PackageNotFoundError:
-                continue
-    return known
+    found = {name: _version(name) for name in (*_PACKAGES, *_OWN) if name in sys.modules}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name.replace("_", "-"))
+    except PackageNotFoundError:
+        return None
 
 
 def _changed(args: Any) -> list[str]:
@@ -212,9 +233,17 @@ def _changed(args: Any) -> list[str]:
 
 
 def _is_default(field: Any, value: Any) -> bool:
-    default = field.default_factory() if callable(field.default_factory) else field.default
-    return bool(type(default) is type(value) and default == value)
+    if callable(field.default_factory):
+        # A factory of a user's own may do more than make a value; these make an empty one.
+        return field.default_factory in (list, dict, tuple, set) and not value
+    try:
+        return bool(type(field.default) is type(value) and field.default == value)
+    except Exception:  # arrays have no truth value
+        return False
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
+def _secrets(args: Any) -> list[str]:
+    """Return the values of arguments and variables whose names mean a secret: an error may quote them."""
+    named = {**os.environ, **{str(name): value for name, value in getattr(args, "__dict__", {}).items()}}
+    values = {value for name, value in named.items() if _SECRET_NAME.search(name) and isinstance(value, str)}
+    return sorted((value for value in values if len(value) >= SHORTEST_SECRET), key=len, reverse=True)

@@ -33,11 +33,13 @@ class PhaseClock:
             loop adds to it, because two switches would cost a step more.
         due_s: `time.perf_counter()` from which a training loop calls `on_due`; infinite without one.
         on_due: what it calls, with the number of completed steps.
+        on_close: called when the block of `phase_clock` ends.
     """
 
     def __init__(self, phase: str = START) -> None:
         self.waited_s, self.due_s = 0.0, math.inf
         self.on_due: Callable[[int], None] = _nothing
+        self.on_close: Callable[[], None] = _nothing
         self._phase = phase
         self._since_s = time.perf_counter()
         self._seconds: dict[str, float] = {}
@@ -65,7 +67,7 @@ class PhaseClock:
         return {name: value for name, value in seconds.items() if value > 0}
 
 
-def _nothing(step: int) -> None:
+def _nothing(step: int = 0) -> None:
     """Do nothing."""
 
 
@@ -77,6 +79,7 @@ def phase_clock() -> Iterator[PhaseClock]:
     try:
         yield clock
     finally:
+        clock.on_close()
         _active.clock = outer
 
 
