@@ -313,6 +313,8 @@ def test_a_loader_is_not_divided_by_prepare_and_says_so():
         RuntimeError, match="each of 2 processes all batches: return the loader of self._get_dataloader"
     ):
         own.prepare(DataLoader(samples(4)))
+    with pytest.raises(RuntimeError, match="would give each of 2 processes all batches"):
+        own.prepare_data_loader(DataLoader(samples(4)))
     alone = StrategyAccelerator(lambda: SingleDevice("cpu"), None, StepScope())
     assert isinstance(alone.prepare(DataLoader(samples(4))), DataLoader)
 

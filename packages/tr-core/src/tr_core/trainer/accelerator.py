@@ -195,8 +195,12 @@ class StrategyAccelerator:
         return model.eval() if evaluation_mode else model
 
     def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
-        """Return the loader as it is: the Trainer places its batches, and divides what its own loaders read."""
-        return data_loader
+        """Return the loader as it is: the Trainer places its batches, and divides what its own loaders read.
+
+        Raises:
+            RuntimeError: it would have to be divided between processes.
+        """
+        return self.prepare(data_loader)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the module inside what the strategy, or a user, wrapped."""
