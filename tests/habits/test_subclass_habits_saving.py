@@ -108,6 +108,26 @@ def test_the_folder_of_a_checkpoint_is_made_before_super_saves_it(tmp_path):
     same_files(theirs, ours, "checkpoint-2/before.txt", "checkpoint-2/model.safetensors")
 
 
+def test_what_was_written_before_a_save_that_fails_is_still_there(make_trainer):
+    class Unwritable:
+        def save_pretrained(self, folder):
+            raise OSError("planted")
+
+    class MakingTrainer(tr_core.Trainer):
+        def _save_checkpoint(self, model, trial):
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True)
+            (folder / "before.txt").write_text("before")
+            super()._save_checkpoint(model, trial)
+
+    trainer = make_trainer(MakingTrainer, save_strategy="steps", save_steps=2, processing_class=Unwritable())
+    with pytest.raises(OSError, match="planted"):
+        trainer.train()
+    folder = Path(trainer.args.output_dir, "checkpoint-2")
+    assert [path.name for path in folder.iterdir()] == ["before.txt"]
+    assert not list(folder.parent.glob("*.replaced-*"))
+
+
 def test_a_checkpoint_that_is_a_projector_alone_is_written_without_super(tmp_path):
     def projecting(base):
         class ProjectorTrainer(base):

@@ -51,6 +51,25 @@ def written_files(
             shutil.rmtree(folder.parent, ignore_errors=True)
 
 
+@contextmanager
+def set_aside(begun: Path | None, folder: Path) -> Iterator[None]:
+    """Move what an override began of a checkpoint into a folder while it is saved, and back if that fails.
+
+    Args:
+        begun: the folder that the checkpoint will have; None, or one that does not exist, is left alone.
+        folder: where `written_files` writes; its copy of the files becomes part of the checkpoint.
+    """
+    if begun is None or not begun.is_dir():
+        yield
+        return
+    aside = begun.rename(folder.parent / "begun")
+    try:
+        yield
+    except BaseException:
+        aside.rename(begun)
+        raise
+
+
 def _run_on_all(work: Callable[[], None], collectives: Collectives) -> None:
     problem: Exception | None = None
     try:

@@ -251,12 +251,12 @@ class Hooks(Attributes):
                     self._save_companions(into)
                 move(into)
 
-            saving.save_checkpoint(run, write)
+            with own_layout.set_aside(self._begun_folder if self.args.should_save else None, folder):
+                saving.save_checkpoint(run, write)
 
     def _save_own_files(self, folder: Path) -> None:
         if self._begun_folder is not None and self._begun_folder.is_dir() and self.args.should_save:
             shutil.copytree(self._begun_folder, folder, dirs_exist_ok=True)
-            shutil.rmtree(self._begun_folder)
         if self.overrides("save_model"):
             internal = {"_internal_call": True} if takes_argument(self.save_model, "_internal_call") else {}
             self.save_model(str(folder), **internal)
