@@ -45,15 +45,15 @@ class Recorder:
     Args:
         path: the file, to which all Trainers of the run append.
         number: which Trainer of the script this is, in the order in which they are built.
-        trainer: looked at for its collator.
+        collator: returns the Trainer's collator.
         same: seeds forward passes, where both runs draw the same random numbers.
     """
 
-    def __init__(self, path: Path, number: int, trainer: Any, same: SameDraws | None = None) -> None:
+    def __init__(self, path: Path, number: int, collator: Callable[[], Any], same: SameDraws | None = None) -> None:
         self._path = path
         self._same = same
         self._number = number
-        self._trainer = trainer
+        self._collator = collator
         self._random_state: Any = None
         self._model_draws = same is not None  # then it is not looked at
         self._generation: Any = None
@@ -68,7 +68,7 @@ class Recorder:
         facts["optim"] = str(_plain(getattr(args, "optim", "")))
         facts["optimizer"] = _described_optimizer(kwargs.get("optimizer"))
         facts["seed_of_torch_is_the_arguments"] = _torch().initial_seed() == args.seed
-        facts["collator"] = _described_collator(self._trainer)
+        facts["collator"] = _described_collator(self._collator())
         facts["max_steps"] = state.max_steps
         facts["weights"] = digest_of(model)
         self._write("begin", state, facts)
@@ -142,7 +142,7 @@ def recorded(path: Path, folder: Path, same: SameDraws | None = None) -> Iterato
             original(self, *args, **kwargs)
             if same is not None:
                 same.seed_passes(self.model)
-            self.add_callback(kind(path, next(numbers), self, same))
+            self.add_callback(kind(path, next(numbers), lambda: getattr(self, "data_collator", None), same))
 
         return init
 
@@ -215,8 +215,7 @@ def _described_optimizer(optimizer: Any) -> str:
     return " ".join([type(inner).__name__, *options])
 
 
-def _described_collator(trainer: Any) -> dict[str, Any]:
-    collator = getattr(trainer, "data_collator", None)
+def _described_collator(collator: Any) -> dict[str, Any]:
     tokenizer = getattr(collator, "tokenizer", None)
     end = getattr(tokenizer, "eos_token_id", None)
     return {
