@@ -80,6 +80,24 @@ def test_phases_are_written_when_they_are_due_and_at_a_save(tmp_path, monkeypatc
     assert read(tmp_path)[0]["time_s"] <= times[0]["time_s"]
 
 
+def test_rates_are_written_once_when_they_are_new_and_those_of_the_end_too(tmp_path):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    with phase_clock() as clock:
+        file.on_train_begin(args, state, None)
+        file.on_log(args, state, None)  # no rates are known
+        state.global_step, clock.rates = 1, {"samples_per_second": 1234.56789, "memory_bytes": 2**30}
+        file.on_log(args, state, None)
+        file.on_log(args, state, None)  # that of an evaluation
+        state.global_step, clock.rates = 2, {"samples_per_second": 7.0}
+        file.on_train_end(args, state, None)
+    rates = [event for event in read(tmp_path) if event["event"] == "rates"]
+    assert [event["step"] for event in rates] == [1, 2]
+    assert rates[0]["samples_per_second"] == 1234.57
+    assert rates[0]["memory_bytes"] == pytest.approx(2**30, rel=1e-5)
+    assert "memory_bytes" not in rates[1]
+
+
 def test_a_resumed_run_appends_and_a_new_one_keeps_the_old_file(tmp_path):
     for step in (0, 2):
         args, state = run_of(tmp_path, step)

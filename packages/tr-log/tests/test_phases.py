@@ -39,6 +39,26 @@ def test_waiting_for_data_is_taken_out_of_computing(now):
     assert clock.take() == {}
 
 
+def test_the_time_of_training_has_no_evaluation_and_no_save_and_goes_on_over_reports(now):
+    with phase_clock() as clock:
+        now[0] += 1
+        assert clock.training_s == 0
+        clock.switch(COMPUTE)
+        now[0] += 2
+        clock.waited_s += 1
+        assert clock.training_s == 2
+        with phase(EVALUATION):
+            now[0] += 4
+            assert clock.training_s == 2
+        clock.take()
+        now[0] += 8
+        with phase("exchange"):
+            now[0] += 16
+        with phase("checkpoint"):
+            now[0] += 32
+        assert clock.training_s == 26
+
+
 def test_a_block_that_raises_ends_its_phase(now):
     with phase_clock() as clock:
         with pytest.raises(KeyError), phase(EVALUATION):

@@ -36,9 +36,10 @@ class EventsFile(EveryEvent):
     """A trainer callback that writes one strict-JSON object a line, on the main process.
 
     Each object has `event` and `time_s`, seconds since 1970. Events are `start` (of a call of `train`: what runs where,
-    with which arguments), `time` (the step, and the seconds of each phase since the last one), `evaluation`,
-    `checkpoint`, `warning` and `end`. A resumed run appends; nothing is removed, so that time spent twice shows. A new
-    run keeps the file of an earlier one as `events-1.jsonl`.
+    with which arguments), `time` (the step, and the seconds of each phase since the last one), `rates` (at each log,
+    the figures of `tr_log.phases.PhaseClock.rates`), `evaluation`, `checkpoint`, `warning` and `end`. A resumed run
+    appends; nothing is removed, so that time spent twice shows. A new run keeps the file of an earlier one as
+    `events-1.jsonl`.
 
     A `time` event is written a quarter of a second after the last one at the soonest, in a long run later: after a kill
     the last one tells when the run was alive.
@@ -48,6 +49,7 @@ class EventsFile(EveryEvent):
         self._file: LineFile | None = None
         self._due_s = float("inf")
         self._began_s = 0.0
+        self._rates: dict[str, float] = {}  # as they were written last
         self._warnings: _Warnings | None = None
         self._secrets: list[str] = []
 
@@ -80,7 +82,8 @@ class EventsFile(EveryEvent):
         self._warnings.attach()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the time, if it is due. A training loop with a clock also does it between two logs."""
+        """Write new rates, and the time if it is due. A training loop with a clock also does it between two logs."""
+        self._write_rates(state.global_step)
         if time.perf_counter() >= self._due_s:
             self._write_time(state.global_step)
 
@@ -101,6 +104,7 @@ class EventsFile(EveryEvent):
         """Write `end`: whether the run finished, was stopped or failed."""
         if self._file is None:
             return
+        self._write_rates(state.global_step)
         self._write_time(state.global_step)
         status = "failed" if error is not None else "finished" if state.global_step >= state.max_steps else "stopped"
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -130,6 +134,12 @@ class EventsFile(EveryEvent):
             text = text.replace(secret, "***")
         text = _IN_ADDRESS.sub("://***@", text)
         return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
+
+    def _write_rates(self, step: int) -> None:
+        clock = active_clock()
+        if clock is not None and clock.rates and clock.rates is not self._rates:
+            self._rates = clock.rates
+            self._write("rates", time.time(), step=step, **{n: float(f"{v:.6g}") for n, v in clock.rates.items()})
 
     def _write_time(self, step: int, spent: dict[str, float] | None = None) -> None:
         clock = active_clock()

@@ -18,6 +18,8 @@ START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT = (
 )
 PHASES = (START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT)
 """Names of phases, in the order of reports."""
+TRAINING = (DATA, COMPUTE, EXCHANGE)
+"""Phases whose time the rates of a training loop count."""
 
 _active = threading.local()
 
@@ -31,6 +33,10 @@ class PhaseClock:
     Attributes:
         waited_s: seconds that `compute` counted since the last `take` and that were spent waiting for data. A training
             loop adds to it, because two switches would cost a step more.
+        rates: the latest figures of throughput, a new dict at each log of a training loop that measures them; a figure
+            that is not known is absent. `samples_per_second`, `tokens_per_second` and `flops_per_second` are those of
+            all processes together, `mfu` is the share of the devices' peak (0 to 1), and `memory_bytes` and
+            `memory_peak_bytes` are those of the fullest device.
         due_s: `time.perf_counter()` from which a training loop calls `on_due`; infinite without one.
         on_due: what it calls, with the number of completed steps.
         on_close: called when the block of `phase_clock` ends.
@@ -39,15 +45,23 @@ class PhaseClock:
     def __init__(self, phase: str = START) -> None:
         self.waited_s, self.due_s = 0.0, math.inf
         self.on_due: Callable[[int], None] = _nothing
+        self.rates: dict[str, float] = {}
         self.on_close: Callable[[], None] = _nothing
         self._phase = phase
         self._since_s = time.perf_counter()
         self._seconds: dict[str, float] = {}
+        self._trained_s = 0.0  # before the last `take`
 
     @property
     def phase(self) -> str:
         """The active phase."""
         return self._phase
+
+    @property
+    def training_s(self) -> float:
+        """Seconds so far of loading data, computing and exchange together: without evaluations, saves and the start."""
+        running_s = time.perf_counter() - self._since_s if self._phase in TRAINING else 0.0
+        return self._trained_s + sum(self._seconds.get(name, 0.0) for name in TRAINING) + running_s
 
     def switch(self, phase: str) -> str:
         """Make a phase the active one, and return the one before."""
@@ -60,6 +74,7 @@ class PhaseClock:
         """Return the seconds of each phase since the last call."""
         self.switch(self._phase)
         seconds, self._seconds = self._seconds, {}
+        self._trained_s += sum(seconds.get(name, 0.0) for name in TRAINING)
         waited_s, self.waited_s = min(self.waited_s, seconds.get(COMPUTE, 0.0)), 0.0
         if waited_s:
             seconds[COMPUTE] -= waited_s
