@@ -1,7 +1,9 @@
 """Steps whose loss or gradient norm is NaN or infinite: shown, left out, or the end of the run."""
 
 import copy
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +171,21 @@ def test_a_step_of_huge_numbers_is_finite(make_trainer, lines):
 
 
 # skip
+
+
+def updates(trainer):
+    """Return what the events say of updates that were not made, or not by finite values."""
+    events = map(json.loads, (Path(trainer.args.output_dir) / "events.jsonl").read_text().splitlines())
+    known = [event for event in events if event["event"] == "updates"]
+    return [{name: event[name] for name in event if name not in ("event", "time_s")} for event in known]
+
+
+@pytest.mark.parametrize(("policy", "what"), [("skip", "skipped"), ("log", "nonfinite")])
+def test_the_events_of_a_run_count_updates_that_were_skipped_or_not_finite(make_trainer, policy, what):
+    trainer = build(make_trainer, rows(24, {3, 4}), on_nonfinite=policy, logging_steps=3, optimizer="sgd")
+    trainer.model.fault = "infinite loss, finite gradients"
+    trainer.train()
+    assert updates(trainer) == [{"step": 3, what: 1}, {"step": 6, what: 1}]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -463,6 +480,7 @@ def test_under_float16_an_overflow_is_no_reason_to_raise_and_is_not_logged(make_
         )
         trainer.train()
         assert trainer.state.global_step == 5
+        assert updates(trainer) == [{"step": 2, "overflowed": 1}]
         assert all(map(math.isfinite, log_of(trainer, "loss")))
     assert lines == []
 

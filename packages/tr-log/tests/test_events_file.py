@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -197,3 +198,31 @@ def test_describing_a_run_starts_no_accelerator(tmp_path, monkeypatch):
     file.on_train_begin(*run_of(tmp_path), None)
     file.on_train_end(*run_of(tmp_path), None)
     assert asked == []
+
+
+def test_updates_that_were_not_made_are_an_event_at_the_next_log(tmp_path):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    with phase_clock() as clock:
+        file.on_train_begin(args, state, None)
+        clock.updates = {"skipped": 2}
+        for state.global_step in (5, 6):
+            file.on_log(args, state, None)
+        file.on_train_end(args, state, None)
+    known = [event for event in read(tmp_path) if event["event"] == "updates"]
+    assert [(event["step"], event["skipped"]) for event in known] == [(5, 2)]
+
+
+def test_where_arguments_were_set_is_written_if_they_know_it(tmp_path):
+    @dataclass
+    class Args:
+        output_dir: str = str(tmp_path)
+        seed: int = 1
+        rate: float = 0.1
+
+        def origin(self, name):
+            return {"seed": "file a.yaml", "rate": "command line"}.get(name, "default")
+
+    _, state = run_of(tmp_path)
+    EventsFile().on_train_begin(Args(), state, None)
+    assert read(tmp_path)[0]["origins"] == {"seed": "file a.yaml", "rate": "command line"}

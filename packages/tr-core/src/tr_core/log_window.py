@@ -113,7 +113,7 @@ class LogWindow:
         self.step = self.last_logged_step = self.first_step = self.first_tokens = 0
         self.of_all_ranks: list[RankWindow] = []
         self.start_s = time.perf_counter()
-        self.logged_loss, self._logged_skips = 0.0, 0
+        self.logged_loss, self._logged_skips, self._overflows = 0.0, 0, 0
         self.clock = active_clock() or PhaseClock(COMPUTE)
 
     def begin_step(self, step: int) -> None:
@@ -141,6 +141,8 @@ class LogWindow:
             self.unchecked.append((self.step_loss, norm))
             if len(self.unchecked) >= CHECK_EVERY:
                 self.count_nonfinite()
+        else:
+            self._overflows += 1
 
     def discard_step(self, skip: torch.Tensor) -> None:
         """Remove the current step from the window if a flag on the device is set."""
@@ -187,6 +189,10 @@ class LogWindow:
         )
         self.logged_loss += closed.loss
         self._logged_skips += closed.skipped
+        applied = max(closed.nonfinite - closed.skipped, 0)
+        counts = {"skipped": closed.skipped, "overflowed": self._overflows, "nonfinite": applied}
+        self.clock.updates = {name: number for name, number in counts.items() if number}
+        self._overflows = 0
         # Not subtracted from themselves: NaN - NaN stays NaN.
         self.loss_sum, self.num_nonfinite = self._zero, torch.zeros_like(self.num_nonfinite)
         self.num_skipped = torch.zeros_like(self.num_skipped)

@@ -36,10 +36,10 @@ class EventsFile(EveryEvent):
     """A trainer callback that writes one strict-JSON object a line, on the main process.
 
     Each object has `event` and `time_s`, seconds since 1970. Events are `start` (of a call of `train`: what runs where,
-    with which arguments), `time` (the step, and the seconds of each phase since the last one), `rates` (at each log,
-    the figures of `tr_log.phases.PhaseClock.rates`), `evaluation`, `checkpoint`, `warning` and `end`. A resumed run
-    appends; nothing is removed, so that time spent twice shows. A new run keeps the file of an earlier one as
-    `events-1.jsonl`.
+    with which arguments, set where), `time` (the step, and the seconds of each phase since the last one), `rates` (at
+    each log, the figures of `tr_log.phases.PhaseClock.rates`), `updates` (how many were skipped, or not finite, since
+    the last log), `evaluation`, `checkpoint`, `warning` and `end`. A resumed run appends; nothing is removed, so that
+    time spent twice shows. A new run keeps the file of an earlier one as `events-1.jsonl`.
 
     A `time` event is written a quarter of a second after the last one at the soonest, in a long run later: after a kill
     the last one tells when the run was alive.
@@ -82,8 +82,15 @@ class EventsFile(EveryEvent):
         self._warnings.attach()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write new rates, and the time if it is due. A training loop with a clock also does it between two logs."""
+        """Write new rates, updates that were skipped, and the time if it is due.
+
+        A training loop with a clock also writes the time between two logs.
+        """
         self._write_rates(state.global_step)
+        clock = active_clock()
+        if clock is not None and clock.updates:
+            counts, clock.updates = clock.updates, {}
+            self._write("updates", time.time(), step=state.global_step, **counts)
         if time.perf_counter() >= self._due_s:
             self._write_time(state.global_step)
 
@@ -199,6 +206,7 @@ def _description(args: Any, state: Any) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "arguments": settings(args),
         "changed": sorted(_changed(args)),
+        "origins": _origins(args),
     }
 
 
@@ -240,6 +248,16 @@ def _changed(args: Any) -> list[str]:
         for name, field in fields.items()
         if not name.startswith("_") and hasattr(args, name) and not _is_default(field, getattr(args, name))
     ]
+
+
+def _origins(args: Any) -> dict[str, str]:
+    """Return where arguments were set, `call`, `command line`, `file NAME` ..., without those at their default."""
+    fields = [name for name in getattr(type(args), "__dataclass_fields__", {}) if not name.startswith("_")]
+    try:
+        known = {name: str(args.origin(name)) for name in fields}
+    except Exception:  # arguments of another library, which may have an attribute of this name
+        return {}
+    return {name: place for name, place in known.items() if place != "default"}
 
 
 def _is_default(field: Any, value: Any) -> bool:

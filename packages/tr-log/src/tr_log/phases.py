@@ -40,6 +40,8 @@ class PhaseClock:
         due_s: `time.perf_counter()` from which a training loop calls `on_due`; infinite without one.
         on_due: what it calls, with the number of completed steps.
         on_close: called when the block of `phase_clock` ends.
+        updates: updates since the last log that were not made, or made by values that are not finite: `skipped`,
+            `overflowed`, `nonfinite`. A training loop writes it where it reads its device for a log.
     """
 
     def __init__(self, phase: str = START) -> None:
@@ -47,6 +49,7 @@ class PhaseClock:
         self.on_due: Callable[[int], None] = _nothing
         self.rates: dict[str, float] = {}
         self.on_close: Callable[[], None] = _nothing
+        self.updates: dict[str, int] = {}
         self._phase = phase
         self._since_s = time.perf_counter()
         self._seconds: dict[str, float] = {}
