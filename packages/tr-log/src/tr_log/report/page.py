@@ -30,6 +30,15 @@ MOST_NUMBERS = 60_000
 """Points of all curves of a page together: about 700 kB."""
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
 MOST_MARKS, MOST_FILES = 400, 60
+MOST_WARNINGS, LONGEST_WARNING = 200, 600
+MARKS = ("evaluation", "checkpoint", "updates")
+UPDATES = {
+    "skipped": "skipped: loss or gradient norm was not finite",
+    "overflowed": "skipped: float16 overflowed",
+    "nonfinite": "made by a loss or gradient norm that was not finite",
+}
+ORIGINS = {"call": "code", "assignment": "code, assigned later"}
+"""Words for what arguments say of their origin; the others speak for themselves: `command line`, `file NAME`."""
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -37,11 +46,11 @@ def page(runs: Sequence[RunFolder], *, place: Path | None = None, live: bool = F
     """Return the page as text.
 
     Args:
-        runs: the runs, at least one; the curves of several are laid over each other.
+        runs: the runs; the curves of several are laid over each other.
         place: the folder in which the page will lie, from which its links to files lead; without it there are no links.
         live: the page asks its server for newer data.
     """
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs" if runs else "no run yet"
     data = json.dumps(page_data(runs, place), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return _asset("page.html").format(
         title=html.escape(title),
@@ -87,8 +96,7 @@ def _run(run: RunFolder, name: str, most: int) -> dict[str, Any]:
         "wall": round(wall_time(run.sessions), 3),
         "split": {part: round(seconds, 3) for part, seconds in time_split(run.sessions).items()},
         "warnings": _warnings(run, start_s or 0.0),
-        "arguments": run.arguments,
-        "changed": list(last.info.get("changed") or []) if last else [],
+        "arguments": _arguments(run),
         "machine": _machine(last) if last else [],
     }
 
@@ -153,25 +161,57 @@ def _ratio(pairs: Sequence[tuple[int, float]]) -> list[list[float]]:
 
 
 def _session(session: Session, start_s: float) -> dict[str, Any]:
-    marks = [mark for mark in session.marks if mark.get("event") in ("evaluation", "checkpoint")]
-    stride = max(len(marks) // MOST_MARKS, 1)
     return {
         "from": round(session.start_s - start_s, 3),
         "to": round(session.end_s - start_s, 3),
         "first": session.first_step,
         "last": session.step,
         "status": session.status,
-        "marks": [[mark["event"], round(mark["time_s"] - start_s, 3), mark.get("step")] for mark in marks[::stride]],
+        "marks": [
+            [kind, round(mark["time_s"] - start_s, 3), mark.get("step"), _said(mark)]
+            for kind in MARKS
+            for mark in _few([mark for mark in session.marks if mark.get("event") == kind])
+        ],
     }
 
 
+def _few(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    stride = len(marks) // MOST_MARKS + 1
+    return marks[::-1][::stride][::-1]  # the last one among them
+
+
+def _said(mark: dict[str, Any]) -> str:
+    """Return what an event `updates` says: `2 skipped, 1 not finite`."""
+    return ", ".join(f"{mark[name]} {words}" for name, words in UPDATES.items() if isinstance(mark.get(name), int))
+
+
+def _arguments(run: RunFolder) -> list[list[Any]]:
+    """Return name, value and origin of each argument; the origin is empty for one at its default."""
+    if not run.sessions:
+        return []
+    info = run.sessions[-1].info
+    changed, origins = set(info.get("changed") or ()), info.get("origins")
+    rows = []
+    for name, value in run.arguments.items():
+        if isinstance(origins, dict):
+            origin = str(origins.get(name, ""))
+            text = ORIGINS.get(origin, origin) or ("follows from others" if name in changed else "")
+        else:
+            text = "set" if name in changed else ""
+        rows.append([name, value, text])
+    return rows
+
+
 def _warnings(run: RunFolder, start_s: float) -> list[list[Any]]:
-    return [
-        [formatting.duration(mark["time_s"] - start_s), str(mark.get("level", "WARNING")), str(mark.get("text", ""))]
-        for session in run.sessions
-        for mark in session.marks
-        if mark.get("event") == "warning"
-    ]
+    """Return when a warning first came, how often, its level and text."""
+    rows: dict[tuple[str, str], list[Any]] = {}
+    for session in run.sessions:
+        for mark in session.marks:
+            if mark.get("event") == "warning":
+                level, text = str(mark.get("level", "WARNING")), str(mark.get("text", ""))[:LONGEST_WARNING]
+                row = rows.setdefault((level, text), [formatting.duration(mark["time_s"] - start_s), 0, level, text])
+                row[1] += 1
+    return list(rows.values())[:MOST_WARNINGS]
 
 
 def _machine(session: Session) -> list[list[str]]:

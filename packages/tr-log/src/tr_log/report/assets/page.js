@@ -1,23 +1,35 @@
 "use strict";
 
 // Colours of Okabe and Ito, which people with any colour vision tell apart; dashes do it without colour.
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999"];
+const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00", "#2e8fc7", "#6e6e6e"];
 const BRIGHT = ["#56b4e9", "#ff8a3d", "#2cc295", "#e39cc4", "#f0c239", "#8a9bff", "#b5b5b5"];  // on a dark ground
-const DARK = window.matchMedia("(prefers-color-scheme: dark)");
-const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [14, 4], [1, 5]];
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4], [1, 5]];
 const PARTS = {
   start: "#999999", data: "#e69f00", compute: "#0072b2", exchange: "#56b4e9", evaluation: "#009e73",
   checkpoint: "#cc79a7", other: "#cccccc", redone: "#d55e00", idle: "transparent",
 };
 const UNITS = { steps_per_second: "steps a second" };
 const WORDS = { grad_norm: "gradient norm", learning_rate: "learning rate", steps_per_second: "speed" };
+// Kinds of marks: the word, the colour, and the shape around (0, 0).
+const MARKS = {
+  evaluation: { word: "evaluation", colour: "#009e73", shape: "M-4,0 A4,4 0 1 1 4,0 A4,4 0 1 1 -4,0 Z" },
+  checkpoint: { word: "checkpoint", colour: "#cc79a7", shape: "M-4,-4 H4 V4 H-4 Z" },
+  updates: { word: "skipped or not finite", colour: "#d55e00", shape: "M0,-5 L5,4 H-5 Z" },
+};
+const RESTART = "M0,-7 V7";
+const darkScheme = window.matchMedia("(prefers-color-scheme: dark)");
 
 let data = JSON.parse(document.getElementById("data").textContent);
-const hidden = new Set();
+let printing = false;
+const hidden = new Set();  // paths of runs
+const overlaid = new Map();  // name of a curve: that of another one drawn with it
 const plots = new Map();
 const byId = (id) => document.getElementById(id);
-const colourOf = (index) => (DARK.matches ? BRIGHT : COLOURS)[index % COLOURS.length];
+const colourOf = (index) => (darkScheme.matches && !printing ? BRIGHT : COLOURS)[index % COLOURS.length];
+const dashOf = (index) => DASHES[index % DASHES.length];
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const isHidden = (run) => hidden.has(data.runs[run].path);
+const titleOf = (name) => WORDS[name] || name;
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -36,15 +48,27 @@ function drawn(tag, attributes, ...children) {
 function number(value) {
   if (value === null || value === undefined) return "not a number";
   const size = Math.abs(value);
-  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e");
+  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0*e\+?/, "e");
   return String(Number(value.toPrecision(5)));
 }
 
+// Numbers along an axis, with as many digits as tell neighbours apart.
+function tickNumbers(plot, ticks, axis, space, increment) {
+  const shown = ticks.filter((tick) => tick != null), largest = Math.max(...shown.map(Math.abs));
+  if (plot.scales[plot.axes[axis].scale].distr === 3) return ticks.map((tick) => (tick == null ? "" : number(tick)));
+  if (largest >= 1e6 || largest < 1e-3) {
+    const digits = Math.max(0, Math.ceil(Math.log10(largest / increment) - 1e-9));
+    return ticks.map((tick) => (tick === 0 ? "0" : tick.toExponential(digits).replace(/\.?0*e\+?/, "e")));
+  }
+  const digits = Math.max(0, -Math.floor(Math.log10(increment) + 1e-9));
+  return ticks.map((tick) => String(Number(tick.toFixed(digits + 1))));
+}
+
 function duration(seconds) {
-  if (seconds < 60) return seconds.toFixed(seconds < 10 ? 2 : 1) + " s";
-  const minutes = Math.floor(seconds / 60), rest = Math.round(seconds % 60);
-  if (minutes < 60) return `${minutes} min ${rest} s`;
-  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (seconds < 59.95) return seconds.toFixed(seconds < 9.995 ? 2 : 1) + " s";
+  const whole = Math.round(seconds), minutes = Math.floor(whole / 60), hours = Math.floor(minutes / 60);
+  if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  return hours ? `${hours} h ${minutes % 60} min` : `${minutes} min ${whole % 60} s`;
 }
 
 // Values between the points of `pairs`, which rise: [[step, value], ...]
@@ -75,7 +99,7 @@ function timeUnit() {
 
 function axisName() {
   const axis = byId("axis").value;
-  return axis === "time" ? timeUnit()[1] : axis;
+  return axis === "time" ? `${timeUnit()[1]} since the start` : axis;
 }
 
 // An exponential mean that starts without a bias; what is not a number stays so.
@@ -89,21 +113,29 @@ function smoothed(values, share) {
   });
 }
 
+// ---- Curves
+
+// What a plot draws: the curve of each run, and that of a second name in the same plot.
+function linesOf(name) {
+  const names = overlaid.get(name) ? [name, overlaid.get(name)] : [name];
+  return names.flatMap((one, order) => data.runs.flatMap((run, index) =>
+    (run.curves[one] ? [{ run: index, name: one, second: order === 1 }] : [])));
+}
+
 // uPlot wants one rising list of x for all series of a plot.
-function tableOf(name) {
+function tableOf(lines) {
   const share = Number(byId("smoothing").value), tables = [], series = [];
-  data.runs.forEach((run, index) => {
-    const curve = run.curves[name];
-    if (!curve) return;
-    const x = axisValues(run, curve.x), order = rising(x);
+  for (const line of lines) {
+    const curve = data.runs[line.run].curves[line.name];
+    const x = axisValues(data.runs[line.run], curve.x), order = rising(x);
     const xs = order.map((i) => x[i]), ys = order.map((i) => curve.y[i]);
     if (share > 0) {
       tables.push([xs, ys]);
-      series.push({ run: index, faint: true });
-      tables.push([xs, smoothed(ys, share)]);
-    } else tables.push([xs, ys]);
-    series.push({ run: index, faint: false });
-  });
+      series.push({ ...line, faint: true });
+    }
+    tables.push([xs, share > 0 ? smoothed(ys, share) : ys]);
+    series.push({ ...line, faint: false });
+  }
   return { table: tables.length > 1 ? uPlot.join(tables) : tables[0], series };
 }
 
@@ -113,43 +145,55 @@ function rising(x) {
   return kept;
 }
 
-function seriesOf({ run, faint }) {
-  const colour = colourOf(run);
+// The second curve of a run keeps its colour and dash among several runs, and gets points; alone it gets others.
+function styleOf({ run, second }) {
+  const index = second && data.runs.length === 1 ? 1 : run;
+  return { colour: colourOf(index), dash: dashOf(index), points: second };
+}
+
+function seriesOf(one) {
+  const { colour, dash, points } = styleOf(one);
   return {
-    label: data.runs[run].name, show: !hidden.has(run), spanGaps: false, alpha: faint ? 0.3 : 1,
-    stroke: colour, width: faint ? 1 : 1.75, dash: DASHES[run % DASHES.length], value: (_, v) => number(v),
-    points: { size: 5, fill: colour },
+    show: !isHidden(one.run), spanGaps: false, alpha: one.faint ? 0.3 : 1, stroke: colour, dash,
+    width: one.faint ? 1 : 1.75, points: { size: 5, fill: colour, show: points && !one.faint ? true : undefined },
   };
 }
 
 function draw(name, place) {
-  const { table, series } = tableOf(name);
-  const readout = place.querySelector(".readout");
+  const lines = linesOf(name), { table, series } = tableOf(lines), target = place.querySelector(".plot");
   const logarithmic = byId("logarithmic").checked && table.slice(1).every((ys) => ys.every((y) => y == null || y > 0));
-  const style = { stroke: () => ink("--faint"), grid: { stroke: () => ink("--line"), width: 1 }, ticks: { stroke: () => ink("--line") } };
+  const style = {
+    stroke: () => ink("--faint"), grid: { stroke: () => ink("--line"), width: 1 },
+    ticks: { stroke: () => ink("--line") }, labelFont: "12px system-ui, sans-serif", font: "12px system-ui, sans-serif",
+    labelSize: 18, labelGap: 0,
+  };
+  const wide = target.clientWidth || 400;
   const options = {
-    width: place.querySelector(".plot").clientWidth || 400, height: 240,
-    legend: { show: false }, cursor: { sync: { key: "runs" }, drag: { x: true, y: false } },
+    width: printing ? Math.min(wide, 640) : wide, height: 240, legend: { show: false },
+    cursor: { sync: { key: "runs" }, drag: { x: true, y: false }, focus: { prox: 30 } },
     scales: { x: { time: false, range: window.xRange }, y: logarithmic ? { distr: 3 } : {} },
     axes: [
-      { ...style, label: axisName(), size: 30, labelSize: 20, labelGap: 0, labelFont: "12px system-ui" },
-      { ...style, size: 64, values: (_, ticks) => ticks.map((t) => (t == null ? "" : number(t))) },
+      { ...style, label: axisName(), size: 30 },
+      {
+        ...style, label: UNITS[name] || titleOf(name), values: tickNumbers,
+        size: (_, ticks) => 16 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
+      },
     ],
     series: [{}, ...series.map(seriesOf)],
     hooks: {
-      setCursor: [(plot) => say(readout, plot, series)],
+      draw: [(plot) => drawMarks(plot, lines)],
+      setCursor: [(plot) => say(name)],
       setSelect: [(plot) => {
         if (plot.select.width < 3) return;
         zoom(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
       }],
     },
   };
-  const target = place.querySelector(".plot");
   target.replaceChildren();
   const plot = new uPlot(options, table, target);
   plot.over.addEventListener("dblclick", () => zoom(null, null));
-  plots.set(name, { plot, place });
-  summarise(readout, name);
+  plots.set(name, { plot, place, series });
+  say(name);
 }
 
 window.xRange = (plot, low, high) => {
@@ -158,32 +202,69 @@ window.xRange = (plot, low, high) => {
   return first < last ? [first, last] : [first - 0.5, first + 0.5];
 };
 
-function say(readout, plot, series) {
-  const index = plot.cursor.idx;
-  if (index == null) return summarise(readout, readout.dataset.name);
-  const x = plot.data[0][index], parts = [];
-  series.forEach(({ run, faint }, i) => {
-    if (faint || hidden.has(run)) return;
-    const value = nearest(plot.data[i + 1], index);
-    if (value !== undefined) parts.push((data.runs.length > 1 ? data.runs[run].name + " " : "") + number(value));
+// Restarts are dashed lines from top to bottom; updates that were skipped or not finite are triangles at the bottom.
+function drawMarks(plot, lines) {
+  const { ctx, bbox } = plot, ratio = devicePixelRatio;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  ctx.lineWidth = ratio;
+  for (const index of new Set(lines.map((line) => line.run))) {
+    if (isHidden(index)) continue;
+    const run = data.runs[index], x = (step) => plot.valToPos(axisValues(run, [step])[0], "x", true);
+    ctx.strokeStyle = data.runs.length > 1 ? colourOf(index) : ink("--faint");
+    ctx.setLineDash([3 * ratio, 3 * ratio]);
+    for (const session of run.sessions.slice(1)) {
+      ctx.beginPath();
+      ctx.moveTo(x(session.first), bbox.top);
+      ctx.lineTo(x(session.first), bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.fillStyle = MARKS.updates.colour;
+    const low = bbox.top + bbox.height, size = 5 * ratio;
+    for (const [kind, , step] of run.sessions.flatMap((session) => session.marks)) {
+      if (kind !== "updates") continue;
+      ctx.beginPath();
+      ctx.moveTo(x(step) - size, low);
+      ctx.lineTo(x(step), low - 1.8 * size);
+      ctx.lineTo(x(step) + size, low);
+      ctx.fill();
+    }
+  }
+  ctx.restore();
+}
+
+// Fill the numbers below a plot: the last, lowest and highest, and those at the cursor.
+function say(name) {
+  if (!plots.has(name)) return;
+  const { plot, place, series } = plots.get(name), index = plot.cursor.idx;
+  const here = index == null ? null : plot.data[0][index];
+  const body = element("tbody"), several = series.length > 1;
+  series.forEach((one, i) => {
+    if (one.faint || isHidden(one.run)) return;
+    const { curves } = data.runs[one.run], values = curves[one.name].y.filter((y) => y !== null);
+    const ends = values.length ? [Math.min(...values), Math.max(...values)].map(number) : ["", ""];
+    const now = index == null ? "" : number(nearest(plot.data[i + 1], index));
+    const cells = [now, number(curves[one.name].y.at(-1)), ...ends];
+    const head = element("th", { scope: "row" }, sample(styleOf(one)), several ? lineName(one) : "");
+    body.append(element("tr", {}, head, ...cells.map((text) => element("td", {}, text))));
   });
-  readout.textContent = `${axisName()} ${number(x)}: ${parts.join(", ")}`;
+  const heads = [here === null ? "" : `at ${number(here)}`, "last", "lowest", "highest"];
+  const top = element("tr", {}, element("td"), ...heads.map((text) => element("th", { scope: "col" }, text)));
+  place.querySelector(".readout").replaceChildren(element("thead", {}, top), body);
+}
+
+function lineName({ run, name }) {
+  const words = data.runs.length > 1 ? [data.runs[run].name] : [];
+  if (data.runs.length === 1 || [...overlaid.values()].includes(name)) words.push(titleOf(name));
+  return words.join(" ");
 }
 
 function nearest(values, index) {
   for (let distance = 0; distance < values.length; distance++) {
     for (const at of [index - distance, index + distance]) if (values[at] !== undefined && at >= 0) return values[at];
   }
-}
-
-function summarise(readout, name) {
-  readout.textContent = data.runs.filter((run, index) => run.curves[name] && !hidden.has(index)).map((run) => {
-    const values = run.curves[name].y.filter((y) => y !== null);
-    const text = values.length
-      ? `last ${number(values[values.length - 1])}, lowest ${number(Math.min(...values))}, highest ${number(Math.max(...values))}`
-      : "never a number";
-    return (data.runs.length > 1 ? run.name + ": " : "") + text;
-  }).join("; ");
 }
 
 function zoom(from, to) {
@@ -199,46 +280,104 @@ function redraw() {
   }
 }
 
+// Move through the points of a plot by the keyboard.
+function moveCursor(name, event) {
+  const { plot } = plots.get(name), xs = plot.data[0], { min, max } = plot.scales.x;
+  const first = xs.findIndex((x) => x >= min), last = xs.findLastIndex((x) => x <= max), now = plot.cursor.idx;
+  const to = {
+    ArrowLeft: now == null ? last : now - 1, ArrowRight: now == null ? first : now + 1, Home: first, End: last,
+  }[event.key];
+  if (event.key === "Escape") return zoom(null, null);
+  if (to === undefined) return;
+  event.preventDefault();
+  const at = Math.min(Math.max(to, first), last);
+  plot.setCursor({ left: plot.valToPos(xs[at], "x"), top: plot.over.clientHeight / 2 });
+}
+
+function figureOf(name, names) {
+  const others = names.filter((other) => other !== name);
+  const choice = element("select", { "aria-label": `Draw another curve with ${titleOf(name)}` });
+  choice.append(element("option", { value: "" }, "alone"));
+  for (const other of others) choice.append(element("option", { value: other }, `with ${titleOf(other)}`));
+  choice.value = overlaid.get(name) || "";
+  choice.addEventListener("change", () => {
+    overlaid.set(name, choice.value);
+    const { plot, place } = plots.get(name);
+    plot.destroy();
+    draw(name, place);
+  });
+  const plot = element("div", {
+    class: "plot", tabindex: "0", role: "img", "aria-label": `Curve of ${titleOf(name)}; arrow keys move through its points`,
+  });
+  plot.addEventListener("keydown", (event) => moveCursor(name, event));
+  const title = element("figcaption", {}, element("span", {}, titleOf(name)), others.length ? choice : "");
+  return element("figure", { "data-curve": name }, title, plot, element("table", { class: "readout" }));
+}
+
 function showCurves() {
-  const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))];
-  const section = byId("curves");
+  const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))], section = byId("curves");
+  if (names.includes("loss") && names.includes("eval_loss") && data.runs.length === 1 && !overlaid.has("loss")) {
+    overlaid.set("loss", "eval_loss");
+  }
+  const known = [...plots.keys()].join("\n") === names.join("\n") && names.length > 0;
+  if (known) return redraw();  // keeps the focus where it is
   for (const { plot } of plots.values()) plot.destroy();
   plots.clear();
   section.replaceChildren();
-  if (!names.length) section.append(element("p", { class: "empty" }, "Nothing has been logged yet."));
+  document.body.classList.toggle("bare", !names.length);
+  if (!names.length) {
+    section.append(element("p", { class: "empty" }, data.runs.length ? "Nothing has been logged yet." : "There is no run here yet."));
+  }
   for (const name of names) {
-    const readout = element("div", { class: "readout", "data-name": name, "aria-live": "off" });
-    const title = element("figcaption", {}, WORDS[name] || name, UNITS[name] ? ` (${UNITS[name]})` : "");
-    const place = element("figure", { "data-curve": name }, title, element("div", { class: "plot" }), readout);
+    const place = figureOf(name, names);
     section.append(place);
     draw(name, place);
   }
 }
 
-function sample(index) {
-  const line = drawn("line", {
-    x1: 0, y1: 6, x2: 28, y2: 6, stroke: colourOf(index), "stroke-width": 3, "stroke-dasharray": DASHES[index % DASHES.length].join(" "),
-  });
-  return drawn("svg", { width: 28, height: 12, "aria-hidden": "true" }, line);
+function showKey() {
+  const runs = data.runs, key = byId("key");
+  key.replaceChildren();
+  if (runs.some((run) => run.sessions.length > 1)) key.append(element("span", {}, sign(RESTART, "currentColor", "2 2"), "restart"));
+  if (runs.some((run) => run.sessions.some((session) => session.marks.some(([kind]) => kind === "updates")))) {
+    const { shape, colour, word } = MARKS.updates;
+    key.append(element("span", {}, sign(shape, colour), `updates ${word}`));
+  }
 }
 
+function sample({ colour, dash, points }) {
+  const picture = drawn("svg", { width: 28, height: 12, "aria-hidden": "true" });
+  picture.append(drawn("line", { x1: 0, y1: 6, x2: 28, y2: 6, stroke: colour, "stroke-width": 2.5, "stroke-dasharray": dash.join(" ") }));
+  if (points) picture.append(drawn("circle", { cx: 14, cy: 6, r: 3.5, fill: colour }));
+  return picture;
+}
+
+function sign(shape, colour, dash = "") {
+  const path = drawn("path", { d: shape, fill: shape === RESTART ? "none" : colour, stroke: colour, "stroke-dasharray": dash });
+  return drawn("svg", { width: 14, height: 14, viewBox: "-7 -7 14 14", "aria-hidden": "true" }, path);
+}
+
+// ---- Runs, time, tables
+
 function showRuns() {
-  const section = byId("runs");
+  const section = byId("runs"), focused = [...section.querySelectorAll(".toggle")].indexOf(document.activeElement);
   section.replaceChildren();
   data.runs.forEach((run, index) => {
-    const toggle = element("button", { type: "button", class: "toggle", "aria-pressed": String(!hidden.has(index)) });
-    toggle.append(sample(index), run.name);
+    const toggle = element("button", { type: "button", class: "toggle", "aria-pressed": String(!isHidden(index)) });
+    toggle.append(sample({ colour: colourOf(index), dash: dashOf(index) }), run.name);
     toggle.addEventListener("click", () => {
-      if (hidden.has(index)) hidden.delete(index); else hidden.add(index);
-      toggle.setAttribute("aria-pressed", String(!hidden.has(index)));
+      if (!hidden.delete(run.path)) hidden.add(run.path);
+      toggle.setAttribute("aria-pressed", String(!isHidden(index)));
       redraw();
     });
     const facts = element("dl");
     for (const [name, value] of run.facts) facts.append(element("div", {}, element("dt", {}, name), element("dd", {}, value)));
-    const card = element("div", { class: "run" }, toggle, element("span", { class: "status" }, run.status), facts);
+    const status = element("span", { class: `status ${run.status}` }, run.status);
+    const card = element("div", { class: "run" }, data.runs.length > 1 ? toggle : "", status, facts);
     if (run.error) card.append(element("p", { class: "error" }, run.error));
     section.append(card);
   });
+  if (focused >= 0) section.querySelectorAll(".toggle")[focused]?.focus();
 }
 
 function showTime() {
@@ -253,51 +392,79 @@ function showTime() {
 }
 
 function splitOf(run) {
-  const bar = element("div", { class: "bar", "aria-hidden": "true" });
-  const body = element("tbody");
+  const bar = element("div", { class: "bar", "aria-hidden": "true" }), body = element("tbody");
+  const idle = run.split.idle || 0, leaves = idle > run.wall / 2, whole = leaves ? run.wall - idle : run.wall;
+  const row = (first, seconds, share) => element("tr", {}, first, element("td", { class: "number" }, duration(seconds)),
+    element("td", { class: "number" }, share));
   for (const { key, text } of data.parts) {
     const seconds = run.split[key] || 0;
     if (seconds <= 0) continue;
-    const piece = element("span", { style: `width:${100 * seconds / run.wall}%;background:${PARTS[key]}`, title: text });
-    bar.append(piece);
-    const swatch = element("span", { class: "swatch", style: `background:${PARTS[key]}` });
-    body.append(element("tr", {}, element("td", {}, swatch, text), element("td", { class: "number" }, duration(seconds)),
-      element("td", { class: "number" }, (100 * seconds / run.wall).toFixed(1) + " %")));
+    const style = `background-color:${PARTS[key]}`, isLeft = leaves && key === "idle";
+    if (!isLeft) bar.append(element("span", { class: `part ${key}`, style: `${style};width:${100 * seconds / whole}%`, title: text }));
+    const name = element("td", {}, element("span", { class: `swatch part ${key}`, style }), text + (isLeft ? " (not in the bar)" : ""));
+    body.append(row(name, seconds, (100 * seconds / run.wall).toFixed(1) + " %"));
   }
-  body.append(element("tr", {}, element("th", {}, "in all"), element("td", { class: "number" }, duration(run.wall)), element("td")));
+  body.append(row(element("th", { scope: "row" }, "in all"), run.wall, ""));
   return element("div", {}, bar, element("div", { class: "scroll" }, element("table", { class: "split" }, body)));
 }
 
+// Seconds of a run to a share of its width. Long times between two calls of train are drawn short.
+function placesOf(run) {
+  const busy = run.sessions.reduce((sum, session) => sum + session.to - session.from, 0);
+  const longest = 0.08 * busy, cuts = [];
+  let cut = 0;
+  run.sessions.slice(1).forEach((session, i) => {
+    const before = run.sessions[i].to, gap = session.from - before;
+    if (gap > longest && run.wall > 2 * busy) cuts.push([before, session.from, cut += gap - longest]);
+  });
+  const shown = (run.wall - cut) || 1;
+  const place = (s) => {
+    const passed = cuts.filter(([, until]) => until <= s).at(-1);
+    return 100 * (s - (passed ? passed[2] : 0)) / shown;
+  };
+  return { place, isCut: cuts.length > 0 };
+}
+
 function timeline(run) {
-  const width = 1000, x = (s) => width * s / (run.wall || 1), list = element("ul", { class: "sessions" });
-  const picture = drawn("svg", { viewBox: `0 0 ${width} 40`, preserveAspectRatio: "none", class: "timeline", "aria-hidden": "true" });
-  for (const session of run.sessions) {
-    const box = drawn("rect", { x: x(session.from), y: 10, width: Math.max(x(session.to) - x(session.from), 2), height: 20, fill: "#0072b2", opacity: 0.35 });
+  const { place, isCut } = placesOf(run), percent = (s) => `${place(s).toFixed(3)}%`;
+  const lanes = { evaluation: 7, checkpoint: 43, updates: 59 }, events = [], kinds = new Set();
+  const picture = drawn("svg", { class: "timeline", "aria-hidden": "true" });
+  for (const [order, session] of run.sessions.entries()) {
+    const width = Math.max(place(session.to) - place(session.from), 0.2);
+    const what = order ? "restarted" : "started";
+    events.push([session.from, `${what} at step ${session.first}`], [session.to, `${session.status} at step ${session.last}`]);
     const text = `steps ${session.first} to ${session.last}: ${session.status} after ${duration(session.to - session.from)}`;
+    const box = drawn("rect", { x: percent(session.from), y: 16, width: `${width}%`, height: 18, class: `session ${session.status}` });
     box.append(drawn("title", {}, text));
     picture.append(box);
-    list.append(element("li", {}, text));
-    for (const [kind, at, step] of session.marks) {
-      const saved = kind === "checkpoint";
-      const mark = drawn("line", {
-        x1: x(at), x2: x(at), y1: saved ? 30 : 0, y2: saved ? 40 : 10, stroke: saved ? "#cc79a7" : "#009e73",
-        "stroke-width": 2, "vector-effect": "non-scaling-stroke",
-      });
-      mark.append(drawn("title", {}, `${kind} at step ${step}, ${duration(at)}`));
-      picture.append(mark);
+    if (order) {
+      const at = percent(session.from);
+      picture.append(drawn("line", { x1: at, x2: at, y1: 0, y2: 66, stroke: "currentColor", "stroke-dasharray": "2 2" }));
+    }
+    for (const [kind, at, step, said] of session.marks) {
+      const { shape, colour, word } = MARKS[kind], words = `${said ? "updates " + said : word} (step ${step})`;
+      const path = drawn("path", { d: shape, fill: colour, class: "mark" }, drawn("title", {}, `${words}, ${duration(at)}`));
+      picture.append(drawn("svg", { x: percent(at), y: lanes[kind], class: "at" }, path));
+      events.push([at, words]);
+      kinds.add(kind);
     }
   }
-  const ends = element("p", { class: "ends" }, element("span", {}, "0"), element("span", {}, "evaluations above, checkpoints below"), element("span", {}, duration(run.wall)));
-  return element("div", {}, picture, ends, run.sessions.length > 1 ? list : "");
+  picture.style.height = `${kinds.has("updates") ? 68 : kinds.has("checkpoint") ? 50 : 38}px`;
+  const ticks = isCut ? [0, run.wall] : [0, 0.25, 0.5, 0.75, 1].map((share) => share * run.wall);
+  const ends = element("p", { class: "ends" }, ...ticks.map((s) => element("span", {}, duration(s))));
+  const key = element("p", { class: "key" }, ...Object.entries(MARKS).filter(([kind]) => kinds.has(kind)).map(([kind, { shape, colour, word }]) =>
+    element("span", {}, sign(shape, colour), kind === "updates" ? `updates ${word}` : word)));
+  if (run.sessions.length > 1) key.append(element("span", {}, sign(RESTART, "currentColor", "2 2"), "restart"));
+  if (isCut) key.append(element("span", {}, "long times between two calls of train are drawn short"));
+  const rows = events.sort((one, other) => one[0] - other[0]).map(([at, words]) => [duration(at), words]);
+  return element("div", { class: "when" }, picture, ends, key, folded(`What happened when (${rows.length})`, table(rows, ["time", "event"])));
 }
 
 function table(rows, heads) {
-  const made = element("table");
+  const made = element("table"), body = element("tbody");
   if (heads) made.append(element("thead", {}, element("tr", {}, ...heads.map((text) => element("th", { scope: "col" }, text)))));
-  const body = element("tbody");
-  for (const row of rows) {
-    const [first, ...rest] = row;
-    body.append(element("tr", {}, element("th", { scope: "row" }, String(first)), ...rest.map((cell) => element("td", {}, cell instanceof Node ? cell : String(cell)))));
+  for (const [first, ...rest] of rows) {
+    body.append(element("tr", {}, element("th", { scope: "row" }, String(first)), ...rest.map((cell) => element("td", {}, String(cell)))));
   }
   made.append(body);
   return element("div", { class: "scroll" }, made);
@@ -311,22 +478,16 @@ function showTables() {
   }
   for (const run of data.runs) {
     section.append(element("h2", {}, data.runs.length > 1 ? run.name : "Details"));
-    if (run.warnings.length) section.append(folded(`Warnings (${run.warnings.length})`, table(run.warnings, ["time", "level", "text"]), true));
-    const set = new Set(run.changed), all = Object.entries(run.arguments).map(([name, value]) => [name, value, set.has(name) ? "set" : "default"]);
-    const chosen = all.filter((row) => row[2] === "set");
-    if (chosen.length) section.append(folded(`Arguments that were set (${chosen.length})`, table(chosen, ["argument", "value", "origin"]), true));
-    if (all.length) section.append(folded(`All arguments (${all.length})`, table(all, ["argument", "value", "origin"])));
+    if (run.warnings.length) section.append(folded(`Warnings (${run.warnings.length})`, table(run.warnings, ["first at", "times", "level", "text"]), true));
+    const chosen = run.arguments.filter(([, , origin]) => origin), heads = ["argument", "value", "set by"];
+    if (chosen.length) section.append(folded(`Arguments that were set (${chosen.length})`, table(chosen, heads), true));
+    const all = run.arguments.map(([name, value, origin]) => [name, value, origin || "default"]);
+    if (all.length) section.append(folded(`All arguments (${all.length})`, table(all, heads)));
     if (run.machine.length) section.append(folded("Machine and versions", table(run.machine)));
-    const links = run.files.map(([name, address]) => (address ? element("a", { href: address }, name) : name));
-    if (links.length) section.append(folded(`Files (${links.length})`, listOf(links)));
+    const links = run.files.map(([name, address]) => element("li", {}, address ? element("a", { href: address }, name) : name));
+    if (links.length) section.append(folded(`Files (${links.length})`, element("ul", {}, ...links)));
     section.append(element("p", { class: "empty" }, run.path));
   }
-}
-
-function listOf(links) {
-  const made = element("ul");
-  for (const link of links) made.append(element("li", {}, link));
-  return made;
 }
 
 function folded(title, content, open = false) {
@@ -335,12 +496,15 @@ function folded(title, content, open = false) {
   return made;
 }
 
+// ---- Start
+
 function show() {
   byId("made").textContent = (LIVE ? "live, last news " : "made ") + data.made;
   const axes = byId("axis").options;
   axes[1].disabled = !data.runs.some((run) => run.epochs.length);
   axes[2].disabled = !data.runs.some((run) => run.times.length);
   showRuns();
+  showKey();
   showCurves();
   showTime();
   showTables();
@@ -360,7 +524,10 @@ byId("all").addEventListener("click", () => zoom(null, null));
 byId("controls").addEventListener("submit", (event) => event.preventDefault());
 let resized;
 window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(redraw, 150); });
-DARK.addEventListener("change", () => { showRuns(); redraw(); });
+darkScheme.addEventListener("change", () => { showRuns(); redraw(); });
+for (const [event, now] of [["beforeprint", true], ["afterprint", false]]) {
+  window.addEventListener(event, () => { printing = now; showRuns(); redraw(); });
+}
 show();
 if (LIVE) {
   const source = new EventSource("events");
@@ -371,4 +538,5 @@ if (LIVE) {
     document.querySelectorAll("details").forEach((one, i) => { if (i < open.length) one.open = open[i]; });
     window.scrollTo(0, top);
   };
+  source.onerror = () => { byId("made").textContent = `not connected; last news ${data.made}`; };
 }
