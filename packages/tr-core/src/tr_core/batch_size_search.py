@@ -113,7 +113,8 @@ class _Attempts:
         """Record what a step changes before its optimizer acts. Nothing is read from the device."""
         self._forward.record()
         window = self._run.window
-        parts = [part for part in (self._run.position, window, window.means, window.tokens) if part is not None]
+        known = (self._run.position, window, window.means, window.tokens, window.throughput)
+        parts = [part for part in known if part is not None]
         self._noted = [(part, {name: _copy(value) for name, value in vars(part).items()}) for part in parts]
         self.is_in_step = True
 

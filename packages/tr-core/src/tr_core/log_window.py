@@ -19,6 +19,7 @@ from tr_core.model_io import main_input_name
 from tr_core.protocols import Collectives
 from tr_core.results import speed_metrics
 from tr_core.state import TrainerState
+from tr_core.throughput import Throughput
 from tr_log import get_logger
 from tr_log.phases import COMPUTE, PhaseClock, active_clock
 
@@ -98,6 +99,7 @@ class LogWindow:
         start_s: `time.perf_counter()` when this call of `train` began.
         logged_loss: sum of the losses of the steps of this call that were logged.
         clock: counts the seconds of the run's phases.
+        throughput: counts what is trained on, for rates.
     """
 
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
@@ -115,6 +117,12 @@ class LogWindow:
         self.start_s = time.perf_counter()
         self.logged_loss, self._logged_skips, self._overflows = 0.0, 0, 0
         self.clock = active_clock() or PhaseClock(COMPUTE)
+        self.throughput = Throughput(self.clock)
+
+    def begin(self, num_tokens: int) -> None:
+        """Begin the first step of this call of `train`, with the input tokens seen so far in the whole run."""
+        self.clock.switch(COMPUTE)
+        self.throughput.begin(num_tokens)
 
     def begin_step(self, step: int) -> None:
         """Begin a step after `step` completed ones."""
@@ -131,6 +139,10 @@ class LogWindow:
             loss = torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + self.step - self.last_logged_step))
         total = self.loss_sum + loss  # not in place: a step may be repeated or skipped
         self.loss_sum = total if total.dtype is self.loss_sum.dtype else total.to(self.loss_sum.dtype)
+        if batch.total is None:
+            self.throughput.count_own(batch)
+        else:  # without a call: a step has few
+            self.throughput.samples += batch.total
         for count in self.counters:
             count(batch)
 

@@ -16,6 +16,7 @@ from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
 from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite
 from tr_core.model import TrainingMode
+from tr_core.model_io import forward_parameters, main_input_name
 from tr_core.optim.fused_backward import kind
 from tr_core.optim.nonfinite import UpdateGuard, choose_updates
 from tr_core.optim.schedules import follows_metric
@@ -105,6 +106,9 @@ class Run:
         self.plan = replace(self.plan, max_grad_norm=args.max_grad_norm or None)
         window.filters_nonfinite = args.logging_nan_inf_filter
         window.counters = [] if window.tokens is None else [window.tokens.count]
+        name = main_input_name(methods.model)
+        if name != "input_ids" or name in forward_parameters(methods.model):
+            window.counters.append(window.throughput.counter(name))
         if methods.counts_floating_point_ops():
             window.counters.append(lambda batch: window.count_flops(methods.floating_point_ops(batch.inputs)))
         self.watch.note(args, methods.model, self.optimizer)
@@ -209,14 +213,19 @@ class Run:
             ValueError: a value that must be the same on all ranks was changed on some of them.
         """
         self.check_updates()
-        shared = values_of_all_ranks(self.methods.args, self.optimizer) if self.strategy.world_size > 1 else {}
-        read = self.window.read()
+        args, state, window = self.methods.args, self.methods.state, self.window
+        shared = values_of_all_ranks(args, self.optimizer) if self.strategy.world_size > 1 else {}
+        read = window.read()
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        share = window.throughput.share(self.methods.model, dtype, None)
         with phase(EXCHANGE):
-            gathered = self.strategy.gather_objects((read, shared))
-        check_same_on_all_ranks([values for _, values in gathered])
-        windows = [window for window, _ in gathered]
-        store_counts(self.methods.state, windows)
-        return self.window.close(windows)
+            gathered = self.strategy.gather_objects((read, shared, share))
+        check_same_on_all_ranks([values for _, values, _ in gathered])
+        windows = [of_rank for of_rank, _, _ in gathered]
+        store_counts(state, windows)
+        tokens = None if window.tokens is None else state.num_input_tokens_seen
+        window.throughput.close([given for _, _, given in gathered], tokens)
+        return window.close(windows)
 
     def store_tokens(self) -> None:
         """Add the input tokens of all ranks to the state, if they are counted, for an entry between two logs."""

@@ -146,7 +146,8 @@ class EventsFile(EveryEvent):
         clock = active_clock()
         if clock is not None and clock.rates and clock.rates is not self._rates:
             self._rates = clock.rates
-            self._write("rates", time.time(), step=step, **{n: float(f"{v:.6g}") for n, v in clock.rates.items()})
+            figures = {n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in clock.rates.items()}
+            self._write("rates", time.time(), step=step, **figures)
 
     def _write_time(self, step: int, spent: dict[str, float] | None = None) -> None:
         clock = active_clock()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,6 +125,32 @@ def _device_gauge(device: torch.device) -> ReadMemory | None:
         return {"gpu_alloc_delta": now - begin, "gpu_peaked_delta": max(module.max_memory_allocated(device) - now, 0)}
 
     return read
+
+
+def memory_in_use(devices: Iterable[torch.device]) -> tuple[int | None, int | None]:
+    """Return the bytes that are allocated now on the fullest of some devices, and the greatest peak; None if unknown.
+
+    Of an accelerator it is what torch's allocator handed out, and the peak since the process began or since the peak
+    was last reset. Of the CPU it is the memory of this process. No sync.
+    """
+    pairs = [_in_use(device) for device in devices]
+    now, peaks = [now for now, _ in pairs if now is not None], [peak for _, peak in pairs if peak is not None]
+    return max(now, default=None), max(peaks, default=None)
+
+
+def _in_use(device: torch.device) -> tuple[int | None, int | None]:
+    if device.type == "cpu":
+        resident = _resident() if _STATUS.exists() else {}
+        return resident.get("VmRSS"), resident.get("VmHWM")
+    try:
+        module: Any = torch.get_device_module(device)
+    except RuntimeError:  # a device type without a module, such as meta
+        return None, None
+    if hasattr(module, "current_allocated_memory"):  # a Mac's
+        return module.current_allocated_memory(), None
+    if not hasattr(module, "max_memory_allocated"):  # XLA's
+        return None, None
+    return module.memory_allocated(device), module.max_memory_allocated(device)
 
 
 # Allocators and libraries that raise a plain RuntimeError say one of these.

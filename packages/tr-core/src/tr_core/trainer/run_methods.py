@@ -91,6 +91,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                         self.evaluate(ignore_keys=ignore_keys)
                     run.agree_on_flags()
                 run.mode.begin()
+                run.window.begin(self.state.num_input_tokens_seen)
                 run_pending(run)
                 (run_epochs_within_memory if self.args.auto_find_batch_size else run_epochs)(run)
                 return self._finish_run(summarize(run) | read_memory())

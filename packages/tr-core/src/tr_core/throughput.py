@@ -1,0 +1,125 @@
+"""Measure the rates of training between two logs: samples, tokens and operations per second, MFU, and memory.
+
+Counting costs a micro-batch an addition. Everything else is done at a log, and ranks exchange their counts with the
+log's other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tr_core.data.sampler import MicroBatch
+from tr_core.flops import ModelFacts, look_at, num_positions, peak_flops
+from tr_core.model_io import batch_size_of
+from tr_core.runtime.memory import memory_in_use
+from tr_log.phases import PhaseClock
+
+
+class Share(NamedTuple):
+    """What one rank adds to the rates of a log.
+
+    Attributes:
+        samples: samples that only this rank knows of.
+        positions: positions of this rank's inputs.
+        memory_bytes: what is allocated now on the fullest of its devices; None if unknown.
+        memory_peak_bytes: the same at its peak.
+        peak_flops: peak of its devices together, in operations per second; None if unknown.
+    """
+
+    samples: int
+    positions: int
+    memory_bytes: int | None
+    memory_peak_bytes: int | None
+    peak_flops: float | None
+
+
+class Throughput:
+    """Count what is trained on between two logs, and make rates of it.
+
+    A log's rates are those of the steps since the last log, of all ranks together. Their time is that of training:
+    loading data, computing, exchange, and what callbacks take, but no evaluation and no save. Tokens are positions of
+    the main input, padding included, unless a run counts tokens itself (`include_num_input_tokens_seen`).
+
+    Args:
+        clock: knows the time of training.
+
+    Attributes:
+        samples: samples of all ranks, since the last log.
+        own_samples: samples that only this rank knows of, of a user's loader.
+        positions: positions of this rank's inputs.
+    """
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+        self._since_s, self._tokens_seen = clock.training_s, 0
+        self._facts = ModelFacts(None, frozenset(), None)
+        self.samples = self.own_samples = self.positions = 0
+
+    def begin(self, tokens_seen: int) -> None:
+        """Begin the first window, with the tokens seen so far in the whole run."""
+        self._since_s, self._tokens_seen = self._clock.training_s, tokens_seen
+
+    def counter(self, input_name: str) -> Callable[[MicroBatch], None]:
+        """Return what counts the positions of micro-batches; fillers, with which a rank only takes part, have none."""
+
+        def count(batch: MicroBatch) -> None:
+            if batch.weight != 0.0:
+                self.positions += num_positions(batch.inputs, input_name)
+
+        return count
+
+    def count_own(self, batch: MicroBatch) -> None:
+        """Count a micro-batch of which each rank knows only its own samples."""
+        self.own_samples += batch_size_of(batch.inputs) or 0
+
+    def share(self, model: nn.Module, dtype: torch.dtype | None, given_peak: float | None) -> Share:
+        """Return what this rank adds to the rates. No sync.
+
+        Args:
+            model: the model in training.
+            dtype: type of its products under mixed precision; None is that of its parameters.
+            given_peak: peak of one device, if a user gave it.
+        """
+        self._facts = facts = look_at(model)
+        peaks = [peak_flops(device, dtype or facts.dtype, given_peak) for device in facts.devices]
+        known = [peak for peak in peaks if peak is not None]
+        peak = sum(known) if known and len(known) == len(peaks) else None
+        return Share(self.own_samples, self.positions, *memory_in_use(facts.devices), peak)
+
+    def close(self, shares: Sequence[Share], tokens_seen: int | None) -> None:
+        """Give the clock the rates since the last log, and begin a new window.
+
+        Args:
+            shares: of all ranks.
+            tokens_seen: tokens seen so far in the whole run; None if the run does not count them.
+        """
+        now_s = self._clock.training_s
+        seconds, self._since_s = now_s - self._since_s, now_s
+        samples = self.samples + sum(share.samples for share in shares)
+        positions = sum(share.positions for share in shares)
+        tokens = positions
+        if tokens_seen is not None:
+            tokens, self._tokens_seen = tokens_seen - self._tokens_seen, tokens_seen
+        self.samples = self.own_samples = self.positions = 0
+        if samples > 0:  # else nothing was trained on since the last log
+            counts = {"samples": samples, "tokens": tokens, "flops": (self._facts.per_position or 0.0) * positions}
+            rates = {f"{unit}_per_second": n / seconds for unit, n in counts.items() if n > 0 and seconds > 0}
+            self._clock.rates = rates | _mfu(rates, shares) | _fullest(shares)
+
+
+def _mfu(rates: dict[str, float], shares: Sequence[Share]) -> dict[str, float]:
+    known = [share.peak_flops for share in shares if share.peak_flops is not None]
+    if "flops_per_second" not in rates or not known or len(known) < len(shares):
+        return {}
+    return {"mfu": rates["flops_per_second"] / sum(known)}
+
+
+def _fullest(shares: Sequence[Share]) -> dict[str, float]:
+    now = [share.memory_bytes for share in shares if share.memory_bytes is not None]
+    peaks = [share.memory_peak_bytes for share in shares if share.memory_peak_bytes is not None]
+    figures = {"memory_bytes": max(now, default=None), "memory_peak_bytes": max(peaks, default=None)}
+    return {name: value for name, value in figures.items() if value is not None}
