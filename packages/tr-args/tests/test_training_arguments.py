@@ -278,6 +278,14 @@ def test_where_a_value_came_from_is_remembered():
     ]
 
 
+def test_what_follows_from_other_values_was_assigned_by_nobody():
+    args = TrainingArguments("out", eval_strategy="steps")
+    args.logging_steps = 7
+    args.check()
+    origins = {name: args.origin(name) for name in ("do_eval", "eval_steps", "logging_steps")}
+    assert origins == {"do_eval": "default", "eval_steps": "default", "logging_steps": "assignment"}
+
+
 def test_copies_pickles_and_replacements_are_equal_arguments():
     args = TrainingArguments("out", fsdp="full_shard", seed=3, hub_token="secret")
     for other in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args)), dataclasses.replace(args)):

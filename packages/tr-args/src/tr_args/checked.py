@@ -231,7 +231,9 @@ class Checked(metaclass=CheckedType):
         Raises:
             ArgumentsError: with every problem.
         """
+        origins = self._origins
         self._complete()
+        object.__setattr__(self, "_origins", origins)  # nobody assigned what follows from other values
         if problems := list(self._conflicts()):
             raise ArgumentsError(problems)
         return self

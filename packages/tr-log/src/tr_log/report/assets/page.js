@@ -8,15 +8,8 @@ const PARTS = {
   start: "#999999", data: "#e69f00", compute: "#0072b2", exchange: "#56b4e9", evaluation: "#009e73",
   checkpoint: "#cc79a7", other: "#cccccc", redone: "#d55e00", idle: "transparent",
 };
-const UNITS = {
-  steps_per_second: "steps a second", samples_per_second: "samples a second", tokens_per_second: "tokens a second",
-  teraflops: "10^12 operations a second", mfu: "% of the devices' peak", memory: "GiB", memory_peak: "GiB",
-};
-const WORDS = {
-  grad_norm: "gradient norm", learning_rate: "learning rate", steps_per_second: "speed",
-  samples_per_second: "samples per second", tokens_per_second: "tokens per second", teraflops: "operations per second",
-  mfu: "MFU", memory: "memory", memory_peak: "memory at its peak",
-};
+const UNITS = { steps_per_second: "steps a second" };
+const WORDS = { grad_norm: "gradient norm", learning_rate: "learning rate", steps_per_second: "speed" };
 // Kinds of marks: the word, the colour, and the shape around (0, 0).
 const MARKS = {
   evaluation: { word: "evaluation", colour: "#009e73", shape: "M-4,0 A4,4 0 1 1 4,0 A4,4 0 1 1 -4,0 Z" },
@@ -52,11 +45,11 @@ function drawn(tag, attributes, ...children) {
   return made;
 }
 
-function number(value) {
-  if (value === null || value === undefined) return "not a number";
+function number(value, digits = 5) {
+  if (value === null || value === undefined) return "NaN";
   const size = Math.abs(value);
-  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0*e\+?/, "e");
-  return String(Number(value.toPrecision(5)));
+  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits - 2).replace(/\.?0*e\+?/, "e");
+  return String(Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(size + 1))))));
 }
 
 // Numbers along an axis, with as many digits as tell neighbours apart.
@@ -178,12 +171,12 @@ function draw(name, place) {
   const options = {
     width: printing ? Math.min(wide, 640) : wide, height: 240, legend: { show: false },
     cursor: { sync: { key: "runs" }, drag: { x: true, y: false }, focus: { prox: 30 } },
-    scales: { x: { time: false, range: window.xRange }, y: logarithmic ? { distr: 3 } : {} },
+    scales: { x: { time: false, range: xRange() }, y: logarithmic ? { distr: 3 } : {} },
     axes: [
       { ...style, label: axisName(), size: 30 },
       {
         ...style, label: UNITS[name] || titleOf(name), values: tickNumbers,
-        size: (_, ticks) => 16 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
+        size: (_, ticks) => 20 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
       },
     ],
     series: [{}, ...series.map(seriesOf)],
@@ -203,11 +196,14 @@ function draw(name, place) {
   say(name);
 }
 
-window.xRange = (plot, low, high) => {
+// All plots show the same range: that of the inputs, or all that the runs which are shown have.
+function xRange() {
   const from = byId("from").value, to = byId("to").value;
-  const first = from === "" ? low : Number(from), last = to === "" ? high : Number(to);
+  const ends = data.runs.filter((run) => !hidden.has(run.path)).flatMap((run) =>
+    Object.values(run.curves).flatMap(({ x }) => axisValues(run, [x[0], x.at(-1)])));
+  const first = from === "" ? Math.min(...ends) : Number(from), last = to === "" ? Math.max(...ends) : Number(to);
   return first < last ? [first, last] : [first - 0.5, first + 0.5];
-};
+}
 
 // Restarts are dashed lines from top to bottom; updates that were skipped or not finite are triangles at the bottom.
 function drawMarks(plot, lines) {
@@ -251,14 +247,15 @@ function say(name) {
   series.forEach((one, i) => {
     if (one.faint || isHidden(one.run)) return;
     const { curves } = data.runs[one.run], values = curves[one.name].y.filter((y) => y !== null);
-    const ends = values.length ? [Math.min(...values), Math.max(...values)].map(number) : ["", ""];
-    const now = index == null ? "" : number(nearest(plot.data[i + 1], index));
-    const cells = [now, number(curves[one.name].y.at(-1)), ...ends];
+    const ends = values.length ? [Math.min(...values), Math.max(...values)] : [null, null];
+    const cells = [curves[one.name].y.at(-1), ...ends].map((value) => number(value, 4));
+    cells.unshift(index == null ? "" : number(nearest(plot.data[i + 1], index), 4));
     const head = element("th", { scope: "row" }, sample(styleOf(one)), several ? lineName(one) : "");
     body.append(element("tr", {}, head, ...cells.map((text) => element("td", {}, text))));
   });
   const heads = [here === null ? "" : `at ${number(here)}`, "last", "lowest", "highest"];
   const top = element("tr", {}, element("td"), ...heads.map((text) => element("th", { scope: "col" }, text)));
+  place.querySelector(".readout").classList.toggle("several", several);
   place.querySelector(".readout").replaceChildren(element("thead", {}, top), body);
 }
 
@@ -304,7 +301,7 @@ function moveCursor(name, event) {
 function figureOf(name, names) {
   const others = names.filter((other) => other !== name);
   const choice = element("select", { "aria-label": `Draw another curve with ${titleOf(name)}` });
-  choice.append(element("option", { value: "" }, "alone"));
+  choice.append(element("option", { value: "" }, "add a curve"));
   for (const other of others) choice.append(element("option", { value: other }, `with ${titleOf(other)}`));
   choice.value = overlaid.get(name) || "";
   choice.addEventListener("change", () => {
@@ -474,7 +471,7 @@ function table(rows, heads) {
     body.append(element("tr", {}, element("th", { scope: "row" }, String(first)), ...rest.map((cell) => element("td", {}, String(cell)))));
   }
   made.append(body);
-  return element("div", { class: "scroll" }, made);
+  return element("div", { class: rows.length > 20 ? "scroll tall" : "scroll", ...(rows.length > 20 ? { tabindex: "0" } : {}) }, made);
 }
 
 function showTables() {
