@@ -21,7 +21,7 @@ class Display:
         self.lines = [""]
         self.row = self.column = 0
         self.cursor_is_shown = True
-        self.frames = []  # the bottom line at every return to its start
+        self.frames = []  # the lines at the bottom at every return to the start of a line
 
     def feed(self, text):
         position = 0
@@ -50,6 +50,10 @@ class Display:
         elif code == "K":
             assert number == "2"
             self.lines[self.row] = ""
+        elif code == "J":
+            assert number == ""
+            self.lines[self.row] = self.lines[self.row][: self.column]
+            del self.lines[self.row + 1 :]
         else:
             assert code == "m", f"unknown sequence {match.group()!r}"
 
@@ -59,7 +63,7 @@ class Display:
             if self.row == len(self.lines):
                 self.lines.append("")
         elif character == "\r":
-            self.frames.append(self.lines[self.row])
+            self.frames.extend(self.lines[max(self.row - 6, 0) : self.row + 1])
             self.column = 0
         else:
             assert self.column < self.columns, f"wrapped: {self.lines[self.row]!r}"

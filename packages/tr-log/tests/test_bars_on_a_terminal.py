@@ -21,8 +21,8 @@ def training(terminal, before="", how="", after="", **settings):
 
 @pytest.fixture(scope="module")
 def display(terminal):
-    """The display after one plain training."""
-    return training(terminal)
+    """The display after one plain training, long enough for some drawings."""
+    return training(terminal, "loop.pause = lambda: time.sleep(0.03)")
 
 
 def test_log_lines_stay_and_bars_are_taken_away(display):
@@ -36,17 +36,18 @@ def test_log_lines_stay_and_bars_are_taken_away(display):
     assert display.code == 0
 
 
-def test_the_bar_shows_position_speed_time_left_loss_and_learning_rate(display):
+def test_the_bar_shows_position_speed_and_time_left_and_the_line_below_the_latest_figures(display):
     bars = [frame for frame in display.frames if frame.startswith("training ") and "━" in frame]
     assert any(" 40/40  100%" in bar for bar in bars)
-    later = next(bar for bar in bars if "loss" in bar and "eta" in bar)
-    for piece in ("━", "─", "/40  ", "%  ", " it/s", "eta 0:0", "loss 0.", "lr 0.000"):
+    later = next(bar for bar in bars if "it/s" in bar and "eta" in bar)
+    for piece in ("━", "/40  ", "%  ", " it/s", "eta 0:0"):
         assert piece in later
+    assert any(frame.startswith("loss 0.1  grad norm 1.25  lr 0.0001  epoch 0.") for frame in display.frames)
 
 
 def test_an_evaluation_has_a_bar_of_its_own_below_that_of_the_training(display):
     evaluating = [frame for frame in display.frames if frame.startswith("evaluating ")]
-    assert any("0/3  0%" in frame for frame in evaluating)
+    assert any("0/3      0%" in frame for frame in evaluating)
     assert not any("evaluating" in line for line in display.lines)
 
 
@@ -158,27 +159,12 @@ def test_the_bar_keeps_its_length_while_the_numbers_change(terminal):
 import time
 from tr_log import progress
 for _ in progress(range(40), description="counting"):
-    time.sleep(0.008)
+    time.sleep(0.03)
 """
     display = terminal.run(script, columns=70)
-    lengths = [frame.count("━") + frame.count("─") for frame in display.frames if "it/s" in frame]
+    lengths = [sum(map(frame.count, "━╸╺")) for frame in display.frames if "it/s" in frame]
     assert lengths == sorted(lengths, reverse=True)
     assert min(lengths) >= 10
-
-
-def test_at_most_ten_drawings_a_second_are_made(terminal):
-    script = """
-import time
-from tr_log import progress
-end = time.perf_counter() + 0.55
-def steps():
-    while time.perf_counter() < end:
-        yield 1
-print(sum(progress(steps(), description="many")) > 1000)
-"""
-    display = terminal.run(script)
-    assert "True" in display.shown
-    assert 2 <= sum(frame.startswith("many ") for frame in display.frames) <= 10
 
 
 def test_work_inside_a_training_is_shown_on_the_same_screen(terminal):
@@ -217,7 +203,8 @@ def test_no_bars_on_a_build_server_or_a_terminal_that_cannot_redraw(terminal, en
 def test_a_terminal_without_unicode_gets_a_plain_bar(terminal):
     display = training(terminal, environment={"PYTHONIOENCODING": "ascii"})
     assert display.code == 0
-    assert any("###" in frame and "---" in frame for frame in display.frames)
+    assert any("---" in frame for frame in display.frames)
+    assert not any("━" in frame for frame in display.frames)
 
 
 def test_several_evaluations_and_trainings_in_one_process_each_draw_their_own_bars(terminal):

@@ -100,6 +100,18 @@ def test_curves_come_in_a_useful_order_and_leave_out_what_is_logged_once():
     assert found["loss"] == ([1], [None])
 
 
+def test_rates_are_curves_without_those_of_steps_that_were_made_again(tmp_path):
+    rate = {"event": "rates", "samples_per_second": 8.0, "flops_per_second": 3e12, "mfu": 0.25, "memory_bytes": 2**31}
+    rates = [(1.5, 10), (1.6, 20), (1.7, 30), (3.5, 25), (3.6, 35)]
+    events = [rate | {"time_s": when, "step": step, "samples_per_second": 8.0 * when} for when, step in rates]
+    events += [start_event(1.0), start_event(3.0, step=20), end_event(4.0, 35), {"event": "rates", "time_s": 3.7}]
+    run = RunFolder.read(write_run(tmp_path, sorted(events, key=lambda event: event["time_s"])))
+    found = page_data([run])["runs"][0]["curves"]
+    assert found["samples_per_second"] == {"x": [10, 20, 25, 35], "y": [12.0, 12.8, 28.0, 28.8]}
+    assert (found["teraflops"]["y"][0], found["mfu"]["y"][0], found["memory"]["y"][0]) == (3.0, 25.0, 2.0)
+    assert not {"tokens_per_second", "memory_peak"} & set(found)
+
+
 def test_a_page_of_100_000_steps_is_at_most_a_megabyte(tmp_path):
     names = ("loss", "learning_rate", "grad_norm", *(f"own_{n}" for n in range(10)))
     entries = [{"step": n, "epoch": n / 1000, **{name: n / 7 for name in names}} for n in range(100_000)]

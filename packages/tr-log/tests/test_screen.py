@@ -1,7 +1,7 @@
 import io
 
-from tr_log.progress import TerminalBar
-from tr_log.terminal import Screen
+from tr_log.progress import DrawnBar
+from tr_log.screen import Screen
 
 
 class Lost(io.StringIO):
@@ -31,15 +31,73 @@ def test_a_line_for_a_screen_without_bars_is_simply_written():
 
 def test_a_terminal_that_is_lost_ends_the_bars_and_not_the_work():
     for writes in range(8):
-        bar = TerminalBar(Screen(Lost(writes)), "working", 10)
+        screen = Screen(Lost(writes))
+        bar = DrawnBar(screen, "working", 10)
         for _ in range(3):
             bar.advance()
-            bar.write("text")
+            screen.write("text")
         bar.close()
         assert bar.completed == 3
 
 
 def test_a_bar_that_was_closed_can_be_closed_again():
-    bar = TerminalBar(Screen(Lost(100)), "working", 10)
+    bar = DrawnBar(Screen(Lost(100)), "working", 10)
     bar.close()
     bar.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def count_drawings(monkeypatch):
+    from rich.live import Live
+
+    drawings, refresh = [], Live.refresh
+    monkeypatch.setattr(Live, "refresh", lambda live: (drawings.append(1), refresh(live)))
+    return drawings
+
+
+def test_a_bar_that_advances_is_drawn_five_times_a_second_and_not_at_every_step(monkeypatch):
+    drawings, clock = count_drawings(monkeypatch), Clock()
+    bar = DrawnBar(Screen(Terminal(), clock), "many")
+    for _ in range(1000):
+        clock.now += 0.001
+        bar.advance()
+    assert len(drawings) == 1 + 5  # one as it opened
+
+
+def test_at_most_ten_drawings_a_second_are_made_whatever_changes(monkeypatch):
+    drawings, clock = count_drawings(monkeypatch), Clock()
+    bar = DrawnBar(Screen(Terminal(), clock), "many")
+    for name in range(1000):
+        clock.now += 0.01
+        bar.rename(str(name))
+        bar.advance()
+    assert 80 <= len(drawings) <= 101
+
+
+def test_a_slow_terminal_is_drawn_on_less_often(monkeypatch):
+    from rich.live import Live
+
+    drawings, clock, refresh = [], Clock(), Live.refresh
+
+    def slow(live):
+        drawings.append(1)
+        clock.now += 0.01
+        refresh(live)
+
+    monkeypatch.setattr(Live, "refresh", slow)
+    bar = DrawnBar(Screen(Terminal(), clock), "slow")
+    for _ in range(10_000):
+        clock.now += 0.001
+        bar.advance()
+    assert 10 <= len(drawings) <= 12  # each takes a hundredth of the time until the next

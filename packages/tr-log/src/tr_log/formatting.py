@@ -83,6 +83,15 @@ def size(count: float) -> str:
     return f"{count:.4g} TB"
 
 
+def count(amount: float) -> str:
+    """Return a number in at most five characters: `3.21`, `812`, `52.4k`, `1.25M`."""
+    for unit in ("", "k", "M", "G"):
+        if round(amount) < 1000:
+            return f"{_three_digits(amount)}{unit}"
+        amount /= 1000
+    return f"{amount:.4g}T"
+
+
 def _three_digits(amount: float) -> str:
     # A speed is not known more precisely, and changing digits are hard to read.
     return f"{amount:.0f}" if amount >= 100 else f"{amount:#.3g}"

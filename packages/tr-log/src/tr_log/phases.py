@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT = (
     "start",
@@ -42,6 +43,9 @@ class PhaseClock:
         on_close: called when the block of `phase_clock` ends.
         updates: updates since the last log that were not made, or made by values that are not finite: `skipped`,
             `overflowed`, `nonfinite`. A training loop writes it where it reads its device for a log.
+        doing: what is under way, for displays: the name of a phase, or words that say it more exactly; empty while a
+            training loop trains.
+        on_doing: called with `doing` whenever it changes.
     """
 
     def __init__(self, phase: str = START) -> None:
@@ -50,6 +54,8 @@ class PhaseClock:
         self.rates: dict[str, float] = {}
         self.on_close: Callable[[], None] = _nothing
         self.updates: dict[str, int] = {}
+        self.doing = ""
+        self.on_doing: Callable[[str], None] = _nothing
         self._phase = phase
         self._since_s = time.perf_counter()
         self._seconds: dict[str, float] = {}
@@ -85,7 +91,7 @@ class PhaseClock:
         return {name: value for name, value in seconds.items() if value > 0}
 
 
-def _nothing(step: int = 0) -> None:
+def _nothing(news: Any = None) -> None:
     """Do nothing."""
 
 
@@ -115,6 +121,23 @@ def phase(name: str) -> Iterator[None]:
         return
     outer = clock.switch(name)
     try:
-        yield
+        with doing(name):
+            yield
     finally:
         clock.switch(outer)
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Let displays say what a block does, as `compiling`; its time counts as before. Without a clock, do nothing."""
+    clock = active_clock()
+    if clock is None:
+        yield
+        return
+    before, clock.doing = clock.doing, what
+    clock.on_doing(what)
+    try:
+        yield
+    finally:
+        clock.doing = before
+        clock.on_doing(before)

@@ -1,6 +1,6 @@
-"""Show the progress of any long work: a bar on a terminal, a few lines elsewhere.
+"""Show the progress of any long work: a bar on a terminal or in a notebook, a few lines elsewhere.
 
-`progress` wraps an iterable, `progress_bar` counts other work. `open_bar` chooses the display for a stream.
+`progress` wraps an iterable, `progress_bar` counts other work. `open_display` chooses the display for a stream.
 `RateMeter` measures the speed and estimates the time left.
 """
 
@@ -9,15 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TextIO, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar
 
 from tr_log import formatting
-from tr_log.terminal import Screen, is_terminal, write_line
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from tr_log.notebook import NotebookOutput, in_notebook
+from tr_log.screen import Drawn, Figure, Row, Screen
+from tr_log.terminal import is_terminal, write_line
 
 
 class RateMeter:
@@ -69,42 +68,65 @@ class RateMeter:
         return (self.total - completed) / rate
 
 
-LONGEST_BAR = 40
-SHORTEST_BAR = 10
-SPEED_WINDOW_DRAWS = 50
+SPEED_WINDOW_DRAWS = 25
 
 
-class TerminalBar:
-    """One line `training ━━━━━━━─────── 120/500  24%  3.2 it/s  eta 2:03  loss 0.4321`.
+class Display(Protocol):
+    """Where bars are drawn."""
 
-    On a narrow terminal it drops the last parts first, and the bar itself before the numbers.
+    clock: Callable[[], float]
+
+    def add(self, bar: Drawn) -> None:
+        """Show a bar below the others."""
+        ...
+
+    def remove(self, bar: Drawn) -> None:
+        """Remove a bar."""
+        ...
+
+    def is_due(self) -> bool:
+        """Return whether enough time has passed since the last drawing for a bar that has only advanced."""
+        ...
+
+    def draw(self) -> None:
+        """Draw all bars now, unless there were many drawings in the last second."""
+        ...
+
+    def write(self, line: str) -> None:
+        """Write a line above the bars."""
+        ...
+
+    def log(self, line: str, step: int, entry: Mapping[str, Any]) -> None:
+        """Show a log entry, of which `line` is the line."""
+        ...
+
+
+class DrawnBar:
+    """A bar: `training ━━━━━━━━━━━━━━━━  120/500   24%  3.20 it/s  eta 2:03`, with figures below.
 
     Args:
-        screen: the screen that shows it, until `close`.
-        description: name of the work.
+        display: where it is drawn, until `close`.
+        name: name of the work.
         total: number of units; None if it is unknown.
         completed: units that were done before.
         unit: name of a unit, for the speed; `B` for bytes.
+
+    Attributes:
+        name: the same.
+        completed: units done.
+        figures: returns the numbers below the bar.
     """
 
     def __init__(
-        self,
-        screen: Screen,
-        description: str,
-        total: int | None = None,
-        *,
-        completed: int = 0,
-        unit: str = "it",
+        self, display: Display, name: str, total: int | None = None, *, completed: int = 0, unit: str = "it"
     ) -> None:
-        self.completed = completed
-        self.note: list[str] = []
-        self._screen = screen
-        self._description = description
+        self.name, self.completed = name, completed
+        self.figures: Callable[[], Sequence[Figure]] = tuple
+        self._display = display
         self._unit = unit
-        self._pace = RateMeter(completed, total)
-        self._width, self._longest = 0, LONGEST_BAR
-        self._recent = deque([(time.perf_counter(), completed)], maxlen=SPEED_WINDOW_DRAWS)
-        screen.add(self)
+        self._pace = RateMeter(completed, total, display.clock)
+        self._recent = deque([(display.clock(), completed)], maxlen=SPEED_WINDOW_DRAWS)
+        display.add(self)
 
     def advance(self, amount: int = 1) -> None:
         """Count `amount` units as done."""
@@ -113,64 +135,34 @@ class TerminalBar:
     def move_to(self, completed: int) -> None:
         """Set the number of units done; draw only if the last drawing was long enough ago."""
         self.completed = completed
-        if self._screen.is_due():
-            self._recent.append((time.perf_counter(), completed))
-            self._screen.draw()
+        if self._display.is_due():
+            self._recent.append((self._display.clock(), completed))
+            self._display.draw()
 
-    def write(self, line: str) -> None:
-        """Write a line above the bars."""
-        self._screen.write(line)
+    def rename(self, name: str) -> None:
+        """Change the name, and draw."""
+        if name != self.name:
+            self.name = name
+            self._display.draw()
 
     def close(self) -> None:
-        """Remove the bar from the screen."""
-        self._screen.remove(self)
+        """Remove the bar."""
+        self._display.remove(self)
 
-    def draw(self, width: int) -> Text:
-        """Return the line, at most `width` characters wide."""
-        from rich.text import Text
-
-        pieces = self._pieces()
-        room = width - len(self._description) - 2
-        while len(pieces) > 1 and room - _joined_length(pieces) < SHORTEST_BAR:
-            pieces.pop()
-        line = Text(f"{self._description} ", no_wrap=True)
-        bar = self._bar_length(width, room - _joined_length(pieces))
-        if self._pace.total is not None and bar >= SHORTEST_BAR:
-            filled = min(bar, bar * self.completed // self._pace.total)
-            done, open_ = self._screen.bar_characters
-            line.append(done * filled, style="green").append(open_ * (bar - filled), style="bright_black").append(" ")
-        line.append("  ".join(pieces))
-        line.truncate(width)
-        return line
-
-    def _bar_length(self, width: int, room: int) -> int:
-        # While the terminal keeps its width the bar only shrinks. Otherwise it would change with every digit.
-        if width != self._width:
-            self._width, self._longest = width, LONGEST_BAR
-        self._longest = min(self._longest, room)
-        return self._longest
-
-    def _pieces(self) -> list[str]:
-        total, pieces = self._pace.total, []
-        if total is None:
-            pieces.append(formatting.position(self.completed, None, self._unit))
-        else:
-            position = formatting.position(self.completed, total, self._unit)
-            pieces += [position.partition(" (")[0], f"{100 * self.completed // total}%"]
-        rate, eta_s = self._rate(), self._pace.eta_s(self.completed)
-        if rate:
-            pieces.append(formatting.speed(rate, self._unit))
-        if eta_s is not None:
-            pieces.append(f"eta {formatting.duration(eta_s)}")
-        return pieces + self.note
-
-    def _rate(self) -> float | None:
+    def row(self) -> Row:
+        """Return what the bar shows now."""
+        total, done, cells = self._pace.total, self.completed, ["", "", "", ""]
+        cells[0] = formatting.position(done, total, self._unit).partition(" (")[0]
+        if total is not None:
+            cells[0] = cells[0].rjust(2 * len(str(total)) + 1) if self._unit != "B" else cells[0]
+            cells[1] = f"{100 * done // total:3}%"
+        if (eta_s := self._pace.eta_s(done)) is not None:
+            cells[2] = f"eta {formatting.duration(eta_s)}"
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
-        return (last - first) / (last_s - first_s) if last > first else None
-
-
-def _joined_length(pieces: list[str]) -> int:
-    return len("  ".join(pieces))
+        if last > first and last_s > first_s:
+            cells[3] = formatting.speed((last - first) / (last_s - first_s), self._unit)
+        share = None if total is None else min(done / total, 1.0)
+        return Row(self.name, share, (cells[0], cells[1], cells[2], cells[3]), self.figures())
 
 
 SHORTEST_INTERVAL_S = 10.0
@@ -248,12 +240,24 @@ class Bar(Protocol):
         ...
 
 
-def open_bar(stream: TextIO | None, description: str, total: int | None, *, unit: str = "it") -> Bar:
-    """Return a bar for a terminal and lines for any other `stream`; None is `sys.stderr`."""
+def open_display(stream: TextIO | None) -> Display | None:
+    """Return where bars for `stream` are drawn, a terminal or the output of a notebook's cell; None where not.
+
+    Args:
+        stream: where to show them; None is the notebook, if this is one, else `sys.stderr`.
+    """
+    if stream is None and in_notebook():
+        return NotebookOutput.current()
     where = stream if stream is not None else sys.stderr
-    if where is not None and is_terminal(where):
-        return TerminalBar(Screen.on(where), description, total, unit=unit)
-    return TextBar(where, description, total, unit=unit)
+    return Screen.on(where) if where is not None and is_terminal(where) else None
+
+
+def open_bar(stream: TextIO | None, description: str, total: int | None, *, unit: str = "it") -> Bar:
+    """Return a bar for a terminal or a notebook, and lines for any other `stream`; None is `sys.stderr`."""
+    display = open_display(stream)
+    if display is not None:
+        return DrawnBar(display, description, total, unit=unit)
+    return TextBar(stream if stream is not None else sys.stderr, description, total, unit=unit)
 
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Show training, evaluation and prediction on the console.
 
-`ProgressCallback` draws bars on a terminal and writes one plain line for each log elsewhere. `PrinterCallback`
-prints each log entry as a dict and shows no progress.
+`ProgressCallback` draws bars and figures on a terminal, a table and a curve in a notebook, and writes one plain line
+for each log elsewhere. `PrinterCallback` prints each log entry as a dict and shows no progress.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, TextIO
 
 from tr_log import formatting
 from tr_log.formatting import to_scalar
-from tr_log.progress import Bar, RateMeter, TerminalBar, length, open_bar
-from tr_log.terminal import Screen, is_terminal, write_line
+from tr_log.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, EXCHANGE, START, active_clock
+from tr_log.progress import Bar, Display, DrawnBar, RateMeter, length, open_bar, open_display
+from tr_log.screen import Figure
+from tr_log.terminal import write_line
 from tr_log.tracker import EveryEvent
 
 NOT_PRINTED = ("total_flos",)
@@ -37,26 +39,42 @@ class PrinterCallback(EveryEvent):
             write_line(stream, " ".join(str(shown).splitlines()))
 
 
-ON_THE_BAR = ("loss", "learning_rate")
+TRAINING, UPLOADING = "training", "uploading"
+NAMES = {
+    START: "loading",
+    DATA: TRAINING,
+    COMPUTE: TRAINING,
+    EXCHANGE: TRAINING,
+    EVALUATION: "evaluating",
+    CHECKPOINT: "saving",
+    "": TRAINING,
+}
+"""What the bar calls a phase."""
+ON_THE_BAR = {"loss": "loss ", "grad_norm": "grad norm ", "learning_rate": "lr "}
 
 
 class ProgressCallback(EveryEvent):
     """A trainer callback that shows progress on the main process, unless `disable_tqdm` is set.
 
-    A terminal shows a bar for the training, and another during an evaluation or prediction, with log lines above them.
-    A file, a pipe or a build server gets one line for each log instead:
+    A terminal shows a bar for the training, and another during an evaluation or prediction, with figures below and log
+    lines above them. A notebook shows them with a table of the logs and a curve of the loss. A file, a pipe or a build
+    server gets one line for each log instead:
     `step 120/500 (24%)  loss 0.4321  grad_norm 1.2  lr 4.1e-05  epoch 0.48  3.2 it/s  eta 2:03`.
     The speed is measured since the last line, without evaluations. The time left counts everything.
 
     Args:
-        stream: where to show it; None is `sys.stderr` when it is needed.
+        stream: where to show it; None is the notebook, if there is one, else `sys.stderr` when it is needed.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._given_stream = stream
         self._pace: RateMeter | None = None
-        self._training: TerminalBar | None = None
+        self._display: Display | None = None
+        self._training: DrawnBar | None = None
         self._passing: Bar | None = None  # an evaluation's or prediction's
+        self._latest: dict[str, Any] = {}  # of the logs
+        self._args: Any = None
+        self._state: Any = None
         self._summary: Mapping[str, Any] = {}
         self._shown: frozenset[str] = frozenset()
 
@@ -65,16 +83,20 @@ class ProgressCallback(EveryEvent):
         self._close()
         if not _is_shown(args, state):
             return
-        stream = self._stream()
+        self._display = open_display(self._given_stream)
         self._pace = RateMeter(state.global_step, state.max_steps)
-        self._summary = {}
+        self._summary, self._latest, self._args, self._state = {}, {}, args, state
         self._write(_beginning(state))
-        if stream is not None and is_terminal(stream):
-            self._training = TerminalBar(Screen.on(stream), "training", self._pace.total, completed=state.global_step)
+        if self._display is not None:
+            self._training = DrawnBar(self._display, "starting", self._pace.total, completed=state.global_step)
+            self._training.figures = self._figures
+            if (clock := active_clock()) is not None:
+                clock.on_doing = self._show
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance the bar, if there is one."""
         if self._training is not None:
+            self._args, self._state, self._training.name = args, state, TRAINING
             self._training.move_to(state.global_step)
 
     def on_prediction_step(
@@ -84,7 +106,10 @@ class ProgressCallback(EveryEvent):
         if self._passing is None:
             if not _is_shown(args, state):
                 return
-            self._passing = open_bar(self._stream(), "evaluating", length(eval_dataloader))
+            self._find_display()
+            if self._training is not None:
+                self._training.name = TRAINING
+            self._passing = open_bar(self._given_stream, NAMES[EVALUATION], length(eval_dataloader))
         self._passing.advance()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -107,6 +132,7 @@ class ProgressCallback(EveryEvent):
         if metrics and _is_shown(args, state) and not self._shown.issuperset(metrics):
             self._write_evaluation(state, metrics)
         self._shown = frozenset()
+        self._leave()
 
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
@@ -115,6 +141,7 @@ class ProgressCallback(EveryEvent):
         self._close_passing()
         if metrics and _is_shown(args, state):
             self._write("  ".join(["prediction", *formatting.evaluation(metrics)]))
+        self._leave()
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, error: BaseException | None = None, **kwargs: Any
@@ -124,35 +151,68 @@ class ProgressCallback(EveryEvent):
         self._close()
         if pace is not None:
             self._write(_ending(state, pace, self._summary, error))
+        self._leave()
 
     def _write_training(self, state: Any, logs: Mapping[str, Any]) -> None:
         total = self._pace.total if self._pace is not None else None
         pieces = [f"step {formatting.position(state.global_step, total)}", *formatting.entry(logs)]
-        if self._training is not None:
-            self._training.note = formatting.entry({k: logs[k] for k in ON_THE_BAR if k in logs})
-        elif self._pace is not None:
+        self._latest.update(logs)
+        if self._training is None and self._pace is not None:
             rate, eta_s = self._pace.rate(state.global_step), self._pace.eta_s(state.global_step)
             pieces += [formatting.speed(rate)] if rate else []
             pieces += [f"eta {formatting.duration(eta_s)}"] if eta_s is not None else []
-        self._write("  ".join(pieces))
+        self._log("  ".join(pieces), state.global_step, logs)
 
     def _write_evaluation(self, state: Any, logs: Mapping[str, Any]) -> None:
         if self._pace is not None:
             self._pace.exclude(_runtime_s(logs) or 0.0)
         total = self._pace.total if self._pace is not None else None
         where = [f"step {formatting.position(state.global_step, total)}"] if state.global_step else []
-        self._write("  ".join([*where, "evaluation", *formatting.evaluation(logs)]))
+        self._log("  ".join([*where, "evaluation", *formatting.evaluation(logs)]), state.global_step, logs)
         self._shown = frozenset(logs)
 
-    def _stream(self) -> TextIO | None:
-        return self._given_stream if self._given_stream is not None else sys.stderr
+    def _log(self, line: str, step: int, entry: Mapping[str, Any]) -> None:
+        self._find_display()
+        if self._display is not None:
+            self._display.log(line, step, entry)
+        else:
+            self._write(line)
 
     def _write(self, line: str) -> None:
-        # While bars are drawn, `sys.stderr` itself writes lines above them. A given stream needs the bar for that.
-        if self._training is not None:
-            self._training.write(line)
+        if self._display is not None:
+            self._display.write(line)
         else:
-            write_line(self._stream(), line)
+            write_line(self._given_stream if self._given_stream is not None else sys.stderr, line)
+
+    def _find_display(self) -> None:
+        # Kept until the training or the evaluation ends: in a notebook, all of it is one output.
+        if self._display is None and self._pace is None:
+            self._display = open_display(self._given_stream)
+
+    def _leave(self) -> None:
+        if self._pace is None:
+            self._display = None
+
+    def _figures(self) -> list[Figure]:
+        figures = [
+            Figure(before, formatting.value(self._latest[n])) for n, before in ON_THE_BAR.items() if n in self._latest
+        ]
+        args, state, clock = self._args, self._state, active_clock()
+        figures += _position(state)
+        if state.best_metric is not None:
+            name = getattr(args, "metric_for_best_model", None) or "metric"
+            figures.append(Figure(f"best {name} ", formatting.value(state.best_metric)))
+        return figures + (_rates(clock.rates) if clock is not None else [])
+
+    def _show(self, doing: str) -> None:
+        """Show what is under way; after the training, what a callback waits for has a bar of its own."""
+        if self._training is not None:
+            self._training.rename(NAMES.get(doing, doing) if self._passing is None else TRAINING)
+        elif doing == UPLOADING:
+            self._close_passing()
+            self._passing = open_bar(self._given_stream, UPLOADING, None)
+        else:
+            self._close_passing()
 
     def _close_passing(self) -> None:
         if self._passing is not None:
@@ -164,6 +224,28 @@ class ProgressCallback(EveryEvent):
         if self._training is not None:
             self._training.close()
             self._training = None
+
+
+def _position(state: Any) -> list[Figure]:
+    epoch, whole = getattr(state, "epoch", None), state.num_train_epochs
+    if epoch is None:
+        return []
+    return [Figure("epoch ", f"{epoch:.2f}" + (f"/{formatting.value(whole)}" if 0 < whole < sys.maxsize else ""))]
+
+
+def _rates(rates: Mapping[str, float]) -> list[Figure]:
+    figures = []
+    if "samples_per_second" in rates:
+        figures.append(Figure("", formatting.count(rates["samples_per_second"]), " samples/s"))
+    if "tokens_per_second" in rates:
+        figures.append(Figure("", formatting.count(rates["tokens_per_second"]), " tokens/s"))
+    if "mfu" in rates:
+        figures.append(Figure("MFU ", f"{100 * rates['mfu']:.1f}%"))
+    if "memory_bytes" in rates:
+        figures.append(Figure("memory ", formatting.size(rates["memory_bytes"])))
+    if "memory_peak_bytes" in rates:
+        figures.append(Figure("peak ", formatting.size(rates["memory_peak_bytes"])))
+    return figures
 
 
 def _is_shown(args: Any, state: Any) -> bool:

@@ -21,6 +21,15 @@ from tr_log.report.run_folder import RunFolder, Session
 from tr_log.report.time_split import PARTS, WORDS, time_split, wall_time
 
 HIDDEN = ("step", "epoch", "total_flos", "time_s")
+RATES = {
+    "samples_per_second": ("samples_per_second", 1.0),
+    "tokens_per_second": ("tokens_per_second", 1.0),
+    "flops_per_second": ("teraflops", 1e-12),
+    "mfu": ("mfu", 100.0),
+    "memory_bytes": ("memory", 2.0**-30),
+    "memory_peak_bytes": ("memory_peak", 2.0**-30),
+}
+"""Figures of throughput: the curve of each, and its unit in that of the events."""
 HIDDEN_ENDINGS = ("_runtime", "_steps_per_second", "_model_preparation_time")
 FIRST = ("loss", "learning_rate", "grad_norm", "eval_loss")
 
@@ -64,7 +73,7 @@ def page(runs: Sequence[RunFolder], *, place: Path | None = None, live: bool = F
 
 def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str, Any]:
     """Return what the page shows, as values for JSON; see `page`."""
-    number = sum(len(curves(run.entries, 10)) for run in runs)
+    number = sum(len(curves(run.entries, 10)) + len(rate_curves(run.rates, 10)) for run in runs)
     most = min(max(MOST_NUMBERS // max(number, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
     names = _names(runs)
     return {
@@ -80,7 +89,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
 def _run(run: RunFolder, name: str, most: int) -> dict[str, Any]:
     start_s = run.sessions[0].start_s if run.sessions else None
     last = run.sessions[-1] if run.sessions else None
-    found = curves(run.entries, most)
+    found = curves(run.entries, most) | rate_curves(run.rates, most)
     if (pace := _pace(run.sessions)) is not None:
         found["steps_per_second"] = pace
     return {
@@ -282,6 +291,16 @@ def curves(entries: Sequence[dict[str, Any]], most_points: int) -> dict[str, Cur
     order += [name for name in found if name not in FIRST and not name.endswith(TIMINGS)]
     order += [name for name in found if name not in order]
     return {name: thin(*found[name], most_points) for name in order}
+
+
+def rate_curves(rates: Sequence[dict[str, Any]], most_points: int) -> dict[str, Curve]:
+    """Return the curves of throughput and memory: operations in 10^12, MFU in per cent, memory in GiB."""
+    scaled = [
+        {"step": rate["step"]}
+        | {curve: rate[name] * unit for name, (curve, unit) in RATES.items() if isinstance(rate.get(name), int | float)}
+        for rate in rates
+    ]
+    return curves(scaled, most_points)
 
 
 def thin(steps: Sequence[int], values: Sequence[float | None], most_points: int) -> Curve:

@@ -35,6 +35,7 @@ class Session:
         times: `(time, step, seconds of each phase since the last one)`.
         marks: evaluations, checkpoints and warnings, as they are in the file.
         error: what ended it; empty without an error.
+        rates: throughput at each log, as it is in the file.
     """
 
     info: dict[str, Any]
@@ -44,6 +45,7 @@ class Session:
     times: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
     marks: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
+    rates: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def start_s(self) -> float:
@@ -121,6 +123,16 @@ class RunFolder:
         files = (self.path / METRICS_FILE, self.path / EVENTS_FILE)
         return max(file.stat().st_mtime for file in files if file.exists())
 
+    @property
+    def rates(self) -> list[dict[str, Any]]:
+        """Throughput at each log, without that of steps that a later session made again."""
+        kept: list[dict[str, Any]] = []
+        for session in self.sessions:
+            while kept and kept[-1]["step"] > session.first_step:
+                kept.pop()
+            kept += session.rates
+        return kept
+
     def best(self) -> tuple[str, float, int] | None:
         """Return name, value and step of the best evaluation; None without one."""
         name = str(self.arguments.get("metric_for_best_model") or "eval_loss")
@@ -187,6 +199,9 @@ def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> Non
         phases = event.get("phases")
         known = phases if isinstance(phases, dict) else {}
         session.times.append((when, session.step, {k: v for k, v in known.items() if isinstance(v, int | float)}))
+    elif kind == "rates":
+        if isinstance(step, int):
+            session.rates.append(event)
     elif kind == "end":
         session.status, session.error = str(event.get("status", "finished")), str(event.get("error", ""))
     elif kind != "start":

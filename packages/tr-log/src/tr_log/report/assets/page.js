@@ -8,8 +8,15 @@ const PARTS = {
   start: "#999999", data: "#e69f00", compute: "#0072b2", exchange: "#56b4e9", evaluation: "#009e73",
   checkpoint: "#cc79a7", other: "#cccccc", redone: "#d55e00", idle: "transparent",
 };
-const UNITS = { steps_per_second: "steps a second" };
-const WORDS = { grad_norm: "gradient norm", learning_rate: "learning rate", steps_per_second: "speed" };
+const UNITS = {
+  steps_per_second: "steps a second", samples_per_second: "samples a second", tokens_per_second: "tokens a second",
+  teraflops: "10^12 operations a second", mfu: "% of the devices' peak", memory: "GiB", memory_peak: "GiB",
+};
+const WORDS = {
+  grad_norm: "gradient norm", learning_rate: "learning rate", steps_per_second: "speed",
+  samples_per_second: "samples per second", tokens_per_second: "tokens per second", teraflops: "operations per second",
+  mfu: "MFU", memory: "memory", memory_peak: "memory at its peak",
+};
 // Kinds of marks: the word, the colour, and the shape around (0, 0).
 const MARKS = {
   evaluation: { word: "evaluation", colour: "#009e73", shape: "M-4,0 A4,4 0 1 1 4,0 A4,4 0 1 1 -4,0 Z" },
