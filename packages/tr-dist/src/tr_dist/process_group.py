@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tr_dist.environment import LaunchEnvironment
 from tr_dist.rendezvous import meeting_place, open_store
+from tr_dist.shared_page import SharedPage, open_page
 from tr_dist.streams import flush_streams
 
 # How long a group is kept alive after it was left, in seconds. gloo's worker threads need the interpreter's lock to
@@ -61,7 +62,7 @@ class ProcessGroup:
     _exit_registered = False
     _leaves_others = False  # whether a group that other code made is destroyed at exit
     _stuck = False
-    _agreeing_groups: list[Any] = []  # the shared gloo group of `agree`, once it was made; it is kept alive too
+    _agreeing_groups: list[Any] = []  # what `all_reduce_max` of all objects uses, once it was made; kept alive too
     _left: list[tuple[float, Any]] = []  # destroyed groups that are kept alive, with the time of destruction
 
     def __init__(
@@ -163,11 +164,13 @@ class ProcessGroup:
     def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each of `values` over all ranks; the returned function waits. On the host.
 
-        All ranks start such calls in the same order. They use a separate gloo group, so that they wait for
-        no other exchange and none waits for them.
+        All ranks start such calls in the same order. On one machine they use a page of shared memory and no
+        collective, on several a gloo group of their own: they wait for no other exchange and none waits for them.
         """
         if self._agreeing is None:
             return lambda: list(values)
+        if isinstance(self._agreeing, SharedPage):
+            return self._agreeing.all_reduce_max(values)
         largest = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
 
@@ -179,18 +182,20 @@ class ProcessGroup:
         return read
 
     def _join_to_agree(self) -> Any:
-        """Return the gloo group for `agree`, None for one rank alone.
+        """Return the page or the gloo group of `all_reduce_max`, None for one rank alone.
 
         It is made while all ranks are alive. Later a failed rank could not join, and the others would wait for the
-        timeout; an existing group ends with the rank.
+        timeout; an existing one ends with the rank.
         """
         if self.world_size == 1:
             return None
-        if not self._member:
-            return dist.new_group(backend="gloo", timeout=self._timeout)
-        if not ProcessGroup._agreeing_groups:
-            ProcessGroup._agreeing_groups.append(dist.new_group(backend="gloo", timeout=self._timeout))
-        return ProcessGroup._agreeing_groups[0]
+        if self._member and ProcessGroup._agreeing_groups:
+            return ProcessGroup._agreeing_groups[0]
+        page = open_page(self.gather_objects, self.rank, self.world_size, self._timeout.total_seconds())
+        agreeing = dist.new_group(backend="gloo", timeout=self._timeout) if page is None else page
+        if self._member:
+            ProcessGroup._agreeing_groups.append(agreeing)
+        return agreeing
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -205,6 +210,7 @@ class ProcessGroup:
             failed: the run ends by an exception, so other ranks may be gone: do not wait for them.
         """
         if not self._member:
+            _close_page(self._agreeing)
             return
         self._member = False
         ProcessGroup._users -= 1
@@ -264,8 +270,15 @@ def _names(backend: str | None) -> set[str]:
     return {pair.rpartition(":")[2] for pair in backend.split(",")} if backend else set()
 
 
+def _close_page(agreeing: Any) -> None:
+    if isinstance(agreeing, SharedPage):
+        agreeing.close()
+
+
 def _destroy() -> None:
     _release_expired()
+    for agreeing in ProcessGroup._agreeing_groups:
+        _close_page(agreeing)
     kept = (dist.group.WORLD, *ProcessGroup._agreeing_groups)
     dist.destroy_process_group()
     ProcessGroup._left.append((time.monotonic(), kept))

@@ -99,9 +99,9 @@ class Preemption:
     run begins with it. A signal at the last step has no effect, unless it comes during an evaluation.
 
     With one process, nothing here is called before a signal, except with background checkpoints: then each step checks
-    whether the save failed. With several ranks, one host-side exchange a step overlaps with the next step. So all ranks
-    stop at the step after the one in which the signal was seen. The same exchange carries the callback flags
-    (`FlagSync`).
+    whether the save failed. With several ranks, one exchange on the host a step overlaps with the next step, on one
+    machine without a collective. So all ranks stop at the step after the one in which the signal was seen. The same
+    exchange carries the callback flags (`FlagSync`).
 
     Args:
         owner: the run; its attributes are read when needed.
