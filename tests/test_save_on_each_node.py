@@ -41,6 +41,7 @@ def train(folder, stop_at, resume, asynchronous, on_each_node=True):
         trainer.checkpointer().wait()
     weights = {name: weight.detach().clone().numpy() for name, weight in trainer.model.state_dict().items()}
     step = trainer.state.global_step
+    trainer.save_model(f"{args.output_dir}/final")
     trainer.end()
     return step, weights
 
@@ -51,6 +52,7 @@ def test_a_run_on_two_machines_goes_on_from_the_newest_step_that_both_have(tmp_p
     folder = tmp_path / "stopped"
     run_ranks(train, 4, str(folder), 8, None, asynchronous, timeout_s=120)
     for machine in ("machine-0", "machine-1"):
+        assert (folder / machine / "final" / "model.safetensors").exists()
         names = {path.name for path in (folder / machine / "checkpoint-6").iterdir()}
         assert {"model.safetensors", "optimizer.safetensors", "trainer_state.json"} <= names
     assert (folder / "machine-1" / "checkpoint-6" / "rng-3.json").exists()
@@ -60,3 +62,17 @@ def test_a_run_on_two_machines_goes_on_from_the_newest_step_that_both_have(tmp_p
     for (step, weights), (expected_step, expected_weights) in zip(resumed, expected, strict=True):
         assert step == expected_step == 12
         assert all((weights[name] == expected_weights[name]).all() for name in weights)
+
+
+def train_in_one_folder(folder):
+    args = TrainingArguments(
+        output_dir=folder, max_steps=2, save_steps=1, save_on_each_node=True, disable_tqdm=True, use_cpu=True
+    )
+    with pytest.raises(OSError, match="is in use|no checkpoint could be saved") as raised:
+        Trainer(Classifier(seed=0), args, train_dataset=rows(8), strategy=TwoMachines(use_cpu=True)).train()
+    return str(raised.value)
+
+
+def test_machines_that_share_a_folder_do_not_both_write_to_it(tmp_path):
+    for text in run_ranks(train_in_one_folder, 4, str(tmp_path), timeout_s=120):
+        assert "where the machines of a run share their file system, leave out save_on_each_node" in text

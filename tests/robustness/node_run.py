@@ -1,10 +1,9 @@
-"""Be one rank of a job of several machines: set levels as the documentation's script does, train, and say who it is.
+"""Be one rank of a job of several machines: train, and say who it is.
 
 Usage: node_run.py OUT SETTINGS, the latter a JSON list of lists of training arguments, each for a run of its own.
 """
 
 import json
-import logging
 import os
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ from torch import nn
 
 from tr_args import HfArgumentParser
 from tr_core import Trainer, TrainingArguments
-
-logger = logging.getLogger("my_app")
 
 
 class Network(nn.Module):
@@ -38,20 +35,12 @@ def main():
     out, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    logging.basicConfig(
-        format=f"rank {rank} - %(levelname)s - %(name)s - %(message)s", handlers=[logging.StreamHandler(sys.stdout)]
-    )
     generator = torch.Generator().manual_seed(0)
     rows = [{"x": torch.randn(8, generator=generator), "labels": torch.tensor(i % 3)} for i in range(48)]
     for number, words in enumerate(settings):
         folder = str(out).replace("NODE", os.environ["GROUP_RANK"])
         usual = ["--output_dir", folder, "--per_device_train_batch_size", "2", "--disable_tqdm", "--use_cpu"]
         [training_args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*usual, *words])
-        log_level = training_args.get_process_log_level()
-        logger.setLevel(log_level)
-        logger.info("run %d informs", number)
-        logger.warning("run %d warns", number)
-        logger.error("run %d complains", number)
         trainer = Trainer(Network(), training_args, train_dataset=rows)
         trainer.train()
         if trainer.is_world_process_zero() or training_args.save_on_each_node:

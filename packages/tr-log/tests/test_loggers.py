@@ -2,11 +2,13 @@ import io
 import logging
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from tr_log import configure, get_logger, get_verbosity, set_verbosity
-from tr_log.loggers import ROOTS
+from tr_log.loggers import ROOTS, configure_process
 
 
 @pytest.fixture
@@ -211,3 +213,48 @@ def test_asking_for_a_packages_logger_changes_nothing():
     logger = get_logger("tr_core.loop")
     assert logger is logging.getLogger("tr_core.loop")
     assert (logger.level, logger.handlers, logging.getLogger("tr_core").handlers) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("main", "replica", "own", "levels"),
+    [
+        ("passive", "warning", None, "INFO WARNING"),
+        ("passive", "passive", None, "INFO WARNING"),
+        ("passive", "warning", "DEBUG", "DEBUG WARNING"),
+        ("passive", "passive", "ERROR", "ERROR ERROR"),
+        ("error", "critical", "DEBUG", "ERROR CRITICAL"),
+    ],
+)
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_arguments_set_the_level_of_a_process_and_passive_leaves_a_users_own(
+    monkeypatch, main, replica, own, levels, by_variable
+):
+    # The first process of a second machine is a replica without log_on_each_node.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for rank, level in ((0, levels.split()[0]), (2, levels.split()[1])):
+        set_verbosity(0)  # none
+        if own is not None and by_variable:
+            monkeypatch.setenv("TR_VERBOSITY", own)
+        elif own is not None:
+            set_verbosity(own)
+        chosen = logging.getLevelNamesMapping().get((replica if rank else main).upper(), 30 if rank else 20)
+        args = SimpleNamespace(log_level=main, log_level_replica=replica, should_log=rank == 0)
+        args.get_process_log_level = partial(int, chosen)
+        configure_process(args, rank=rank, world_size=4)
+        assert get_verbosity() == logging.getLevelNamesMapping()[level], rank
+
+
+def test_loggers_of_transformers_get_the_level_of_the_arguments_and_keep_theirs_with_passive(monkeypatch):
+    args = SimpleNamespace(log_level="error", log_level_replica="warning", should_log=True)
+    args.get_process_log_level = partial(int, logging.ERROR)
+    theirs = logging.getLogger("transformers")
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    configure_process(args, rank=0, world_size=1)
+    assert theirs.level == logging.INFO  # the script does not use it
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    configure_process(args, rank=0, world_size=1)
+    assert theirs.level == logging.ERROR
+    args.log_level, args.get_process_log_level = "passive", partial(int, logging.INFO)
+    configure_process(args, rank=0, world_size=1)
+    assert theirs.level == logging.ERROR

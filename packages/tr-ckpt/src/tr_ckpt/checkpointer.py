@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tr_ckpt import discovery, files, names, parts, reads, retention
 from tr_ckpt.background import Background
 from tr_ckpt.discovery import Found
-from tr_ckpt.errors import CheckpointError, UnreadableError
+from tr_ckpt.errors import CheckpointError, FolderInUseError, UnreadableError
 from tr_ckpt.files import explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.hub import resume
@@ -247,7 +247,13 @@ class Checkpointer:
         def claim() -> None:
             if self._ranks.rank == 0:
                 with explain_save_errors("the run's first checkpoint", self.directory):
-                    self._lock.claim()
+                    try:
+                        self._lock.claim()
+                    except FolderInUseError as error:
+                        if not self._ranks.is_one_of_several:
+                            raise
+                        hint = "; where the machines of a run share their file system, leave out save_on_each_node"
+                        raise FolderInUseError(f"{error}{hint}") from error
 
         self._ranks.together("no checkpoint could be saved", claim)
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from functools import cache, lru_cache
-from typing import TextIO
+from typing import Any, TextIO
 
 from tr_log.streams import write_text
 
@@ -202,6 +202,27 @@ def configure(
     if stream is not None:
         handler.stream = stream
     set_verbosity(_default_level() if is_passive(level) or level is None else level)
+
+
+def configure_process(args: Any, *, rank: int, world_size: int) -> None:
+    """Set up logging as training arguments ask for it in this process of a job.
+
+    Where the script uses transformers, its loggers get the level of the arguments too, unless that is `passive`: then
+    the level that the user or TR_VERBOSITY set stays, or is INFO on a main process and WARNING on a replica.
+
+    Args:
+        args: with `log_level`, `log_level_replica`, `should_log` and `get_process_log_level()`.
+        rank: number of this process, from 0.
+        world_size: number of processes.
+    """
+    level: int = args.get_process_log_level()
+    is_given = not is_passive(args.log_level if args.should_log else args.log_level_replica)
+    if is_given and "transformers" in sys.modules:
+        logging.getLogger("transformers").setLevel(level)
+    has_own = logging.getLogger("tr_log").level != logging.NOTSET or bool(os.environ.get(VERBOSITY_VARIABLE))
+    # Without one, `configure` would inform on every machine: it knows nothing of log_on_each_node.
+    keeps_own = not is_given and (args.should_log or has_own)
+    configure(level=None if keeps_own else level, rank=rank, world_size=world_size)
 
 
 def set_verbosity(level: int | str) -> None:

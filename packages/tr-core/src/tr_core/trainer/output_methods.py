@@ -101,8 +101,9 @@ class Reporting(StepHooks):
             metrics["num_input_tokens_seen"] = self.state.num_input_tokens_seen
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write weights (safetensors), configuration and tokenizer. Collective; rank 0 writes.
+        """Write weights (safetensors), configuration and tokenizer. Collective.
 
+        Rank 0 writes; with `save_on_each_node`, the first rank of every machine does, if the model is not sharded.
         With `ema_decay` the weights are the average. A run calls an override for each checkpoint too, on all ranks and
         with `_internal_call=True`.
         """
@@ -114,7 +115,8 @@ class Reporting(StepHooks):
         folder = str(output_dir or self.args.output_dir)
         with self.holding_evaluation_weights(), self.use_cache.original(self.model):
             state = self.strategy.full_state_dict(self.model_wrapped)
-            if self.strategy.rank == 0 or self.overrides("_save"):  # which may exchange between ranks
+            # The state of a sharded model is on rank 0 alone. An override may exchange between ranks.
+            if self.strategy.rank == 0 or (self.args.should_save and state) or self.overrides("_save"):
                 self._save(folder, state_dict=state)
             self.strategy.barrier()
 

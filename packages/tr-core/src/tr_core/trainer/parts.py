@@ -47,7 +47,8 @@ from tr_core.validation import (
     check_options,
     refuse_unsupported,
 )
-from tr_log import configure, get_logger
+from tr_log import get_logger
+from tr_log.loggers import configure_process
 
 
 class TrainerParts:
@@ -381,10 +382,7 @@ class TrainerParts:
         strategy = self.strategy
         place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
         make_folders_absolute(self.args).bind(device=strategy.device, **place)
-        # "passive" leaves the level that the user or TR_VERBOSITY set; without one it is INFO.
-        is_passive = self.args.log_level == "passive" and self.args.should_log
-        level = None if is_passive else self.args.get_process_log_level()
-        configure(level=level, rank=strategy.rank, world_size=strategy.world_size)
+        configure_process(self.args, rank=strategy.rank, world_size=strategy.world_size)
 
     def _default_collator(self) -> Callable[[list[Any]], Any]:
         pads = hasattr(self.processing_class, "pad")
