@@ -13,6 +13,7 @@ import pytest
 from tr_args import ArgumentParser, ArgumentsError, Duration, Seq2SeqTrainingArguments, TrainingArguments
 from tr_args.flags import members
 from tr_args.schema import schema
+from tr_args.types.choices import StepRange
 
 FULL = {
     "output_dir": "out",
@@ -46,6 +47,7 @@ def drawn(rng, name, spec):
         str: lambda: "".join(rng.choices("ab-_,.='\"{}[] é1", k=rng.randint(1, 8))),
         dict: lambda: {"a": rng.random(), "b": [None, True, "x"]},
         type(None): lambda: None,
+        StepRange: lambda: f"{rng.randint(1, 90)}:{rng.randint(90, 99)}",
         Duration: lambda: f"{rng.randint(1, 90)}{rng.choice(['s', 'min', 'h', 'h30min'])}",
     }
     if kind is list:

@@ -44,6 +44,8 @@ def test_each_strategy_pushes_exactly_its_files(strategy, during, after, hub, tm
     (output_dir / "metrics.jsonl").write_text("{}\n")
     (output_dir / "_private").write_text("stays at home")
     (output_dir / ".hidden").write_text("stays at home")
+    (output_dir / "profile").mkdir()
+    (output_dir / "profile" / "step-1.trace.json.gz").write_bytes(b"stays at home")
     run = Run(output_dir, hub, strategy=strategy)
     for step in (1, 2):
         run.save(step)

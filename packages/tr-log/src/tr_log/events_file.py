@@ -38,8 +38,9 @@ class EventsFile(EveryEvent):
     Each object has `event` and `time_s`, seconds since 1970. Events are `start` (of a call of `train`: what runs where,
     with which arguments, set where), `time` (the step, and the seconds of each phase since the last one), `rates` (at
     each log, the figures of `tr_log.phases.PhaseClock.rates`), `updates` (how many were skipped, or not finite, since
-    the last log), `evaluation`, `checkpoint`, `warning` and `end`. A resumed run appends; nothing is removed, so that
-    time spent twice shows. A new run keeps the file of an earlier one as `events-1.jsonl`.
+    the last log), `evaluation`, `checkpoint`, `warning`, `profile` (what a recording of some steps found) and `end`. A
+    resumed run appends; nothing is removed, so that time spent twice shows. A new run keeps the file of an earlier one
+    as `events-1.jsonl`.
 
     A `time` event is written a quarter of a second after the last one at the soonest, in a long run later: after a kill
     the last one tells when the run was alive.
@@ -74,7 +75,7 @@ class EventsFile(EveryEvent):
         if clock is not None:
             clock.switch(COMPUTE)
             spent = clock.take()
-            clock.on_due, clock.on_close = self._write_time, self._close
+            clock.on_due, clock.on_event, clock.on_close = self._write_time, self._write_now, self._close
         self._secrets = _secrets(args)
         self._write("start", time.time() - sum(spent.values()), **_description(args, state))
         self._write_time(state.global_step, spent)
@@ -160,6 +161,9 @@ class EventsFile(EveryEvent):
         self._due_s = now + min(max((now - self._began_s) / 1000, 0.25), 60.0)
         if clock is not None:
             clock.due_s = self._due_s
+
+    def _write_now(self, event: str, **more: Any) -> None:
+        self._write(event, time.time(), **more)
 
     def _write(self, event: str, time_s: float, **more: Any) -> None:
         if self._file is not None:

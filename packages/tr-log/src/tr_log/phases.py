@@ -7,17 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT = (
+START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT, PROFILE = (
     "start",
     "data",
     "compute",
     "exchange",
     "evaluation",
     "checkpoint",
+    "profile",
 )
-PHASES = (START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT)
+PHASES = (START, DATA, COMPUTE, EXCHANGE, EVALUATION, CHECKPOINT, PROFILE)
 """Names of phases, in the order of reports."""
 TRAINING = (DATA, COMPUTE, EXCHANGE)
 """Phases whose time the rates of a training loop count."""
@@ -40,6 +40,7 @@ class PhaseClock:
             `memory_peak_bytes` are those of the fullest device.
         due_s: `time.perf_counter()` from which a training loop calls `on_due`; infinite without one.
         on_due: what it calls, with the number of completed steps.
+        on_event: called to write an event of the run: its name, and its values by keyword.
         on_close: called when the block of `phase_clock` ends.
         updates: updates since the last log that were not made, or made by values that are not finite: `skipped`,
             `overflowed`, `nonfinite`. A training loop writes it where it reads its device for a log.
@@ -52,6 +53,7 @@ class PhaseClock:
         self.waited_s, self.due_s = 0.0, math.inf
         self.on_due: Callable[[int], None] = _nothing
         self.rates: dict[str, float] = {}
+        self.on_event: Callable[..., None] = _nothing
         self.on_close: Callable[[], None] = _nothing
         self.updates: dict[str, int] = {}
         self.doing = ""
@@ -91,7 +93,7 @@ class PhaseClock:
         return {name: value for name, value in seconds.items() if value > 0}
 
 
-def _nothing(news: Any = None) -> None:
+def _nothing(*values: object, **named: object) -> None:
     """Do nothing."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from tr_log import formatting
 from tr_log.formatting import to_scalar
-from tr_log.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, EXCHANGE, START, active_clock
+from tr_log.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, EXCHANGE, PROFILE, START, active_clock
 from tr_log.progress import Bar, Display, DrawnBar, RateMeter, length, open_bar, open_display
 from tr_log.screen import Figure
 from tr_log.terminal import write_line
@@ -47,6 +47,7 @@ NAMES = {
     EXCHANGE: TRAINING,
     EVALUATION: "evaluating",
     CHECKPOINT: "saving",
+    PROFILE: "writing a profile",
     "": TRAINING,
 }
 """What the bar calls a phase."""

@@ -16,7 +16,7 @@ from tr_args.constraints import (
     Set,
     Steps,
 )
-from tr_args.types.choices import Duration, IntervalStrategy, TokenCounting, WallTime
+from tr_args.types.choices import ConsecutiveSteps, Duration, IntervalStrategy, StepRange, TokenCounting, WallTime
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -134,3 +134,7 @@ class LoggingFields:
         Literal["no", "all", "non_padding"], TokenCounting(), Numbers.UNCHANGED
     ] = "no"
     """Count the input tokens trained on: all, only non_padding, or no."""
+
+    profile_steps: Annotated[StepRange | None, ConsecutiveSteps(), Numbers.UNCHANGED] = None
+    """Record what these optimizer steps spend their time on, such as 10:15 or 10: a trace for Perfetto, a memory
+    snapshot (CUDA) and the dearest operators, in output_dir/profile and in the report. Recorded steps are slower."""

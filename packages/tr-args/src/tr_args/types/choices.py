@@ -1,6 +1,7 @@
 """Choose when something happens, and what is counted: words, durations such as `10min` or `2h30min`, truth values.
 
-Each choice compares equal to its plain string. A duration is text that also gives its length in seconds.
+Each choice compares equal to its plain string. A duration is text that also gives its length in seconds, and a range of
+steps such as `10:15` is text that also gives its first and its last one.
 """
 
 from __future__ import annotations
@@ -144,6 +145,54 @@ def _seconds(text: str) -> float:
     if match is None:
         raise RefusedError(_NEEDED)
     return sum(float(number) * size for number, (size, _) in zip(match.groups(), _UNITS, strict=True) if number)
+
+
+class StepRange(str):
+    """Consecutive optimizer steps, counted from 1: `10:15` are six of them, `10` is one. It compares equal to its text.
+
+    Raises:
+        RefusedError: (a ValueError) the text is no step from 1, and no two of them in their order.
+    """
+
+    __slots__ = ()
+
+    metavar: ClassVar[str] = "FIRST:LAST"
+
+    def __new__(cls, text: str) -> StepRange:
+        """Check the text; spaces are dropped."""
+        text = "".join(text.split())
+        if not re.fullmatch(r"[0-9]{1,18}(:[0-9]{1,18})?", text):
+            raise RefusedError("needs one step such as 10, or the first and the last of several, such as 10:15")
+        made = super().__new__(cls, text)
+        if made.first < 1:
+            raise RefusedError("needs steps from 1: the first step of a run is 1")
+        if made.last < made.first:
+            raise RefusedError(f"needs the first step before the last, as in {made.last}:{made.first}")
+        return made
+
+    @property
+    def first(self) -> int:
+        """The first step."""
+        return int(self.partition(":")[0])
+
+    @property
+    def last(self) -> int:
+        """The last step; a single step is both."""
+        return int(self.rpartition(":")[2])
+
+
+class ConsecutiveSteps(Constraint):
+    """A range of steps, as text or as the number of one step."""
+
+    def before(self, value: Any) -> Any:
+        """Return the range, or None."""
+        if value is None or isinstance(value, StepRange):
+            return value
+        if isinstance(value, str) and value.strip().lower() in ("none", "null"):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise RefusedError("needs one step such as 10, or the first and the last of several, such as '10:15'")
+        return StepRange(str(value))
 
 
 class TokenCounting(Constraint):

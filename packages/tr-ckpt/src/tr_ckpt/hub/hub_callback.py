@@ -84,7 +84,7 @@ REFUSAL_WITHIN_S = 3.0
 
 # What is not pushed with `output_dir`: checkpoints (the strategy decides), private and temporary files, and what names
 # this machine, its folders and the script.
-_AT_HOME = (".", "_", "events.jsonl", "events-", "report.html")
+_AT_HOME = (".", "_", "events.jsonl", "events-", "report.html", "profile/")
 
 
 def _no_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -47,11 +47,14 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
-    """Return the paths of all regular files below `folder`, without names in it that begin with `skip`."""
+    """Return the paths of all regular files below `folder`, without names in it that begin with `skip`.
+
+    The name of a folder ends with a slash.
+    """
     prefixes = tuple(skip)
     found: list[str] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name.startswith(prefixes):
+        if (f"{path.name}/" if path.is_dir() else path.name).startswith(prefixes):
             continue
         if path.is_dir():
             found += [f"{path.name}/{below}" for below in files_below(path)]

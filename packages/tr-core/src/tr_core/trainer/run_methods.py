@@ -24,6 +24,7 @@ from tr_core.protocols import Strategy
 from tr_core.random_state import set_seed
 from tr_core.results import TrainOutput
 from tr_core.run import Run, RunMethods
+from tr_core.runtime.profiling import profiled_steps
 from tr_core.session import (
     fresh_state,
     is_run_complete,
@@ -83,6 +84,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                 self._training_strategy(run.optimizer, run.plan, run.use_strategy),
                 preempting(run),
                 self._in_training(run.window.means, run.preemption),
+                profiled_steps(self.args, self.state, self.strategy, self.callback_handler),
             ):
                 self.random_state.reapply()
                 self.optimizer_mode.switch(self.optimizer, "train")

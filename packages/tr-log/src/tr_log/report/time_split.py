@@ -18,6 +18,7 @@ WORDS = {
     "exchange": "exchange between processes",
     "evaluation": "evaluating",
     "checkpoint": "saving checkpoints",
+    "profile": "writing a profile",
     "other": "not measured",
     "redone": "lost, and done again after a restart",
     "idle": "between two calls of train",

@@ -6,7 +6,7 @@ const BRIGHT = ["#56b4e9", "#ff8a3d", "#2cc295", "#e39cc4", "#f0c239", "#8a9bff"
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4], [1, 5]];
 const PARTS = {
   start: "#999999", data: "#e69f00", compute: "#0072b2", exchange: "#56b4e9", evaluation: "#009e73",
-  checkpoint: "#cc79a7", other: "#cccccc", redone: "#d55e00", idle: "transparent",
+  checkpoint: "#cc79a7", profile: "#f0e442", other: "#cccccc", redone: "#d55e00", idle: "transparent",
 };
 const UNITS = {
   steps_per_second: "steps a second", samples_per_second: "samples a second", tokens_per_second: "tokens a second",
