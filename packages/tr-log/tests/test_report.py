@@ -211,3 +211,28 @@ def test_of_very_many_files_the_first_and_the_last_are_listed(tmp_path):
     assert names[:2] == ["0.bin", "1.bin"]
     assert names[-1] == "metrics.jsonl"
     assert names[30] == "... 42 more"
+
+
+OPERATOR = {"name": "aten::mm", "calls": 12, "cpu_ms": 3.5, "device_ms": 0.0, "share": 0.25}
+
+
+def test_a_recording_of_some_steps_has_a_table_and_links(tmp_path):
+    event = {"event": "profile", "time_s": 3.0, "step": 7, "first": 4, "last": 7, "operators": [OPERATOR]}
+    events = [start_event(1.0), {**event, "trace": "profile/steps-4-7.trace.json.gz"}]
+    run = RunFolder.read(write_run(tmp_path / "a run", events))
+    (found,) = page_data([run], tmp_path / "a run")["runs"][0]["profiles"]
+    assert found == {
+        "steps": "steps 4 to 7",
+        "heads": ["operator", "calls", "ms on the CPU", "share"],
+        "rows": [["aten::mm", "12", "3.50", "25.0 %"]],
+        "files": [["profile/steps-4-7.trace.json.gz", "./profile/steps-4-7.trace.json.gz"]],
+    }
+
+
+def test_times_on_a_device_are_a_column_of_their_own(tmp_path):
+    operators = [{**OPERATOR, "device_ms": 2.0}, "nonsense"]
+    event = {"event": "profile", "time_s": 3.0, "first": 4, "last": 4, "operators": operators}
+    (found,) = page_data([RunFolder.read(write_run(tmp_path, [start_event(1.0), event]))])["runs"][0]["profiles"]
+    assert found["steps"] == "step 4"
+    assert found["rows"] == [["aten::mm", "12", "3.50", "2.00", "25.0 %"]]
+    assert found["files"] == []

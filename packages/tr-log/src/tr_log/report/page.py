@@ -39,7 +39,14 @@ MOST_NUMBERS = 60_000
 """Points of all curves of a page together: about 700 kB."""
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
 MOST_MARKS, MOST_FILES = 400, 60
-MOST_WARNINGS, LONGEST_WARNING = 200, 600
+MOST_WARNINGS, LONGEST_WARNING, MOST_PROFILES = 200, 600, 10
+_COLUMNS = {
+    "name": "operator",
+    "calls": "calls",
+    "cpu_ms": "ms on the CPU",
+    "device_ms": "ms on the device",
+    "share": "share",
+}
 MARKS = ("evaluation", "checkpoint", "updates")
 UPDATES = {
     "skipped": "skipped: loss or gradient norm was not finite",
@@ -79,7 +86,8 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
-            _run(run, name, most) | {"files": _files(run.path, place)} for run, name in zip(runs, names, strict=True)
+            _run(run, name, most) | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
+            for run, name in zip(runs, names, strict=True)
         ],
         "differences": _differences(runs),
         "parts": [{"key": part, "text": WORDS[part]} for part in PARTS],
@@ -234,21 +242,53 @@ def _machine(session: Session) -> list[list[str]]:
 
 
 def _files(folder: Path, place: Path | None) -> list[list[str]]:
-    """Return the names of the run's files, each with its address; an empty one for a page that is not a file.
-
-    Addresses are relative only if the page lies in the folder itself: then both can be moved together.
-    """
+    """Return the names of the run's files, each with its address."""
     try:
         names = [item.name + ("/" if item.is_dir() else "") for item in folder.iterdir() if item.name[0] != "."]
     except OSError:
         return []
     names.sort(key=lambda name: [part.zfill(12) if part.isdecimal() else part for part in _DIGITS.split(name)])
-    start = ""
-    if place is not None:
-        start = "./" if folder.resolve() == place.resolve() else folder.resolve().as_uri() + "/"
-    rows = [[name, start and start + quote(os.fsencode(name))] for name in names]
+    rows = [[name, _address(folder, name, place)] for name in names]
     half = MOST_FILES // 2
     return rows if len(rows) <= MOST_FILES else [*rows[:half], [f"... {len(rows) - 2 * half} more", ""], *rows[-half:]]
+
+
+def _address(folder: Path, name: str, place: Path | None) -> str:
+    """Return the address of a file in a run's folder for a page that lies in `place`; empty if it is not a file.
+
+    It is relative only if the page lies in the folder itself: then both can be moved together.
+    """
+    if place is None:
+        return ""
+    start = "./" if folder.resolve() == place.resolve() else folder.resolve().as_uri() + "/"
+    return start + quote(os.fsencode(name))
+
+
+def _profiles(run: RunFolder, place: Path | None) -> list[dict[str, Any]]:
+    """Return of each recording of some steps: the steps, the dearest operators, and its files with their addresses."""
+    marks = [mark for session in run.sessions for mark in session.marks if mark.get("event") == "profile"]
+    made = []
+    for mark in marks[-MOST_PROFILES:]:
+        first, last, found = mark.get("first"), mark.get("last"), mark.get("operators")
+        operators = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+        has_device = any(row.get("device_ms") for row in operators)
+        columns = ["name", "calls", "cpu_ms", *(["device_ms"] if has_device else []), "share"]
+        files = [str(mark[kind]) for kind in ("trace", "memory") if mark.get(kind)]
+        made.append(
+            {
+                "steps": f"step {first}" if first == last else f"steps {first} to {last}",
+                "heads": [_COLUMNS[name] for name in columns],
+                "rows": [[_cell(name, row.get(name)) for name in columns] for row in operators],
+                "files": [[name, _address(run.path, name, place)] for name in files],
+            }
+        )
+    return made
+
+
+def _cell(column: str, value: Any) -> str:
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{100 * value:.1f} %" if column == "share" else str(value) if column == "calls" else f"{value:.2f}"
 
 
 def _differences(runs: Sequence[RunFolder]) -> list[list[str]]:

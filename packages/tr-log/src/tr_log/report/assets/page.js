@@ -494,11 +494,23 @@ function showTables() {
     if (chosen.length) section.append(folded(`Arguments that were set (${chosen.length})`, table(chosen, heads), true));
     const all = run.arguments.map(([name, value, origin]) => [name, value, origin || "default"]);
     if (all.length) section.append(folded(`All arguments (${all.length})`, table(all, heads)));
+    for (const profile of run.profiles) section.append(folded(`Dearest operators of ${profile.steps}`, profileOf(profile), true));
     if (run.machine.length) section.append(folded("Machine and versions", table(run.machine)));
-    const links = run.files.map(([name, address]) => element("li", {}, address ? element("a", { href: address }, name) : name));
-    if (links.length) section.append(folded(`Files (${links.length})`, element("ul", {}, ...links)));
+    if (run.files.length) section.append(folded(`Files (${run.files.length})`, links(run.files)));
     section.append(element("p", { class: "empty" }, run.path));
   }
+}
+
+function links(files) {
+  return element("ul", {}, ...files.map(([name, address]) => element("li", {}, address ? element("a", { href: address }, name) : name)));
+}
+
+function profileOf({ heads, rows, files }) {
+  const note = "Time of its own, without that of operators which it calls. ui.perfetto.dev opens the trace, " +
+    "docs.pytorch.org/memory_viz the snapshot of memory. Recorded steps are slower than others.";
+  const made = element("div", { class: "numbers" }, rows.length ? table(rows, heads) : "", element("p", { class: "empty" }, note));
+  if (files.length) made.append(links(files));
+  return made;
 }
 
 function folded(title, content, open = false) {
