@@ -87,6 +87,11 @@ def test_training_and_evaluation_run_what_the_backend_made(make_trained, countin
     assert counting_backend["graphs"] == graphs
 
 
+def test_a_micro_batch_whose_operations_are_counted_is_not_compiled_and_later_ones_are(make_trained, counting_backend):
+    make_trained(20, torch_compile_backend="counting_for_tests", count_flops=True)
+    assert counting_backend["calls"] == 4
+
+
 def test_outside_the_trainer_the_model_is_not_compiled(make_trained, counting_backend):
     trainer = make_trained(8, torch_compile_backend="counting_for_tests")
     calls = counting_backend["calls"]

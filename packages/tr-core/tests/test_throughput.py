@@ -10,6 +10,7 @@ from support.callbacks import Stop, StopAt, on
 from support.checkpointer import MemoryCheckpointer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from tr_core import SingleDevice, Trainer
 from tr_core.data.sampler import MicroBatch
@@ -224,3 +225,52 @@ def test_a_filler_has_no_positions():
     count(MicroBatch(inputs, 1.0, 2, 2))
     count(MicroBatch(inputs, 0.0, 2, 2))
     assert rates.positions == 6
+
+
+def by_hand(samples):
+    """Return the operations that torch counts for a forward and backward of the model over some samples."""
+    torch.manual_seed(0)
+    with FlopCounterMode(display=False) as counter:
+        Reader([0]).train()(torch.ones(samples, WIDTH, dtype=torch.int64), torch.zeros(samples, dtype=torch.int64))[
+            "loss"
+        ].backward()
+    return counter.get_total_flops()
+
+
+def test_counted_operations_are_torchs_and_their_micro_batch_is_in_no_rate(watch):
+    seen = watch(22, logging_steps=2, count_flops=True, gradient_accumulation_steps=2, max_steps=4)
+    # The first step's second micro-batch, the second step, and then 4 + 2 and 8 samples.
+    assert seen.of("samples_per_second") == [(2, 4.0), (4, 14 / 4)]
+    each = by_hand(4) / (4 * WIDTH)
+    assert seen.of("flops_per_second") == [(2, 4.0 * WIDTH * each), (4, 14 / 4 * WIDTH * each)]
+
+
+def test_operations_are_counted_for_samples_where_a_model_has_no_tokens(make_trainer, model, now):
+    watcher = Watcher()
+    trainer = make_trainer(12, callbacks=[on("on_log", watcher)], count_flops=True, logging_steps=3)
+    model.register_forward_hook(lambda *given: now.__setitem__(0, now[0] + 1))
+    watcher.train(trainer)
+    per_sample = 2 * (8 * 16 * 2 + 16 * 3 * 3)  # the input of the first layer needs no gradient
+    assert watcher.of("flops_per_second") == [(3, 4.0 * per_sample)]
+
+
+def test_counting_changes_no_number_of_the_run(make_trained, model):
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    make_trained(20, model=model)
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(start)
+    make_trained(20, model=model, count_flops=True)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+def test_the_peak_of_the_arguments_gives_mfu_and_one_that_is_not_known_none(watch):
+    assert watch(8).of("mfu") == [(1, None), (2, None)]  # the CPU's
+    rate = 4.0 * WIDTH * PER_TOKEN
+    assert watch(8, peak_flops=4 * rate).of("mfu") == [(1, 0.25), (2, 0.25)]
+
+
+def test_an_error_while_operations_are_counted_ends_the_counting(make_trainer, model):
+    model.register_forward_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(8, count_flops=True).train()
+    assert by_hand(1) > 0

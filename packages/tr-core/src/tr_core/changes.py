@@ -178,6 +178,7 @@ NEXT_STEP = frozenset(
         "eval_delay",
         "save_strategy",
         "save_steps",
+        "peak_flops",
     }
 )
 NEXT_EVALUATION = frozenset(

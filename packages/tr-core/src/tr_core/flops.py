@@ -71,7 +71,7 @@ class ModelFacts(NamedTuple):
         per_position: floating-point operations of forward and backward for one position of the input (a token); None
             if an estimate from the parameters would be wrong.
         devices: where the parameters are.
-        dtype: type of most of the floating-point ones; None without any.
+        dtype: type of most of the floating-point ones that are multiplied; None without any.
     """
 
     per_position: float | None
@@ -108,7 +108,7 @@ def look_at(model: nn.Module) -> ModelFacts:
         factor = 2 * share if share < 1 and ".experts" in f".{name}" else 2
         for parameter in own:
             devices.add(parameter.device)
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and not is_table:
                 sizes[parameter.dtype] += parameter.numel()
             if not is_table and id(parameter) not in seen:
                 seen.add(id(parameter))

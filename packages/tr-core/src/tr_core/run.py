@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -52,6 +52,7 @@ class Run:
         preemption: ends the run after a signal; None if signals do not end it.
         ignore_keys: outputs of the model that evaluations skip.
         has_saved: whether this call began to save a checkpoint.
+        counts_operations: whether the operations of the next micro-batch are to be counted.
     """
 
     methods: RunMethods
@@ -73,6 +74,7 @@ class Run:
     preemption: Preemption | None = None
     ignore_keys: list[str] | None = None
     has_saved: bool = False
+    counts_operations: bool = False
 
     @classmethod
     def begin(
@@ -183,6 +185,7 @@ class Run:
         if not self.position.is_retry:
             self.fire("on_epoch_begin")
         self.position.is_retry = self.position.is_at_epoch_end = False
+        self.counts_operations = self.methods.args.count_flops and not self.window.throughput.has_counted
         self.mode.record()
         self.apply_changes()
 
@@ -191,6 +194,16 @@ class Run:
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0
 
     # Logs
+
+    @contextmanager
+    def counting(self, inputs: Any) -> Iterator[None]:
+        """Count the operations of a micro-batch in the block, outside the rates, if they are to be counted."""
+        if not self.counts_operations:
+            yield
+            return
+        with self.window.throughput.counting(inputs, self.methods.scope, self.strategy.device):
+            yield
+        self.counts_operations = False
 
     def log_window(self) -> None:
         """Log the mean loss of the steps since the last log, the last gradient norm and learning rate, and metrics."""
@@ -217,7 +230,7 @@ class Run:
         shared = values_of_all_ranks(args, self.optimizer) if self.strategy.world_size > 1 else {}
         read = window.read()
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        share = window.throughput.share(self.methods.model, dtype, None)
+        share = window.throughput.share(self.methods.model, dtype, args.peak_flops)
         with phase(EXCHANGE):
             gathered = self.strategy.gather_objects((read, shared, share))
         check_same_on_all_ranks([values for _, values, _ in gathered])

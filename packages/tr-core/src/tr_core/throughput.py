@@ -6,17 +6,19 @@ log's other values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
 from tr_core.flops import ModelFacts, look_at, num_positions, peak_flops
+from tr_core.loss import StepScope
 from tr_core.model_io import batch_size_of
 from tr_core.runtime.memory import memory_in_use
-from tr_log.phases import PhaseClock
+from tr_log.phases import START, PhaseClock
 
 
 class Share(NamedTuple):
@@ -57,7 +59,14 @@ class Throughput:
         self._clock = clock
         self._since_s, self._tokens_seen = clock.training_s, 0
         self._facts = ModelFacts(None, frozenset(), None)
+        self._input_name = ""
+        self._counted: tuple[float, float] | None = None  # operations for one position, and for one sample
         self.samples = self.own_samples = self.positions = 0
+
+    @property
+    def has_counted(self) -> bool:
+        """Whether the operations of a micro-batch were counted."""
+        return self._counted is not None
 
     def begin(self, tokens_seen: int) -> None:
         """Begin the first window, with the tokens seen so far in the whole run."""
@@ -65,6 +74,7 @@ class Throughput:
 
     def counter(self, input_name: str) -> Callable[[MicroBatch], None]:
         """Return what counts the positions of micro-batches; fillers, with which a rank only takes part, have none."""
+        self._input_name = input_name
 
         def count(batch: MicroBatch) -> None:
             if batch.weight != 0.0:
@@ -75,6 +85,36 @@ class Throughput:
     def count_own(self, batch: MicroBatch) -> None:
         """Count a micro-batch of which each rank knows only its own samples."""
         self.own_samples += batch_size_of(batch.inputs) or 0
+
+    @contextmanager
+    def counting(self, inputs: Any, scope: StepScope, device: torch.device) -> Iterator[None]:
+        """Count the operations of the micro-batch that is trained on in the block. Sync.
+
+        The rates have neither its time nor its samples. The sum is divided by its positions, or by its samples if it
+        has no positions.
+
+        Args:
+            inputs: its inputs.
+            scope: its weight, and its samples of all ranks.
+            device: where it is computed.
+        """
+        from torch.utils.flop_counter import FlopCounterMode  # few runs ask for it
+
+        outer = self._clock.switch(START)
+        try:
+            # What is compiled runs as written here: the counter sees no compiled code.
+            with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
+                yield
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        finally:
+            self._clock.switch(outer)
+        own, positions = batch_size_of(inputs) or 0, num_positions(inputs, self._input_name)
+        operations = counter.get_total_flops()
+        self._counted = (operations / positions, 0.0) if positions else (0.0, operations / max(own, 1))
+        self.samples -= scope.total or 0  # they are added after the block
+        self.own_samples -= own if scope.total is None else 0
+        self.positions -= positions if scope.weight != 0.0 else 0
 
     def share(self, model: nn.Module, dtype: torch.dtype | None, given_peak: float | None) -> Share:
         """Return what this rank adds to the rates. No sync.
@@ -106,7 +146,8 @@ class Throughput:
             tokens, self._tokens_seen = tokens_seen - self._tokens_seen, tokens_seen
         self.samples = self.own_samples = self.positions = 0
         if samples > 0:  # else nothing was trained on since the last log
-            counts = {"samples": samples, "tokens": tokens, "flops": (self._facts.per_position or 0.0) * positions}
+            per_position, per_sample = self._counted or (self._facts.per_position or 0.0, 0.0)
+            counts = {"samples": samples, "tokens": tokens, "flops": per_position * positions + per_sample * samples}
             rates = {f"{unit}_per_second": n / seconds for unit, n in counts.items() if n > 0 and seconds > 0}
             self._clock.rates = rates | _mfu(rates, shares) | _fullest(shares)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tr_args.constraints import (
+    Above,
     CommaSeparated,
     Count,
     NonNegative,
@@ -134,6 +135,12 @@ class LoggingFields:
         Literal["no", "all", "non_padding"], TokenCounting(), Numbers.UNCHANGED
     ] = "no"
     """Count the input tokens trained on: all, only non_padding, or no."""
+
+    count_flops: Annotated[bool, Numbers.UNCHANGED] = False
+    """Count the operations of one micro-batch for the rates in the report, instead of six per parameter and token."""
+
+    peak_flops: Annotated[float | None, Above(0), Numbers.UNCHANGED] = None
+    """Operations per second of one device at its peak, for MFU; unset looks it up by the name of the device."""
 
     profile_steps: Annotated[StepRange | None, ConsecutiveSteps(), Numbers.UNCHANGED] = None
     """Record what these optimizer steps spend their time on, such as 10:15 or 10: a trace for Perfetto, a memory

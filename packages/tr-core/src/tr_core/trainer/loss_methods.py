@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -167,6 +167,16 @@ class Stepping(Reporting):
             for name, value in parts.items():
                 self.log_metric(name, plain(value), weight)
         return loss, outputs
+
+    def counting(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a step function with which a run counts the operations of its first micro-batch (`count_flops`)."""
+
+        def counted(model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
+            run = self.current_run
+            with nullcontext() if run is None else run.counting(inputs):
+                return step(model, inputs, num_items)
+
+        return counted
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of forward and backward of one batch; 0 if unknown."""

@@ -69,6 +69,7 @@ class TrainerParts:
     model_wrapped: nn.Module
     # Methods of the other parts.
     training_step: Callable[..., torch.Tensor]
+    counting: Callable[..., Callable[..., torch.Tensor]]
     compute_loss: Callable[..., Any]
     compute_loss_context_manager: Callable[..., AbstractContextManager[object]]
     create_optimizer: Callable[..., torch.optim.Optimizer]
@@ -328,7 +329,8 @@ class TrainerParts:
             self._loss_made_of = made_of
         # Overrides from before `num_items_in_batch` keep working.
         self._loss_takes_count = takes_argument(self.compute_loss, "num_items_in_batch")
-        self.step_function = with_count(self.training_step)
+        step = with_count(self.training_step)
+        self.step_function = self.counting(step) if args.count_flops else step
         # A step calls these methods only if they are overridden.
         self.prepares_inputs = self.overrides("_prepare_inputs")
         self.splits_sequences = self.overrides("_prepare_context_parallel_inputs")
