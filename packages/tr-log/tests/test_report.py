@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from tr_log import ReportFile
-from tr_log.report import ls, tail
 from tr_log.report.command import main as report
 from tr_log.report.page import curves, page, page_data, thin
 from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import time_split, wall_time
-from tr_log.testing import ALIVE, KILLED_ONCE, end_event, start_event, write_run
+from tr_log.testing import KILLED_ONCE, end_event, start_event, write_run
 
 
 @pytest.fixture
@@ -35,23 +34,6 @@ def test_the_split_sums_to_the_wall_time_across_a_restart(killed):
 def test_without_the_checkpoint_that_was_resumed_from_the_time_of_its_step_counts(tmp_path):
     events = [event for event in KILLED_ONCE if event["event"] != "checkpoint"]
     assert time_split(RunFolder.read(write_run(tmp_path, events)).sessions)["redone"] == 3.0
-
-
-@pytest.mark.parametrize(
-    ("events", "status"),
-    [
-        ([start_event(1.0), end_event(2.0, 100)], "finished"),
-        ([start_event(1.0), end_event(2.0, 7, "failed", error="ValueError: x")], "failed"),
-        ([start_event(1.0)], "killed"),
-        ([start_event(1.0, **ALIVE)], "running"),
-        ([start_event(1.0, **{**ALIVE, "pid_started": 1})], "killed"),  # another process has got the number
-        ([start_event(1.0, **{**ALIVE, "pid": 2**22 + 5})], "killed"),
-        ([], "unknown"),
-    ],
-)
-def test_a_run_has_a_state(tmp_path, events, status):
-    run = RunFolder.read(write_run(tmp_path, events, [{"step": 3, "loss": 1.0}]))
-    assert run.status == status
 
 
 def test_half_a_line_and_foreign_lines_do_not_matter(tmp_path):
@@ -162,29 +144,6 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert report([str(tmp_path / "empty")]) == 1
     assert "holds no run" in capsys.readouterr().err
-
-
-def test_runs_are_listed_with_state_step_loss_and_best(tmp_path, capsys):
-    write_run(tmp_path / "group" / "a", KILLED_ONCE, [{"step": 100, "loss": 0.5}, {"step": 100, "eval_loss": 0.25}])
-    write_run(tmp_path / "group" / "b", [start_event(1.0, **ALIVE)])
-    assert ls.main([str(tmp_path)]) == 0
-    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert head[:3] == ["run", "state", "step"]
-    states = {row[0].rpartition("/")[2]: row[1:3] for row in rows}
-    assert states == {"a": ["finished", "100/100"], "b": ["running", "0/100"]}
-    assert "eval_loss 0.25 (step 100)" in " ".join(map(" ".join, rows))
-    assert ls.main([str(tmp_path / "nowhere")]) == 1
-
-
-def test_the_tail_of_a_run_ends_with_how_it_ended(tmp_path, capsys):
-    write_run(
-        tmp_path,
-        [start_event(1.0), end_event(2.0, 3, "failed", error="ValueError: x")],
-        [{"step": n, "loss": n} for n in (1, 2)],
-    )
-    assert tail.main([str(tmp_path), "-n", "1", "-f"]) == 0
-    assert capsys.readouterr().out == "step 2  loss 2\nfailed at step 3/100 (3%): ValueError: x\n"
-    assert tail.main([str(tmp_path / "nowhere")]) == 1
 
 
 def test_links_to_files_lead_from_where_the_page_lies(tmp_path):

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ METRICS_FILE = "metrics.jsonl"
 DEPTH = 3
 """Levels of folders below a path that are searched."""
 SILENT_S = 600.0
-"""Seconds without news after which a run on another machine counts as ended."""
+"""Seconds without news after which a run on another machine counts as killed, unless it was silent for long before."""
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -29,23 +31,32 @@ class Session:
 
     Attributes:
         info: the event `start`: machine, versions, arguments.
-        status: `finished`, `stopped`, `failed`, `killed` or `running`.
         end_s: time of its last event, seconds since 1970.
         step: the last step that it reached.
         times: `(time, step, seconds of each phase since the last one)`.
         marks: evaluations, checkpoints and warnings, as they are in the file.
+        ended: how it said that it ended: `finished`, `stopped` or `failed`; empty if it did not.
         error: what ended it; empty without an error.
         rates: throughput at each log, as it is in the file.
+        is_last: no later one began.
+        longest_silence_s: seconds between two events, at most.
     """
 
     info: dict[str, Any]
-    status: str
     end_s: float
     step: int
     times: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
     marks: list[dict[str, Any]] = field(default_factory=list)
+    ended: str = ""
     error: str = ""
     rates: list[dict[str, Any]] = field(default_factory=list)
+    is_last: bool = True
+    longest_silence_s: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """How it ended, or `killed` if it did not say so, or `running`; of one on another machine, a guess."""
+        return self.ended or ("running" if self.is_last and _is_alive(self) else "killed")
 
     @property
     def start_s(self) -> float:
@@ -68,6 +79,7 @@ class RunFolder:
         entries: log entries, each with its `step`.
         sessions: calls of `train`, in order; empty for a run without `events.jsonl`.
         unreadable: lines of the files that could not be read.
+        news_s: when a file of the run last changed, seconds since 1970.
     """
 
     path: Path
@@ -75,6 +87,7 @@ class RunFolder:
     entries: list[dict[str, Any]]
     sessions: list[Session]
     unreadable: int = 0
+    news_s: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> RunFolder:
@@ -84,6 +97,7 @@ class RunFolder:
             FileNotFoundError: it holds neither metrics nor events.
             OSError: a file cannot be read.
         """
+        news_s = max((seen[1] for seen in files_of(path)), default=0) / 1e9
         metrics, bad_metrics = _lines(path / METRICS_FILE)
         events, bad_events = _lines(path / EVENTS_FILE)
         if not metrics and not events:
@@ -92,8 +106,8 @@ class RunFolder:
                 "output_dir of a run"
             )
         entries = [entry for entry in metrics if isinstance(entry.get("step"), int)]
-        name = path.resolve().name
-        return cls(path, name, [_numbers(entry) for entry in entries], _sessions(events), bad_metrics + bad_events)
+        numbers = [_numbers(entry) for entry in entries]
+        return cls(path, path.resolve().name, numbers, _sessions(events), bad_metrics + bad_events, news_s)
 
     @property
     def status(self) -> str:
@@ -118,10 +132,9 @@ class RunFolder:
         return {name: None if value == "None" else value for name, value in known.items()}
 
     @property
-    def news_s(self) -> float:
-        """When a file of the run last changed, seconds since 1970."""
-        files = (self.path / METRICS_FILE, self.path / EVENTS_FILE)
-        return max(file.stat().st_mtime for file in files if file.exists())
+    def start_s(self) -> float:
+        """When it began, or if that is not known, when it last changed; seconds since 1970."""
+        return self.sessions[0].start_s if self.sessions else self.news_s
 
     @property
     def rates(self) -> list[dict[str, Any]]:
@@ -182,16 +195,17 @@ def _sessions(events: list[dict[str, Any]]) -> list[Session]:
         if kind == "start":
             step = event.get("step")
             info = {**event, "step": step if isinstance(step, int) else 0}
-            sessions.append(Session(info, "killed", float(when), info["step"]))
+            for earlier in sessions:
+                earlier.is_last = False
+            sessions.append(Session(info, float(when), info["step"]))
         if not sessions:
             continue
         _add(sessions[-1], str(kind), float(when), event)
-    if sessions and sessions[-1].status == "killed" and _is_alive(sessions[-1]):
-        sessions[-1].status = "running"
     return sessions
 
 
 def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> None:
+    session.longest_silence_s = max(session.longest_silence_s, when - session.end_s)
     session.end_s = max(session.end_s, when)
     if isinstance(step := event.get("step"), int):
         session.step = step
@@ -203,7 +217,7 @@ def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> Non
         if isinstance(step, int):
             session.rates.append(event)
     elif kind == "end":
-        session.status, session.error = str(event.get("status", "finished")), str(event.get("error", ""))
+        session.ended, session.error = str(event.get("status", "finished")), str(event.get("error", ""))
     elif kind != "start":
         session.marks.append(event)
 
@@ -211,7 +225,8 @@ def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> Non
 def _is_alive(session: Session) -> bool:
     pid = session.info.get("pid")
     if session.info.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return time.time() - session.end_s < SILENT_S
+        # Its clock may be ahead of this one, but not by so much.
+        return abs(time.time() - session.end_s) < max(SILENT_S, 3 * session.longest_silence_s)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -227,36 +242,67 @@ def find_runs(paths: Iterable[Path]) -> list[RunFolder]:
 
     Raises:
         FileNotFoundError: a path does not exist, or holds no run.
+        OSError: a folder or a file of a run cannot be read.
     """
     found: list[RunFolder] = []
     for path in paths:
-        if not path.is_dir():
-            raise FileNotFoundError(f"{path} is not a folder; give the output_dir of a run, or a folder of several")
-        folders = [path] if _is_run(path) else sorted(_runs_below(path, DEPTH))
-        runs = [run for folder in folders if (run := _read(folder)) is not None]
+        runs = read_runs(run_folders(path))
         if not runs:
             raise FileNotFoundError(
                 f"{path} holds no run: no {METRICS_FILE} and no {EVENTS_FILE} with an entry, in it or up to {DEPTH} "
                 "levels below; give the output_dir of a run, or a folder of several"
             )
-        found += sorted(runs, key=lambda run: run.news_s) if len(runs) > 1 else runs
+        found += runs
     return found
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / METRICS_FILE).is_file() or (folder / EVENTS_FILE).is_file()
+def run_folders(path: Path) -> list[Path]:
+    """Return a folder itself if it is that of a run, else those of runs below it.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        OSError: it cannot be read.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder; give the output_dir of a run, or a folder of several")
+    return [path] if files_of(path) else sorted(_runs_below(path, DEPTH))
+
+
+def read_runs(folders: Iterable[Path]) -> list[RunFolder]:
+    """Return the runs in these folders that have an entry, oldest first.
+
+    Raises:
+        OSError: a file of a run cannot be read.
+    """
+    runs = []
+    for folder in folders:
+        try:
+            runs.append(RunFolder.read(folder))
+        except FileNotFoundError:  # files without an entry, or removed meanwhile
+            continue
+    return sorted(runs, key=lambda run: run.start_s)
+
+
+def files_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, time of the last change in nanoseconds, and size of the files of a run that there are."""
+    found = []
+    for name in (METRICS_FILE, EVENTS_FILE):
+        try:
+            seen = (folder / name).stat()
+        except OSError:
+            continue
+        if stat.S_ISREG(seen.st_mode):
+            found.append((name, seen.st_mtime_ns, seen.st_size))
+    return found
 
 
 def _runs_below(folder: Path, depth: int) -> list[Path]:
     below: list[Path] = []
     for item in folder.iterdir():
         if item.is_dir() and not item.is_symlink() and not item.name.startswith((".", "checkpoint-")):
-            below += [item] if _is_run(item) else _runs_below(item, depth - 1) if depth > 1 else []
+            if files_of(item):
+                below.append(item)
+            elif depth > 1:
+                with suppress(OSError):  # it cannot be read, or was removed meanwhile
+                    below += _runs_below(item, depth - 1)
     return below
-
-
-def _read(folder: Path) -> RunFolder | None:
-    try:
-        return RunFolder.read(folder)
-    except FileNotFoundError:  # files without an entry
-        return None

@@ -522,6 +522,8 @@ function folded(title, content, open = false) {
 // ---- Start
 
 function show() {
+  const now = data.runs.length === 1 ? data.runs[0].name : data.runs.length ? `${data.runs.length} runs` : "no run yet";
+  if (LIVE) document.title = document.querySelector("h1").textContent = now;
   byId("made").textContent = (LIVE ? "live, last news " : "made ") + data.made;
   const axes = byId("axis").options;
   axes[1].disabled = !data.runs.some((run) => run.epochs.length);
