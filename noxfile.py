@@ -246,8 +246,8 @@ def ecosystem(session: nox.Session) -> None:
 
 @nox.session
 def report(session: nox.Session) -> None:
-    """Open the page of runs in headless Chromium, and compare the split of a real run's time with planted sleeps."""
-    session.install(*PYTEST, "selenium>=4.20", *EVERYTHING, *CONSTRAINTS)
+    """Open the page of runs in headless Chromium, draw pictures, and compare a real run's time with planted sleeps."""
+    session.install(*PYTEST, "selenium>=4.20", "matplotlib>=3.8", *EVERYTHING, *CONSTRAINTS)
     session.run("pytest", "tests/report", *session.posargs, env=TEST_ENVIRONMENT)
 
 

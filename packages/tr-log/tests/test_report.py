@@ -1,5 +1,6 @@
 import math
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -195,3 +196,18 @@ def test_times_on_a_device_are_a_column_of_their_own(tmp_path):
     assert found["steps"] == "step 4"
     assert found["rows"] == [["aten::mm", "12", "3.50", "2.00", "25.0 %"]]
     assert found["files"] == []
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(killed, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report([str(killed.path), "--png"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{killed.path / 'report.html'}\n"
+    assert "run `pip install 'tr-log[png]'`, or leave --png out" in shown.err
+    assert not (killed.path / "report.png").exists()
+
+
+def test_the_page_and_the_picture_are_two_files(killed, capsys):
+    with pytest.raises(SystemExit):
+        report([str(killed.path), "--png", "-o", "both.png"])
+    assert "-o both.png is where the page goes; the picture goes beside it" in capsys.readouterr().err

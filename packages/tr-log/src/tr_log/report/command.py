@@ -1,4 +1,4 @@
-"""Write the page of one or several runs: curves, where the time went, arguments, warnings."""
+"""Write the page of one or several runs: curves, where the time went, arguments, warnings; or a picture as well."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from tr_log.report.at_end import REPORT_FILE, write_report
+from tr_log.report.at_end import REPORT_FILE, write_picture, write_report
 from tr_log.streams import write_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page of one or several runs, and print its path.
+    """Write the page of one or several runs, with `--png` a picture of its curves too, and print the paths.
 
     Returns:
-        0, or 1 if there is no such run or the page cannot be written.
+        0, or 1 if there is no such run, or a file cannot be written.
     """
     parser = argparse.ArgumentParser(
         prog="trainer report",
@@ -27,15 +27,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"where to write it (default: {REPORT_FILE} in OUTPUT_DIR)"
     )
+    parser.add_argument(
+        "--png", action="store_true", help="also draw the curves into a PNG file beside it (needs tr-log[png])"
+    )
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     options = parser.parse_args(argv)
     target = options.output or options.folders[0] / REPORT_FILE
+    if options.png and target.suffix == ".png":
+        parser.error(f"-o {target} is where the page goes; the picture goes beside it, by the same name with .png")
     try:
         write_report(options.folders, target)
-    except OSError as error:
+        write_text(sys.stdout, f"{target}\n")
+        if options.png:
+            write_picture(options.folders, target.with_suffix(".png"))
+            write_text(sys.stdout, f"{target.with_suffix('.png')}\n")
+    except (OSError, ImportError) as error:
         write_text(sys.stderr, f"{error}\n")
         return 1
-    write_text(sys.stdout, f"{target}\n")
     if options.open:
         webbrowser.open(target.resolve().as_uri())
     return 0
