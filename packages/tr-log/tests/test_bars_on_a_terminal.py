@@ -47,7 +47,7 @@ def test_the_bar_shows_position_speed_and_time_left_and_the_line_below_the_lates
 
 def test_an_evaluation_has_a_bar_of_its_own_below_that_of_the_training(display):
     evaluating = [frame for frame in display.frames if frame.startswith("evaluating ")]
-    assert any("0/3      0%" in frame for frame in evaluating)
+    assert any("  0/3    0%" in frame for frame in evaluating)
     assert not any("evaluating" in line for line in display.lines)
 
 
@@ -162,7 +162,7 @@ for _ in progress(range(40), description="counting"):
     time.sleep(0.03)
 """
     display = terminal.run(script, columns=70)
-    lengths = [sum(map(frame.count, "━╸╺")) for frame in display.frames if "it/s" in frame]
+    lengths = [sum(map(frame.count, "━╸─")) for frame in display.frames if "it/s" in frame]
     assert lengths == sorted(lengths, reverse=True)
     assert min(lengths) >= 10
 
@@ -181,6 +181,128 @@ loop.callbacks[0].on_train_begin = lambda *a, **k: (train_begin(*a, **k), begin(
     display = training(terminal, before)
     assert any(frame.startswith("passing over data") for frame in display.frames)
     assert display.shown[1].startswith("step 10/40")
+
+
+def test_what_is_under_way_is_the_name_of_the_bar_and_work_after_the_training_has_a_bar_of_its_own(terminal):
+    before = """
+from tr_log.phases import CHECKPOINT, EXCHANGE, doing, phase, phase_clock
+clock = phase_clock(); clock.__enter__()
+def pause():
+    time.sleep(0.02)
+    words = {0: "compiling"}.get(loop.state.global_step)
+    with doing(words) if words else phase({20: CHECKPOINT, 30: EXCHANGE}.get(loop.state.global_step, "data")):
+        time.sleep(0.1 if loop.state.global_step in (0, 20, 30) else 0)
+loop.pause = pause
+"""
+    after = "with doing('uploading'): print('waits')"
+    display = training(terminal, before, after=after)
+    names = {frame.split()[0] for frame in display.frames if "━" in frame or "─" in frame}
+    assert names >= {"starting", "compiling", "saving", "training"}
+    assert display.shown[-1] == "waits"
+    assert "uploading" in display.output.partition("training finished")[2]
+
+
+def test_figures_are_those_that_are_known(terminal):
+    before = """
+from tr_log.phases import active_clock, phase_clock
+clock = phase_clock(); clock.__enter__()
+rates = {"samples_per_second": 812.3, "tokens_per_second": 52345.0, "memory_peak_bytes": 14.1e9}
+active_clock().rates = rates if sys.argv[1] == "some" else rates | {"mfu": 0.412, "memory_bytes": 12.3e9}
+loop.args.metric_for_best_model, loop.state.best_metric = "eval_f1", 0.875
+loop.pause = lambda: time.sleep(0.02)
+"""
+    known = "epoch {}/2  best eval_f1 0.875  812 samples/s  52.3k tokens/s"
+    for which, figures in (("some", "  peak 14.1 GB"), ("all", "  MFU 41.2%  memory 12.3 GB  peak 14.1 GB")):
+        display = terminal.run(TRAINING.format(before=before, how=", eval_steps=0", after="").replace(
+            "eval_steps=20, ", ""), which, columns=150)  # fmt: skip
+        lines = [frame.rstrip() for frame in display.frames if "samples/s" in frame and "train_loss" not in frame]
+        assert lines
+        assert all(line.endswith(known.format(line.partition("epoch ")[2][:4]) + figures) for line in lines)
+
+
+def test_the_beginning_of_a_line_is_seen_above_the_bar_before_its_end(terminal):
+    before = """
+def pause():
+    time.sleep(0.02)
+    if loop.state.global_step == 15:
+        print("asking ... ", end="", flush=True); time.sleep(0.25)
+        for i in range(40):
+            sys.stderr.write(f"\\r{i} of 40 by another bar"); time.sleep(0.01)
+        print("answered")
+loop.pause = pause
+"""
+    display = training(terminal, before)
+    assert "asking ... " in display.frames or any(frame.startswith("asking ...") for frame in display.frames)
+    assert any(frame.endswith("of 40 by another bar") for frame in display.frames)
+    assert "asking ... answered" in display.shown
+    assert not any("of 40" in line for line in display.shown[:-1])
+
+
+LIVE = """
+from rich.live import Live
+from rich.progress import Progress
+from tr_log.terminal import StreamRedirect
+def theirs():
+    with Progress() as progress:
+        task = progress.add_task("theirs", total=10)
+        for i in range(10):
+            time.sleep(0.03)
+            progress.advance(task)
+            if i == 5:
+                print("printed inside"); loop.log({"loss": 7.0})
+"""
+
+
+def test_a_live_display_of_the_script_has_the_terminal_while_it_is_shown(terminal):
+    before = LIVE + "loop.pause = lambda: (time.sleep(0.02), theirs() if loop.state.global_step == 15 else None)"
+    display = training(terminal, before)
+    during = display.output.partition("theirs")[2].partition("100%")[0]
+    assert "training" not in during
+    lines = [line.split("━")[0].rstrip() for line in display.shown]
+    first = lines.index("printed inside")
+    assert lines[first + 1] == "step 15/40 (37%)  loss 7"
+    assert lines[first + 2] == "theirs"
+    assert lines[first + 3].startswith("step 20/40")
+    assert display.cursor_is_shown
+    assert "training" in display.output.partition("100%")[2]
+
+
+def test_a_training_inside_a_live_display_of_the_script_is_lines_above_it(terminal):
+    script = f"""
+import sys, time
+from loop import Loop
+from tr_log import ProgressCallback
+loop = Loop([ProgressCallback()], "unused", max_steps=40)
+{LIVE}
+with Live("theirs"):
+    loop.train(logging_steps=20)
+"""
+    display = terminal.run(script)
+    lines = display.shown
+    assert lines[0] == "training for 40 steps, 2 epochs"
+    assert lines[-1] == "theirs"
+    assert lines[-2].startswith("training finished")
+    assert display.code == 0
+
+
+def test_bars_that_move_the_cursor_themselves_are_left_alone(terminal):
+    """As tqdm's nested bars do."""
+    before = """
+def pause():
+    time.sleep(0.02)
+    if loop.state.global_step == 15:
+        for i in range(10):
+            sys.stderr.write(f"\\router {i}\\n\\rinner {i}\\x1b[A"); time.sleep(0.03)
+        sys.stderr.write("\\n\\n")
+    if loop.state.global_step == 25:
+        time.sleep(1.1)
+loop.pause = pause
+"""
+    display = training(terminal, before)
+    first = display.shown.index("outer 9")
+    assert display.shown[first + 1] == "inner 9"
+    assert display.shown[first + 2].startswith("step 20/40")
+    assert sum(line.startswith(("outer", "inner")) for line in display.shown) == 2
 
 
 def test_where_output_goes_to_a_file_it_still_does_while_a_bar_is_drawn(terminal, tmp_path):
@@ -203,8 +325,7 @@ def test_no_bars_on_a_build_server_or_a_terminal_that_cannot_redraw(terminal, en
 def test_a_terminal_without_unicode_gets_a_plain_bar(terminal):
     display = training(terminal, environment={"PYTHONIOENCODING": "ascii"})
     assert display.code == 0
-    assert any("---" in frame for frame in display.frames)
-    assert not any("━" in frame for frame in display.frames)
+    assert any("###" in frame and "---" in frame for frame in display.frames)
 
 
 def test_several_evaluations_and_trainings_in_one_process_each_draw_their_own_bars(terminal):

@@ -1,4 +1,5 @@
 import io
+import sys
 
 from tr_log.progress import DrawnBar
 from tr_log.screen import Screen
@@ -101,3 +102,36 @@ def test_a_slow_terminal_is_drawn_on_less_often(monkeypatch):
         clock.now += 0.001
         bar.advance()
     assert 10 <= len(drawings) <= 12  # each takes a hundredth of the time until the next
+
+
+def test_a_window_that_became_narrower_loses_no_line_above_and_keeps_nothing_of_the_bar(monkeypatch):
+    stream, clock, size = Terminal(), Clock(), [(80, 24)]
+    monkeypatch.setattr("tr_log.screen._window", lambda stream: size[0])
+    for name in ("XTERM_VERSION", "STY", "TMUX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    bar = DrawnBar(Screen(stream, clock), "n" * 60)
+    written = len(stream.getvalue())
+    size[0], clock.now = (25, 24), clock.now + 1
+    bar.advance()
+    up = stream.getvalue()[written:].partition("n")[0]
+    assert up.count("\x1b[1A") == 2  # 60 characters are three rows of 25 now
+    written, size[0], clock.now = len(stream.getvalue()), (100, 24), clock.now + 1
+    bar.advance()
+    assert "\x1b[1A" not in stream.getvalue()[written:].partition("n")[0]
+    monkeypatch.setenv("XTERM_VERSION", "XTerm(390)")  # which cuts lines off instead
+    written, size[0], clock.now = len(stream.getvalue()), (25, 24), clock.now + 1
+    bar.advance()
+    assert "\x1b[1A" not in stream.getvalue()[written:].partition("n")[0]
+
+
+def test_an_open_bar_of_tqdm_keeps_its_line(monkeypatch):
+    open_bars = type("tqdm", (), {"_instances": [type("bar", (), {"disable": False})()]})
+    module = type(sys)("tqdm")
+    module.tqdm = open_bars
+    monkeypatch.setitem(sys.modules, "tqdm", module)
+    stream = Terminal()
+    screen = Screen(stream)
+    screen.write("first")
+    screen.write("second")
+    assert stream.getvalue() == "\nfirst\nsecond\n"

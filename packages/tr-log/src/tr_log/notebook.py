@@ -134,13 +134,14 @@ class NotebookOutput:
             "<tr>"
             + "".join(
                 f'<td style="{cell}">{escape(text)}</td>'
-                for text in [str(step), *(formatting.value(entry[n]) if n in entry else "" for n in columns)]
+                for text in [str(step), *(_value(name, entry) for name in columns)]
             )
             + "</tr>"
             for step, entry in reversed(rows[-MOST_ROWS:])
         )
         left_out = f"<div>the last {MOST_ROWS} of {len(rows)}</div>" if len(rows) > MOST_ROWS else ""
-        table = f'<table style="border-collapse:collapse;margin:0"><thead><tr>{head}</tr></thead>{body}</table>'
+        style = "border-collapse:collapse;margin:0;color:inherit;font-size:inherit"
+        table = f'<table style="{style}"><thead><tr>{head}</tr></thead>{body}</table>'
         return f'<div style="max-height:300px;overflow:auto">{table}</div>{left_out}'
 
     def _curve(self) -> str:
@@ -155,6 +156,12 @@ class NotebookOutput:
                 steps, values = thin(list(points), list(points.values()), MOST_POINTS)
                 drawn.append((name, colour, dashes, list(zip(steps, values, strict=True))))
         return _svg(drawn) if drawn else ""
+
+
+def _value(name: str, entry: Mapping[str, Any]) -> str:
+    if name == "epoch" and isinstance(entry.get(name), int | float):
+        return f"{entry[name]:.2f}"
+    return formatting.value(entry[name]) if name in entry else ""
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:

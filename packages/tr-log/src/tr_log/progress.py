@@ -154,7 +154,7 @@ class DrawnBar:
         total, done, cells = self._pace.total, self.completed, ["", "", "", ""]
         cells[0] = formatting.position(done, total, self._unit).partition(" (")[0]
         if total is not None:
-            cells[0] = cells[0].rjust(2 * len(str(total)) + 1) if self._unit != "B" else cells[0]
+            cells[0] = cells[0].rjust(2 * len(str(total)) + 1 if self._unit != "B" else 0)
             cells[1] = f"{100 * done // total:3}%"
         if (eta_s := self._pace.eta_s(done)) is not None:
             cells[2] = f"eta {formatting.duration(eta_s)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -103,7 +104,8 @@ class Layout:
             if bar >= SHORTEST_BAR:
                 line.append_text(_bar(row.share, console, bar)).append("  ")
             # In reading order; the percentage belongs to the position, and the time left comes last.
-            line.append("  ".join(row.cells[i].ljust(self._cells[i]) for i in (0, 1, 3, 2) if i in shown))
+            cells = [row.cells[0].rjust(self._cells[0]), *(row.cells[i].ljust(self._cells[i]) for i in (1, 2, 3))]
+            line.append("  ".join(cells[i] for i in (0, 1, 3, 2) if i in shown))
             lines.append(line)
         return lines
 
@@ -128,11 +130,16 @@ def _bar(share: float | None, console: Console, width: int) -> Text:
     from rich.text import Text
 
     text = Text()
-    if share is not None:
-        bar = ProgressBar(total=1.0, completed=share, width=width, complete_style="green", finished_style="green")
-        for segment in console.render(bar, console.options.update(width=width)):
-            text.append(segment.text, segment.style)
-    return text.append(" " * (width - text.cell_len))
+    if share is None:
+        return text.append(" " * width)
+    done, half, open_ = "━╸─" if console.encoding.startswith("utf") else "#--"
+    bar = ProgressBar(total=1.0, completed=share, width=width, complete_style="green", finished_style="green")
+    back = console.get_style(bar.style)
+    for segment in console.render(bar, console.options.update(width=width)):
+        if segment.style != back:
+            text.append(segment.text.replace("-", done).replace("╸", half), segment.style)
+    # The rest has a character of its own: not every terminal and notebook shows rich's grey as what is not done.
+    return text.append(open_ * (width - text.cell_len), style="dim")
 
 
 class Screen:
@@ -161,7 +168,8 @@ class Screen:
         self._taken = ExitStack()
         self._next_s, self._return_s = 0.0, 0.0
         self._drawn_s = deque([float("-inf")] * MOST_DRAWINGS_A_SECOND, maxlen=MOST_DRAWINGS_A_SECOND)
-        self._hides_cursor = self._is_mid_line = self._is_drawn = False
+        self._hides_cursor = self._is_drawn = False
+        self._is_mid_line = _has_open_tqdm()
         self._lock = threading.RLock()
 
     @classmethod
@@ -247,7 +255,8 @@ class Screen:
             self._return_s = self.clock() + LEFT_ALONE_S
             shows, hides = text.rfind("\x1b[?25h"), text.rfind("\x1b[?25l")
             self._hides_cursor = hides > shows or (self._hides_cursor and shows < 0)
-            self._is_mid_line = not text.endswith(("\n", "\r")) if text else self._is_mid_line
+            if visible := _CODE.sub("", text):
+                self._is_mid_line = not visible.endswith(("\n", "\r"))
 
     def close(self) -> None:
         """Remove all bars and restore the terminal."""
@@ -286,6 +295,9 @@ class Screen:
                 get_renderable=self._render,
             )
             self._lengths = []
+            if self._is_mid_line:
+                self._stream.write("\n")
+                self._is_mid_line = False
             self._live.start()
         return self._live
 
@@ -338,18 +350,28 @@ class Screen:
         self.is_aside = False
         with contextlib.suppress(OSError, ValueError):
             self._stream.write("\r\x1b[J")  # what is left of a display
+            self._is_mid_line = False
         return True
 
     def _write_without_bars(self, line: str) -> None:
         if self.is_aside and is_taken_by_rich(sys.stderr):
             print(line, file=sys.stderr)  # above that display
         else:
-            write_line(self._stream, "\n" * (self.is_aside and self._is_mid_line) + line)
+            write_line(self._stream, "\n" * self._is_mid_line + line)
             self._is_mid_line = False
 
     def _give_up(self) -> None:
         # The terminal is lost (a closed connection), but the training continues.
         self.close()
+
+
+_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def _has_open_tqdm() -> bool:
+    """Return whether a bar of tqdm is open: the cursor is at the end of its line then."""
+    known = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+    return any(not getattr(bar, "disable", True) for bar in list(known))
 
 
 def _window(stream: TextIO) -> tuple[int, int]:
