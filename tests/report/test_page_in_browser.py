@@ -13,6 +13,7 @@ from tr_log.report.command import main as report
 from tr_log.testing import ALIVE, KILLED_ONCE, checkpoint_event, end_event, start_event, time_event, write_run
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="nox -s report installs selenium")
+Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 
@@ -31,6 +32,8 @@ def entries(number, rate=0.01, every=20):
 def two_kills():
     events = [*KILLED_ONCE[:-2]]
     events += [time_event(1026.0, 75, compute=4.0, evaluation=1.0), checkpoint_event(1026.0, 75)]
+    events += [{"event": "updates", "time_s": 1026.5, "step": 78, "skipped": 2}]
+    events += [{"event": "evaluation", "time_s": 1026.2, "step": 75}]
     events += [{"event": "warning", "time_s": 1027.0, "level": "WARNING", "text": "a value was not finite"}]
     events += [time_event(1029.0, 82, compute=3.0), start_event(1033.0, 75, arguments={"seed": 1})]
     return [*events, time_event(1040.0, 100, start=1.0, data=2.0, compute=4.0), end_event(1040.0, 100)]
@@ -40,7 +43,11 @@ def two_kills():
 def pages(tmp_path_factory):
     """The pages of six kinds of runs, by name."""
     top = tmp_path_factory.mktemp("runs")
-    changed = {"arguments": {"learning_rate": 1e-3, "seed": 7}, "changed": ["learning_rate"]}
+    changed = {
+        "arguments": {"learning_rate": 1e-3, "seed": 7, "bf16": False, "eval_steps": 20},
+        "changed": ["learning_rate", "eval_steps"],
+        "origins": {"learning_rate": "command line", "seed": "file run.yaml"},
+    }
     runs = {
         "finished": (
             [start_event(0.0, **changed), time_event(9.0, 100, compute=9.0), end_event(9.0, 100)],
@@ -189,6 +196,60 @@ def test_the_time_of_a_run_that_was_killed_twice_is_split(browser, pages):
     for word in ("computing", "lost, and done again", "between two calls of train", "in all40.0 s"):
         assert word in split
     assert "a value was not finite" in text_of(browser, "#tables")
+
+
+def test_restarts_checkpoints_evaluations_and_skipped_updates_are_told_apart(browser, pages):
+    show(browser, pages["killed_twice"])
+    assert text_of(browser, "#key") == "restartupdates skipped or not finite"
+    assert text_of(browser, ".when .key") == "evaluationcheckpointupdates skipped or not finiterestart"
+    shapes = "return [...document.querySelectorAll('.mark')].map((mark) => mark.getAttribute('d')[1])"
+    assert sorted(browser.execute_script(shapes)) == ["-", "-", "-", "0"]  # two squares, a circle, a triangle
+    browser.find_element("css selector", ".when summary").click()
+    happened = text_of(browser, ".when table")
+    for words in (
+        "restarted at step 50",
+        "killed at step 82",
+        "updates 2 skipped: loss or gradient norm was not finite",
+    ):
+        assert words in happened
+
+
+def test_where_arguments_were_set_is_shown(browser, pages):
+    show(browser, pages["finished"])
+    rows = [row.text for row in browser.find_elements("css selector", "#tables details[open] tbody tr")]
+    assert rows == [
+        "learning_rate 0.001 command line",
+        "seed 7 file run.yaml",
+        "eval_steps 20 follows from others",
+    ]
+
+
+def test_a_curve_is_read_by_the_keyboard_and_drawn_with_another(browser, pages):
+    show(browser, pages["finished"])
+    heads = "return document.querySelector('figure[data-curve=loss] .readout thead').textContent"
+    plot = browser.find_element("css selector", "figure[data-curve=loss] .plot")
+    plot.send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert browser.execute_script(heads).startswith("at 3")
+    plot.send_keys(Keys.END)
+    assert browser.execute_script(heads).startswith("at 100")
+    labels = (
+        "return [...document.querySelectorAll('figure[data-curve=loss] .readout tbody th')].map((e) => e.textContent)"
+    )
+    assert browser.execute_script(labels) == ["loss", "eval_loss"]  # the loss comes with that of evaluations
+    choice = browser.find_element("css selector", "figure[data-curve=loss] select")
+    choice.find_element("css selector", "option[value=grad_norm]").click()
+    assert browser.execute_script(labels) == ["loss", "gradient norm"]
+    choice.find_element("css selector", "option[value='']").click()
+    assert browser.execute_script(labels) == [""]
+
+
+def test_on_paper_a_dark_page_is_light(browser, pages):
+    show(browser, pages["three"], scheme="dark")
+    colour = "return plots.get('loss').plot.series[1].stroke()"
+    dark = browser.execute_script(colour)
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script(colour) != dark
+    assert browser.get_log("browser") == []
 
 
 def test_a_run_that_failed_says_with_what(browser, pages):

@@ -9,8 +9,8 @@ const PARTS = {
   checkpoint: "#cc79a7", profile: "#f0e442", other: "#cccccc", redone: "#d55e00", idle: "transparent",
 };
 const UNITS = {
-  steps_per_second: "steps a second", samples_per_second: "samples a second", tokens_per_second: "tokens a second",
-  teraflops: "10^12 operations a second", mfu: "% of the devices' peak", memory: "GiB", memory_peak: "GiB",
+  steps_per_second: "steps per second",
+  teraflops: "10^12 per second", mfu: "% of the devices' peak", memory: "GiB", memory_peak: "GiB",
 };
 const WORDS = {
   grad_norm: "gradient norm", learning_rate: "learning rate", steps_per_second: "speed",
@@ -23,6 +23,11 @@ const MARKS = {
   checkpoint: { word: "checkpoint", colour: "#cc79a7", shape: "M-4,-4 H4 V4 H-4 Z" },
   updates: { word: "skipped or not finite", colour: "#d55e00", shape: "M0,-5 L5,4 H-5 Z" },
 };
+const GROUPS = [
+  ["Speed and memory", /(^|_)(samples|tokens|steps)_per_second$|^(teraflops|mfu|memory|memory_peak)$/],
+  ["Evaluation", /^(eval|test)_/],
+  ["Training", /./],
+];
 const RESTART = "M0,-7 V7";
 const darkScheme = window.matchMedia("(prefers-color-scheme: dark)");
 
@@ -183,7 +188,7 @@ function draw(name, place) {
       { ...style, label: axisName(), size: 30 },
       {
         ...style, label: UNITS[name] || titleOf(name), values: tickNumbers,
-        size: (_, ticks) => 20 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
+        size: (_, ticks) => 24 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
       },
     ],
     series: [{}, ...series.map(seriesOf)],
@@ -257,7 +262,7 @@ function say(name) {
     const ends = values.length ? [Math.min(...values), Math.max(...values)] : [null, null];
     const cells = [curves[one.name].y.at(-1), ...ends].map((value) => number(value, 4));
     cells.unshift(index == null ? "" : number(nearest(plot.data[i + 1], index), 4));
-    const head = element("th", { scope: "row" }, sample(styleOf(one)), several ? lineName(one) : "");
+    const head = element("th", { scope: "row" }, sample(styleOf(one)), several ? lineName(one, overlaid.get(name)) : "");
     body.append(element("tr", {}, head, ...cells.map((text) => element("td", {}, text))));
   });
   const heads = [here === null ? "" : `at ${number(here)}`, "last", "lowest", "highest"];
@@ -266,10 +271,8 @@ function say(name) {
   place.querySelector(".readout").replaceChildren(element("thead", {}, top), body);
 }
 
-function lineName({ run, name }) {
-  const words = data.runs.length > 1 ? [data.runs[run].name] : [];
-  if (data.runs.length === 1 || [...overlaid.values()].includes(name)) words.push(titleOf(name));
-  return words.join(" ");
+function lineName({ run, name }, other) {
+  return data.runs.length === 1 ? titleOf(name) : data.runs[run].name + (other ? `: ${titleOf(name)}` : "");
 }
 
 function nearest(values, index) {
@@ -325,12 +328,16 @@ function figureOf(name, names) {
   return element("figure", { "data-curve": name }, title, plot, element("table", { class: "readout" }));
 }
 
+function groupOf(name) {
+  return GROUPS.find(([, pattern]) => pattern.test(name))[0];
+}
+
 function showCurves() {
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))], section = byId("curves");
-  if (names.includes("loss") && names.includes("eval_loss") && data.runs.length === 1 && !overlaid.has("loss")) {
-    overlaid.set("loss", "eval_loss");
+  for (const [name, other] of [["loss", "eval_loss"], ["memory", "memory_peak"]]) {
+    if (data.runs.length === 1 && names.includes(name) && names.includes(other) && !overlaid.has(name)) overlaid.set(name, other);
   }
-  const known = [...plots.keys()].join("\n") === names.join("\n") && names.length > 0;
+  const known = [...plots.keys()].sort().join("\n") === [...names].sort().join("\n") && names.length > 0;
   if (known) return redraw();  // keeps the focus where it is
   for (const { plot } of plots.values()) plot.destroy();
   plots.clear();
@@ -339,10 +346,14 @@ function showCurves() {
   if (!names.length) {
     section.append(element("p", { class: "empty" }, data.runs.length ? "Nothing has been logged yet." : "There is no run here yet."));
   }
-  for (const name of names) {
-    const place = figureOf(name, names);
-    section.append(place);
-    draw(name, place);
+  for (const [group] of [...GROUPS].reverse()) {
+    const members = names.filter((name) => groupOf(name) === group);
+    if (members.length) section.append(element("h2", {}, group));
+    for (const name of members) {
+      const place = figureOf(name, names);
+      section.append(place);
+      draw(name, place);
+    }
   }
 }
 
@@ -409,7 +420,7 @@ function splitOf(run) {
     element("td", { class: "number" }, share));
   for (const { key, text } of data.parts) {
     const seconds = run.split[key] || 0;
-    if (seconds <= 0) continue;
+    if (seconds < 0.005) continue;
     const style = `background-color:${PARTS[key]}`, isLeft = leaves && key === "idle";
     if (!isLeft) bar.append(element("span", { class: `part ${key}`, style: `${style};width:${100 * seconds / whole}%`, title: text }));
     const name = element("td", {}, element("span", { class: `swatch part ${key}`, style }), text + (isLeft ? " (not in the bar)" : ""));
