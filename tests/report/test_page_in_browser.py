@@ -21,6 +21,19 @@ SCREENSHOTS = os.environ.get("REPORT_SCREENSHOTS")
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 
+PROFILE = {
+    "event": "profile",
+    "time_s": 5.0,
+    "first": 10,
+    "last": 15,
+    "trace": "profile/steps-10-15.trace.json.gz",
+    "operators": [
+        {"name": name, "calls": 12, "cpu_ms": 3.25, "device_ms": 12.5, "share": 0.25}
+        for name in ("aten::mm", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
+    ],
+}
+
+
 def entries(number, rate=0.01, every=20):
     for step in range(1, number + 1):
         loss = 2 * math.exp(-rate * step) + 0.1 * math.sin(step * 7)
@@ -50,7 +63,7 @@ def pages(tmp_path_factory):
     }
     runs = {
         "finished": (
-            [start_event(0.0, **changed), time_event(9.0, 100, compute=9.0), end_event(9.0, 100)],
+            [start_event(0.0, **changed), PROFILE, time_event(9.0, 100, compute=9.0), end_event(9.0, 100)],
             entries(100),
         ),
         "killed_twice": (two_kills(), entries(100, 0.02)),

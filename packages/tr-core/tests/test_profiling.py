@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,20 @@ def test_a_trace_that_torch_could_not_write_is_a_warning_and_leaves_no_half_of_i
     (event,) = profiles(tmp_path)
     assert "trace" not in event
     assert len(event["operators"]) == 10
+
+
+def test_a_file_that_torch_failed_to_write_and_keeps_open_does_not_go_on_filling_the_disk(recording, monkeypatch):
+    held = []
+
+    def fail(self, path, *more):
+        held.append(os.open(f"{path}.tmp", os.O_CREAT | os.O_WRONLY))
+        os.write(held[0], bytes(5000))
+
+    monkeypatch.setattr(profile, "export_chrome_trace", fail)
+    recording("4:5").train()
+    size = os.fstat(held[0]).st_size
+    os.close(held[0])
+    assert size == 0
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(recording, tmp_path, caplog):

@@ -183,8 +183,8 @@ def test_a_recording_of_some_steps_has_a_table_and_links(tmp_path):
     (found,) = page_data([run], tmp_path / "a run")["runs"][0]["profiles"]
     assert found == {
         "steps": "steps 4 to 7",
-        "heads": ["operator", "calls", "ms on the CPU", "share"],
-        "rows": [["aten::mm", "12", "3.50", "25.0 %"]],
+        "heads": ["operator", "share", "calls", "CPU, ms"],
+        "rows": [["aten::mm", "25.0 %", "12", "3.50"]],
         "files": [["profile/steps-4-7.trace.json.gz", "./profile/steps-4-7.trace.json.gz"]],
     }
 
@@ -194,7 +194,7 @@ def test_times_on_a_device_are_a_column_of_their_own(tmp_path):
     event = {"event": "profile", "time_s": 3.0, "first": 4, "last": 4, "operators": operators}
     (found,) = page_data([RunFolder.read(write_run(tmp_path, [start_event(1.0), event]))])["runs"][0]["profiles"]
     assert found["steps"] == "step 4"
-    assert found["rows"] == [["aten::mm", "12", "3.50", "2.00", "25.0 %"]]
+    assert found["rows"] == [["aten::mm", "25.0 %", "12", "3.50", "2.00"]]
     assert found["files"] == []
 
 

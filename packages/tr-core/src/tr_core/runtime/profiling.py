@@ -6,6 +6,7 @@ The main process records its own share of these steps, by torch's profiler. A ru
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -288,8 +289,13 @@ def _beside(target: Path) -> Iterator[Path]:
     """Yield a path that becomes `target` if the block succeeds; all else in its folder is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
-        yield Path(folder) / target.name
-        (Path(folder) / target.name).replace(target)
+        try:
+            yield Path(folder) / target.name
+            (Path(folder) / target.name).replace(target)
+        finally:
+            # torch keeps a file open that it failed to write: removed, it would still fill the disk.
+            for left in Path(folder).iterdir():
+                os.truncate(left, 0)
 
 
 def write_trace(recording: profile, target: Path) -> int:

@@ -43,8 +43,8 @@ MOST_WARNINGS, LONGEST_WARNING, MOST_PROFILES = 200, 600, 10
 _COLUMNS = {
     "name": "operator",
     "calls": "calls",
-    "cpu_ms": "ms on the CPU",
-    "device_ms": "ms on the device",
+    "cpu_ms": "CPU, ms",
+    "device_ms": "device, ms",
     "share": "share",
 }
 MARKS = ("evaluation", "checkpoint", "updates")
@@ -272,7 +272,7 @@ def _profiles(run: RunFolder, place: Path | None) -> list[dict[str, Any]]:
         first, last, found = mark.get("first"), mark.get("last"), mark.get("operators")
         operators = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
         has_device = any(row.get("device_ms") for row in operators)
-        columns = ["name", "calls", "cpu_ms", *(["device_ms"] if has_device else []), "share"]
+        columns = ["name", "share", "calls", "cpu_ms", *(["device_ms"] if has_device else [])]
         files = [str(mark[kind]) for kind in ("trace", "memory") if mark.get(kind)]
         made.append(
             {
