@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -135,6 +136,24 @@ def test_with_every_commit_failing_the_run_ends_normally_and_says_what_was_not_p
     trainer.push_to_hub()
     assert set(hub.files("ci/run")) == MODEL | RUN | CARD | inside("last-checkpoint")
     assert json.loads(hub.read("ci/run", "last-checkpoint/trainer_state.json"))["global_step"] == 6
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_that_the_end_of_a_run_waits_for_the_hub_and_so_does_a_push_later(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    trainer = make_trainer(tmp_path / "run", hub, disable_tqdm=False)
+    trainer.train()
+    at_end = sys.stderr.getvalue()
+    assert "loading" in at_end.partition("training for 6 steps")[0]
+    assert "uploading" in at_end.partition("training finished")[2]
+    trainer.push_to_hub()
+    assert "uploading" in sys.stderr.getvalue()[len(at_end) :]
 
 
 def hub_callback(trainer):

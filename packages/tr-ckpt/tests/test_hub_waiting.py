@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 from ckpt_hub import Run
@@ -48,6 +49,21 @@ def test_a_hub_that_never_answers_does_not_keep_a_run_for_ever(hub, tmp_path, ca
     assert not list(run.output_dir.glob(".tmp-*"))  # nothing holds the checkpoint's space any longer
     assert not run.callback._queue.is_busy()
     gate.set()
+
+
+def test_a_trainer_may_show_that_the_run_waits(hub, tmp_path):
+    run, seen = Run(tmp_path / "out", hub), []
+
+    @contextmanager
+    def shown():
+        seen.append("waits")
+        yield
+        seen.append("waits no longer")
+
+    run.callback.waiting = shown
+    run.save(1)
+    run.finish()
+    assert seen == ["waits", "waits no longer"] * 2  # for what is under way, and for what the end adds
 
 
 def test_a_long_wait_says_what_it_waits_for(hub, tmp_path, caplog, monkeypatch):

@@ -8,8 +8,9 @@ from support.data import samples
 from support.models import Classifier, CountedSum, IgnoresCount
 from torch import nn
 
-from tr_core import Trainer
+from tr_core import Trainer, TrainerCallback
 from tr_core.runtime.compilation import Compilation
+from tr_log.phases import active_clock
 
 dynamo = pytest.importorskip("torch._dynamo")
 
@@ -90,6 +91,21 @@ def test_training_and_evaluation_run_what_the_backend_made(make_trained, countin
 def test_a_micro_batch_whose_operations_are_counted_is_not_compiled_and_later_ones_are(make_trained, counting_backend):
     make_trained(20, torch_compile_backend="counting_for_tests", count_flops=True)
     assert counting_backend["calls"] == 4
+
+
+def test_displays_hear_of_the_call_that_compiles_and_of_no_other(make_trained, counting_backend):
+    heard = []
+
+    class Listens(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            active_clock().on_doing = heard.append
+
+    trainer = make_trained(20, callbacks=[Listens()], torch_compile_backend="counting_for_tests")
+    assert heard[:2] == ["compiling", ""]
+    assert heard.count("compiling") == 1
+    heard.clear()
+    trainer.train()
+    assert "compiling" not in heard
 
 
 def test_outside_the_trainer_the_model_is_not_compiled(make_trained, counting_backend):

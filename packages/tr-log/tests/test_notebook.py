@@ -28,6 +28,8 @@ class Output:
 class ZMQInteractiveShell:
     """Stands for the shell of a notebook's kernel, which is known by its name."""
 
+    execution_count = 1
+
 
 @pytest.fixture
 def outputs(monkeypatch):
@@ -45,6 +47,7 @@ def outputs(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", package)
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     monkeypatch.setattr("tr_log.notebook.SECONDS_BETWEEN_UPDATES", 0.0)
+    monkeypatch.setattr(NotebookOutput, "_newest", None)
     return shown
 
 
@@ -153,11 +156,12 @@ def test_a_training_that_fails_leaves_its_table_and_says_so(outputs, tmp_path, m
     assert len(rows(outputs[0].html)) == 2
 
 
-def test_other_work_has_a_bar_that_is_taken_away_also_within_a_training(outputs, tmp_path, make_loop):
+def test_other_work_has_a_bar_that_is_taken_away_also_within_a_training(outputs, tmp_path, make_loop, monkeypatch):
     for _ in progress(range(3), description="sorting"):
         pass
     assert any("sorting" in content["text/html"] for content in outputs[0].contents)
     assert outputs[0].html == "<div></div>"
+    monkeypatch.setattr(ZMQInteractiveShell, "execution_count", 2)
     loop = make_loop([ProgressCallback()], tmp_path)
     loop.fire("on_train_begin")
     with progress_bar("skipping", 5) as bar:
@@ -166,6 +170,15 @@ def test_other_work_has_a_bar_that_is_taken_away_also_within_a_training(outputs,
     both = [content["text/html"] for content in outputs[1].contents if "skipping" in content["text/html"]]
     assert all("starting" in html for html in both)
     loop.fire("on_train_end")
+
+
+def test_what_left_nothing_in_a_cell_leaves_no_empty_output_there(outputs, tmp_path, make_loop):
+    for _ in range(3):
+        with progress_bar("loading"):
+            pass
+    make_loop([ProgressCallback()], tmp_path).train()
+    make_loop([ProgressCallback()], tmp_path).train()
+    assert ["training finished" in output.html for output in outputs] == [True, True]
 
 
 def test_a_stream_that_was_given_gets_lines_in_a_notebook_too(outputs, tmp_path, make_loop, capsys):

@@ -29,9 +29,12 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 640, 220, 60, 28
 
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook, of any kind that shows HTML."""
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(_shell()).__mro__)
+
+
+def _shell() -> Any:
     get_ipython: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = get_ipython() if get_ipython is not None else None
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
+    return get_ipython() if get_ipython is not None else None
 
 
 class NotebookOutput:
@@ -41,7 +44,7 @@ class NotebookOutput:
         clock: a monotonic clock, in seconds.
     """
 
-    _current: ClassVar[NotebookOutput | None] = None
+    _newest: ClassVar[NotebookOutput | None] = None
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -51,13 +54,19 @@ class NotebookOutput:
         self._layout = Layout()
         self._handle: Any = None
         self._next_s = 0.0
+        self._cell = getattr(_shell(), "execution_count", None)
 
     @classmethod
     def current(cls) -> NotebookOutput:
-        """Return the output that shows bars now, or a new one."""
-        if cls._current is None:
-            cls._current = cls()
-        return cls._current
+        """Return the output that shows bars now or is empty, if it is one of this cell, or a new one."""
+        newest = cls._newest
+        if newest is None or not (newest._bars or newest._is_empty_here()):
+            newest = cls._newest = cls()
+        return newest
+
+    def _is_empty_here(self) -> bool:
+        is_empty = not (self._message or self._entries)
+        return is_empty and self._cell == getattr(_shell(), "execution_count", None)
 
     def add(self, bar: Drawn) -> None:
         """Show a bar below the others."""
@@ -68,8 +77,6 @@ class NotebookOutput:
         """Remove a bar. What is below the last one remains as the output of the cell."""
         if bar in self._bars:
             self._bars.remove(bar)
-        if not self._bars:
-            NotebookOutput._current = None
         self.draw()
 
     def is_due(self) -> bool:

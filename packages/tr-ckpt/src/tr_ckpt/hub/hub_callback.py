@@ -11,6 +11,7 @@ import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ class HubCallback:
         wait_limit_s: how long the end of the run waits for pushes; None is ten minutes plus the upload time of the
             remaining bytes at 2 MB a second.
 
+    Attributes:
+        waiting: returns a block for such a wait; a trainer may set one that shows it.
+
     Raises:
         ValueError: the strategy does not exist.
     """
@@ -144,6 +148,7 @@ class HubCallback:
         self.prefix = prefix
         self.by_epoch = by_epoch
         self.wait_limit_s = wait_limit_s
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._queue = PushQueue(MOST_WAITING, push_queue.limit_s if wait_limit_s is None else lambda left: wait_limit_s)
         self._made: Future[Any] | None = None
         self._last_push: Future[Any] | None = None
@@ -256,7 +261,8 @@ class HubCallback:
         return future.result()
 
     def _wait(self, caught: list[int]) -> bool:
-        return not caught and push_queue.wait_for(self._queue, self.repository.url, caught, self.wait_limit_s)
+        with self.waiting():
+            return not caught and push_queue.wait_for(self._queue, self.repository.url, caught, self.wait_limit_s)
 
     def _places(self, checkpoint: Path | None) -> dict[str, Path]:
         """Return the path of a checkpoint on the Hub by the strategy, if it is pushed."""

@@ -6,6 +6,8 @@ The small ones that only this choice uses are here too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from tr_core.callbacks.wall_time import WallTimeCallback
 from tr_core.optim.parameter_rules import learning_rates
 from tr_core.protocols import Strategy
 from tr_core.state import TrainerControl, TrainerState
-from tr_log import EventsFile, MetricsFile, PrinterCallback, ProgressCallback, ReportFile, get_logger
+from tr_log import EventsFile, MetricsFile, PrinterCallback, ProgressCallback, ReportFile, get_logger, progress_bar
+from tr_log.phases import active_clock, doing
 
 logger = get_logger(__name__)
 
@@ -39,10 +42,19 @@ def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
     named = trackers(args)
     noise = [plugins.load(_CALLBACKS, "neftune")(args)] if args.neftune_noise_alpha else []
     hub = [plugins.load(_CALLBACKS, "hub")(args)] if args.push_to_hub else []
+    for callback in hub:
+        callback.waiting = partial(_uploading, args)
     display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
     rates = [RuleRatesCallback()] if args.parameter_rules else []
     flow, *files = (kind() for kind in DEFAULT_CALLBACKS)
     return [flow, *steering(args, strategy), *rates, *noise, *files, *named, display, *hub]
+
+
+def _uploading(args: TrainingArguments) -> AbstractContextManager[Any]:
+    """Return a block in which the display says that the run waits for the Hub."""
+    if active_clock() is not None or args.disable_tqdm:
+        return doing("uploading")
+    return progress_bar("uploading")
 
 
 def steering(args: TrainingArguments, strategy: Strategy) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tr_core.model_io import base_model
 from tr_core.signatures import parameters_of
+from tr_log.phases import doing
 
 Call = Callable[..., Any]
 
@@ -39,11 +40,13 @@ class Compilation:
     @contextmanager
     def of(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Compile the calls of `model`, which is on `device`, within the block."""
-        if self._model is not model:
+        call = self._call
+        if self._model is not model or call is None:
             self._model, self._call = model, self._compile(model)
+            call = self._saying_so(model, self._call)
         before = model._compiled_call_impl
         # As nn.Module.compile(), but by hand, because that cannot be undone or restored.
-        model._compiled_call_impl = self._call
+        model._compiled_call_impl = call
         try:
             yield
         finally:
@@ -57,6 +60,14 @@ class Compilation:
             yield
         finally:
             model._compiled_call_impl = meanwhile
+
+    def _saying_so(self, model: nn.Module, call: Call) -> Call:
+        def first(*args: Any, **kwargs: Any) -> Any:
+            model._compiled_call_impl = call
+            with doing("compiling"):  # torch compiles in the first call
+                return call(*args, **kwargs)
+
+        return first
 
     def _compile(self, model: nn.Module) -> Call:
         return torch.compile(model._call_impl, **self._options)

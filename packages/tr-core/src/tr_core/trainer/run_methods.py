@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ from tr_core.trainer.loss_methods import Stepping
 from tr_core.trainer.optimizer_methods import Optimizing
 from tr_core.trainer.search_methods import Searching
 from tr_core.validation import check_output_dir, check_quantized, lock_output_dir, unlocking_output_dir
+from tr_log import progress_bar
 from tr_log.phases import EVALUATION, phase, phase_clock
 from tr_log.streams import usable_streams
 
@@ -67,7 +68,8 @@ class Running(Stepping, Publishing, Optimizing, Searching):
             unlocking_output_dir(self.current_checkpointer),
             self.memory.stage("train") as read_memory,
         ):
-            run = self._begin_run(resume, ignore_keys)
+            with self._showing("loading"):
+                run = self._begin_run(resume, ignore_keys)
             if is_run_complete(run):
                 self.logger.info(
                     "nothing to do: the checkpoint is at step %d of %d, and the run is complete; a larger "
@@ -97,6 +99,10 @@ class Running(Stepping, Publishing, Optimizing, Searching):
                 run_pending(run)
                 (run_epochs_within_memory if self.args.auto_find_batch_size else run_epochs)(run)
                 return self._finish_run(summarize(run) | read_memory())
+
+    def _showing(self, work: str) -> AbstractContextManager[Any]:
+        """Return a block during which the main process shows what it does, where that can be drawn."""
+        return progress_bar(work) if self.is_world_process_zero() and not self.args.disable_tqdm else nullcontext()
 
     def _begin_run(self, resume: Resume, ignore_keys: list[str] | None) -> Run:
         """Prepare model, optimizer and data, and restore the checkpoint, if any."""
