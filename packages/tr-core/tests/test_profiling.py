@@ -130,6 +130,21 @@ def test_steps_are_optimizer_steps(recording, tmp_path):
     assert sum(event["name"] == "autograd::engine::evaluate_function: NllLossBackward0" for event in events) == 8
 
 
+def test_a_step_that_is_made_again_for_lack_of_memory_is_recorded_too(recording, tmp_path):
+    failures = [MemoryError("out of memory")]
+
+    class Large(Classifier):
+        def forward(self, x, labels=None):
+            if len(x) == 4 and failures and torch.autograd._profiler_enabled():
+                raise failures.pop()
+            return super().forward(x, labels)
+
+    trainer = recording("3:4", auto_find_batch_size=True, model=Large())
+    assert trainer.train().global_step == 10
+    assert not failures
+    assert labels(tmp_path, "steps-3-4") == ["step 3", "step 4"]
+
+
 def test_a_compiled_model_is_recorded(recording, tmp_path):
     recording("4:5", torch_compile_backend="eager").train()
     assert labels(tmp_path, "steps-4-5") == ["step 4", "step 5"]

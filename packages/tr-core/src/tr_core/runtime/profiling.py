@@ -97,6 +97,7 @@ class StepRecorder:
         if self._profile is None and self._wanted.first <= step <= self._wanted.last:
             self._begin(step)
         if self._profile is not None:
+            self._end_label()  # of a step that is made again, because memory ran out
             self._last, self._is_step_complete = step, False
             self._label = record_function(f"{_STEP}{step}")
             self._label.__enter__()
