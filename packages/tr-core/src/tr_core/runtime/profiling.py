@@ -5,23 +5,19 @@ The main process records its own share of these steps, by torch's profiler. A ru
 
 from __future__ import annotations
 
-import gzip
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from tr_args import TrainingArguments
 from tr_args.types.choices import StepRange
 from tr_core.callback import CallbackList
 from tr_core.protocols import Collectives
+from tr_core.runtime.profile_files import STEP, MemoryHistory, dearest_operators, write_trace
 from tr_core.state import TrainerControl, TrainerState
 from tr_log import get_logger
 from tr_log.phases import PROFILE, active_clock, phase
@@ -33,9 +29,6 @@ MOST_BATCHES = 100
 """Batches, of training and of evaluations, after which a recording ends: each may take megabytes of memory."""
 MOST_BYTES_FOR_A_TABLE = 256 * 2**20
 """Size of an unpacked trace from which its operators are not added up: that takes a minute for each million."""
-MOST_ALLOCATIONS = 100_000
-NUM_DEAREST = 10
-_STEP = "step "  # begins the label of each step in a trace
 
 
 @contextmanager
@@ -80,7 +73,7 @@ class StepRecorder:
     ) -> None:
         self._wanted, self._folder, self._device, self._callbacks = wanted, folder, device, callbacks
         self._profile: profile | None = None
-        self._memory: _MemoryHistory | None = None
+        self._memory: MemoryHistory | None = None
         self._label: Any = None
         self._first = self._last = self._num_batches = 0
         self._is_step_complete = True
@@ -99,7 +92,7 @@ class StepRecorder:
         if self._profile is not None:
             self._end_label()  # of a step that is made again, because memory ran out
             self._last, self._is_step_complete = step, False
-            self._label = record_function(f"{_STEP}{step}")
+            self._label = record_function(f"{STEP}{step}")
             self._label.__enter__()
 
     def on_batch(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -160,7 +153,7 @@ class StepRecorder:
         recording = profile(activities={ProfilerActivity.CPU, activity} & supported_activities())
         with phase(PROFILE):
             _wait_for(self._device)  # sync: what earlier steps have begun does not belong to the trace
-            self._memory = self._try("the memory snapshot", _MemoryHistory) if self._device.type == "cuda" else None
+            self._memory = self._try("the memory snapshot", MemoryHistory) if self._device.type == "cuda" else None
             self._profile = self._try("the trace", lambda: _started(recording))
         if self._profile is None:
             self._end_memory(None)
@@ -249,27 +242,6 @@ class StepRecorder:
             self._callbacks.unlisten(*self._listening.pop())
 
 
-class _MemoryHistory:
-    """Records the allocations of a CUDA device, unless that is recorded anyway: then it is only written."""
-
-    def __init__(self) -> None:
-        self._is_ours = not torch._C._cuda_isHistoryEnabled()  # pyright: ignore[reportAttributeAccessIssue] - CUDA builds
-        if self._is_ours:
-            # Frames of C++ would take minutes to be named.
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
-
-    def end(self, target: Path | None) -> bool:
-        """Write the snapshot, if there is a target, and stop."""
-        try:
-            if target is not None:
-                with _beside(target) as unfinished:
-                    torch.cuda.memory._dump_snapshot(str(unfinished))
-            return target is not None
-        finally:
-            if self._is_ours:
-                torch.cuda.memory._record_memory_history(enabled=None)
-
-
 def _started(recording: profile) -> profile:
     recording.start()
     return recording
@@ -283,68 +255,3 @@ def _stopped(recording: profile) -> bool:
 def _wait_for(device: torch.device) -> None:
     if device.type in ("cuda", "xpu", "mps"):
         torch.get_device_module(device).synchronize()
-
-
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """Yield a path that becomes `target` if the block succeeds; all else in its folder is removed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=target.parent) as folder:
-        try:
-            yield Path(folder) / target.name
-            (Path(folder) / target.name).replace(target)
-        finally:
-            # torch keeps a file open that it failed to write: removed, it would still fill the disk.
-            for left in Path(folder).iterdir():
-                os.truncate(left, 0)
-
-
-def write_trace(recording: profile, target: Path) -> int:
-    """Write the trace of a recording as gzipped JSON, and return the bytes of the JSON.
-
-    Raises:
-        OSError: it could not be written as a whole.
-    """
-    with _beside(target) as packed:
-        plain = packed.with_name("trace.json")
-        recording.export_chrome_trace(str(plain))
-        # torch prints that a file could not be written, and raises nothing.
-        if not plain.is_file() or not _ends_as_json(plain):
-            raise OSError(f"torch did not write the whole of it to {target.parent}; its disk may be full")
-        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as sink:
-            shutil.copyfileobj(source, sink, 2**20)
-        return plain.stat().st_size
-
-
-def _ends_as_json(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - 16, 0))
-        return file.read().rstrip().endswith(b"}")
-
-
-def dearest_operators(averages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the operators with the most time of their own: on the device if it worked at all, else on the host.
-
-    Args:
-        averages: `key_averages()` of a profiler.
-
-    Returns:
-        For each `name`, `calls`, `cpu_ms`, `device_ms` and its `share` (0 to 1) of the time of all. Time is an
-        operator's own, without that of operators which it calls.
-    """
-    kernels = [row for row in averages if row.device_type != DeviceType.CPU and not row.is_user_annotation]
-    operators = [row for row in averages if row.device_type == DeviceType.CPU and not row.key.startswith(_STEP)]
-    device_us = sum(row.self_device_time_total for row in kernels)
-    time_of = "self_device_time_total" if device_us else "self_cpu_time_total"
-    whole_us = device_us or sum(row.self_cpu_time_total for row in operators)
-    operators.sort(key=lambda row: getattr(row, time_of), reverse=True)
-    return [
-        {
-            "name": row.key,
-            "calls": row.count,
-            "cpu_ms": round(row.self_cpu_time_total / 1000, 3),
-            "device_ms": round(row.self_device_time_total / 1000, 3),
-            "share": round(getattr(row, time_of) / max(whole_us, 1e-9), 4),
-        }
-        for row in operators[:NUM_DEAREST]
-    ]
