@@ -79,6 +79,7 @@ _PARTS = (
     "fsdp",
     "fsdp_config",
     "generation_config",
+    "hang_timeout",
     "hub_always_push",
     "hub_model_id",
     "hub_private_repo",

@@ -62,9 +62,8 @@ class Collectives(Protocol):
     def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start a maximum of each of `values` over all ranks, on the host only, without waiting. Collective.
 
-        Returns:
-            A function that waits until every rank has started, and returns the maxima. It may be called repeatedly.
-            All ranks must start in the same order, with as many values. Each rank may read at any time.
+        All ranks start in the same order, with as many values. The returned function waits until every rank has
+        started, and returns the maxima; each rank may call it at any time, and repeatedly.
         """
         ...
 
@@ -99,8 +98,8 @@ class Strategy(Collectives, Protocol):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.
 
-        Called before the optimizer is built, and again after parts of the model were replaced. Raises `ValueError` if
-        the model cannot be trained this way.
+        Called before the optimizer is built, and again after parts of it were replaced. Raises `ValueError` if it
+        cannot be trained this way.
         """
         ...
 
@@ -121,7 +120,11 @@ class Strategy(Collectives, Protocol):
         ...
 
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Return a block in which every rank can read one full parameter. Collective if the parameter is sharded."""
+        """Return a block in which every rank can read one full parameter. Collective if it is sharded."""
+        ...
+
+    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[object]:
+        """Return a block that may end hung ranks, with a report in `folder`. See `Running._progress` for `progress`."""
         ...
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -137,8 +140,7 @@ class Strategy(Collectives, Protocol):
     ) -> torch.Tensor:
         """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
 
-        Returns:
-            The norm before clipping: each step a new scalar tensor on the device. Nothing is read back to the host.
+        Returns the norm before clipping: each step a new scalar tensor on the device. Nothing is read back to the host.
         """
         ...
 
@@ -147,9 +149,9 @@ class Strategy(Collectives, Protocol):
 
         Args:
             optimizer: applies the gradients.
-            skip: scalar on the device, the same on all ranks. If it is not 0, parameters and optimizer state stay the
-                same, bit for bit. The loop passes it only with `on_nonfinite="skip"` or `"raise"`. It may be read back
-                only if the optimizer cannot skip an update on the device.
+            skip: scalar on the device, the same on all ranks; unless 0, parameters and optimizer state stay the same,
+                bit for bit. Passed only with `on_nonfinite="skip"` or `"raise"`. It may be read back only if the
+                optimizer cannot skip an update on the device.
 
         Returns:
             False if a float16 overflow skipped the update. True otherwise, also if `skip` skipped it.
@@ -166,7 +168,7 @@ class Strategy(Collectives, Protocol):
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of the unwrapped module, which rank 0 writes for other programs. Collective.
 
-        Empty on the other ranks, perhaps. Its tensors may be the model's own, or copies in host memory.
+        Empty on the other ranks, perhaps. Its tensors may be the model's own, or copies on the host.
         """
         ...
 
@@ -191,8 +193,7 @@ class InBackward(Protocol):
     measures the state by a step over shapes without numbers.
 
     Attributes:
-        fused_in_backward: whether this is such an optimizer. An optimizer with several modes sets it False in the
-            others.
+        fused_in_backward: whether this is such an optimizer; False in an optimizer's other modes.
         updates_in_backward: whether `backward` already changes weights. If not, an update is skipped by not calling
             `step`, and `zero_grad` clears all traces of it. If so, `clip_to(max_norm)` is called once after `bind`,
             because the norm must be known earlier. A true `leaves_out_nonfinite` then means that a step with a
@@ -302,9 +303,8 @@ class Checkpointer(Protocol):
     background after `save` has returned. It saves the state at the call, whatever changes meanwhile. `restore`, `steps`
     and `path` wait for it first. Its failure is raised once, by `check`, `wait`, `close` or the next `save`.
 
-    A checkpointer that can lock its folder may have two more methods. The run calls `claim()` when it begins, before it
-    looks for anything there. `claim()` raises `OSError` if another run saves to the folder. Each rank calls `release()`
-    when the run ends, also after an exception.
+    A checkpointer that can lock its folder may have two more methods. The run calls `claim()` when it begins, which
+    raises `OSError` if another run saves to the folder, and each rank `release()` when it ends, even by an exception.
     """
 
     def save(
@@ -321,8 +321,8 @@ class Checkpointer(Protocol):
         Args:
             step: completed optimizer steps.
             parts: what to save, by name; the part named `rng` is saved by every rank, the others by rank 0.
-            write_extra: called on rank 0 with the folder being written, before it is sealed, to add more files
-                (`config.json`, a tokenizer); those files are verified like the others.
+            write_extra: called on rank 0 with the folder being written, before it is sealed, to add files that are
+                verified like the others (`config.json`, a tokenizer).
             protected: steps that must not be removed, whatever the limit (the best one).
             on_commit: called on rank 0 with the folder of the complete checkpoint, before older ones are removed. It
                 may run in another thread, and it must return soon. Its exceptions are logged, not raised.

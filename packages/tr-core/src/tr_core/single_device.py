@@ -65,6 +65,10 @@ class StrategyDefaults:
         """Return the parameter unchanged: every rank has the full one."""
         return nullcontext(parameter)
 
+    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[object]:
+        """Do nothing: nobody watches for ranks that hang."""
+        return nullcontext()
+
 
 def complete_strategy(strategy: Any) -> Strategy:
     """Add the methods of `StrategyDefaults` that a strategy lacks, and return the same object.
@@ -72,7 +76,9 @@ def complete_strategy(strategy: Any) -> Strategy:
     Raises:
         TypeError: attributes cannot be added to the object.
     """
-    methods = [name for name in ("bind_optimizer", "accumulate_fused", "gathered") if not hasattr(strategy, name)]
+    methods = [
+        name for name in ("bind_optimizer", "accumulate_fused", "gathered", "watching") if not hasattr(strategy, name)
+    ]
     try:
         for name in ("acts_on", "accelerator"):
             if not hasattr(strategy, name):

@@ -26,6 +26,7 @@ from tr_dist.process_group import ProcessGroup, leave_at_exit
 from tr_dist.replica import Replica, check_trainable
 from tr_dist.sharded_model import broadcast_values, synced_generation
 
+_OF_THE_GROUP = ("backend", "timeout_s", "hang_timeout_s")
 _TIMEOUT_S = 1800.0
 # An Accelerator on the CPU sets them, and the environment would then describe another launch.
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -55,21 +56,21 @@ class AcceleratorStrategy(Ranks):
     _bound: Any = None  # what the Accelerator made of the optimizer
     _pair: tuple[ref[nn.Module], ref[nn.Module]] | None = None  # the last result of `prepare`, and what was given
 
-    def __new__(cls, accelerator: Any) -> Self:
+    def __new__(cls, accelerator: Any, **options: Any) -> Self:
         """Return an object of the class for replicas or for shards."""
         if cls is not AcceleratorStrategy:
             return super().__new__(cls)
         _check_plugins(accelerator)
         return cast("Self", object.__new__(AcceleratedShards if accelerator.is_fsdp2 else AcceleratedReplicas))
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, *, hang_timeout_s: float | None = None) -> None:
         _check_plugins(accelerator)
         self.accelerator = accelerator
         handler = accelerator.init_handler
         timeout = getattr(handler, "timeout", None) or timedelta(seconds=_TIMEOUT_S)
         Ranks.__init__(
             self, _environment_of(accelerator), accelerator.device,
-            precision="no", backend=None, timeout_s=timeout.total_seconds(),
+            precision="no", backend=None, timeout_s=timeout.total_seconds(), hang_timeout_s=hang_timeout_s,
         )  # fmt: skip
         self._precision.scaler = accelerator.scaler
         leave_at_exit()
@@ -94,7 +95,7 @@ class AcceleratorStrategy(Ranks):
             environment = read_environment()
             device = rank_device(environment, use_cpu=args.use_cpu)
             on_cpu = device.type == "cpu"
-            group = ProcessGroup(environment, device, backend=options["backend"], timeout_s=options["timeout_s"])
+            group = ProcessGroup(environment, device, **{k: options[k] for k in _OF_THE_GROUP})
         elif options["backend"]:
             joining["backend"] = options["backend"]
         try:
@@ -106,7 +107,8 @@ class AcceleratorStrategy(Ranks):
                         accelerate.DistributedDataParallelKwargs(**_wrapping(args)),
                         accelerate.InitProcessGroupKwargs(**joining),
                     ],
-                )
+                ),
+                hang_timeout_s=options["hang_timeout_s"],
             )
         except BaseException:
             if group is not None:
@@ -229,8 +231,8 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
     binds_optimizer = True
     _earlier: dict[int, tuple[ref[nn.Parameter], str]]  # parameters before they were sharded, and their names
 
-    def __init__(self, accelerator: Any) -> None:
-        super().__init__(accelerator)
+    def __init__(self, accelerator: Any, *, hang_timeout_s: float | None = None) -> None:
+        super().__init__(accelerator, hang_timeout_s=hang_timeout_s)
         plugin, handler = accelerator.state.fsdp_plugin, accelerator.ddp_handler
         self._whole = "FULL" in str(plugin.state_dict_type)
         self._finds_unused = bool(handler and handler.find_unused_parameters)

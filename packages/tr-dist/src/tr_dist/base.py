@@ -195,6 +195,10 @@ class OnDevice:
         """
         return self._precision.step(optimizer, skip=skip)
 
+    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
+        """Return a block that does nothing: one process waits for no other."""
+        return nullcontext()
+
     def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return the parts of a checkpoint, by name: `model` (unwrapped), `optimizer` if given, `scaler` under float16.
 
@@ -262,6 +266,7 @@ class Ranks(OnDevice):
         precision: `no`, `bf16`, or `fp16` with loss scaling.
         backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
         timeout_s: seconds to wait for other ranks, when joining and in each collective.
+        hang_timeout_s: seconds without progress of any rank after which all are ended; see `ProcessGroup`.
 
     Attributes:
         device: the device of this process.
@@ -278,9 +283,12 @@ class Ranks(OnDevice):
         precision: str,
         backend: str | None,
         timeout_s: float,
+        hang_timeout_s: float | None = None,
     ) -> None:
         super().__init__(device, precision=precision)
-        self._group = ProcessGroup(environment, device, backend=backend, timeout_s=timeout_s)
+        self._group = ProcessGroup(
+            environment, device, backend=backend, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s
+        )
         self.rank, self.local_rank = self._group.rank, self._group.local_rank
         self.world_size = self._group.world_size
 
@@ -312,6 +320,10 @@ class Ranks(OnDevice):
         """Wait until every rank has called it."""
         self._group.barrier()
 
+    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
+        """Return a block in which the watch for hangs gets steps and phases; see `ProcessGroup.watching`."""
+        return self._group.watching(progress, folder)
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it; a second call does nothing.
 
@@ -338,11 +350,12 @@ class Ranks(OnDevice):
 def common_options(args: Any) -> dict[str, Any]:
     """Return the options that all strategies with a process group share, by the names of their constructors.
 
-    They come from `bf16` and `fp16`, `ddp_backend`, `ddp_timeout` and `use_cpu` of the training arguments.
+    They come from `bf16`, `fp16`, `ddp_backend`, `ddp_timeout`, `hang_timeout` and `use_cpu` of the training arguments.
     """
     return {
         "precision": precision_of(args),
         "backend": args.ddp_backend,
         "timeout_s": float(args.ddp_timeout),
+        "hang_timeout_s": args.hang_timeout,
         "use_cpu": args.use_cpu,
     }

@@ -36,6 +36,7 @@ class DDP(Ranks):
         static_graph: the graph and the set of used parameters never change.
         backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
         timeout_s: seconds to wait for other ranks, when joining and in each collective.
+        hang_timeout_s: seconds without progress of any rank after which all are ended; see `ProcessGroup`.
         use_cpu: compute on the CPU even if there is CUDA.
 
     Attributes:
@@ -63,6 +64,7 @@ class DDP(Ranks):
         static_graph: bool = False,
         backend: str | None = None,
         timeout_s: float = 1800.0,
+        hang_timeout_s: float | None = None,
         use_cpu: bool = False,
     ) -> None:
         self._wrapping = {
@@ -73,7 +75,14 @@ class DDP(Ranks):
         }
         environment = read_environment()
         device = rank_device(environment, use_cpu=use_cpu)
-        super().__init__(environment, device, precision=precision, backend=backend, timeout_s=timeout_s)
+        super().__init__(
+            environment,
+            device,
+            precision=precision,
+            backend=backend,
+            timeout_s=timeout_s,
+            hang_timeout_s=hang_timeout_s,
+        )
 
     @classmethod
     def from_arguments(cls, args: Any) -> DDP:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tr_dist.environment import LaunchEnvironment
+from tr_dist.hangs.watch import HangWatch, limits_of
 from tr_dist.rendezvous import meeting_place, open_store
 from tr_dist.shared_page import SharedPage, open_page
 from tr_dist.streams import flush_streams
@@ -43,6 +46,8 @@ class ProcessGroup:
         backend: the backend for collectives: `gloo`, `nccl`, `mpi`, or pairs like `cpu:gloo,cuda:nccl`. None
             takes gloo for the CPU, and NCCL with gloo (for values on the host) for CUDA.
         timeout_s: seconds after which a rank stops waiting for the others, in joining and in each collective.
+        hang_timeout_s: seconds without progress of any rank after which all are ended with a report; 0 never. None
+            takes nine tenths of `timeout_s`, and ends only a job in which a rank waits for another.
 
     Attributes:
         device: the device of this process.
@@ -52,7 +57,8 @@ class ProcessGroup:
         backend: the backend for collectives.
 
     Raises:
-        ValueError: the backend is not available or not for this device, or `timeout_s` is not positive.
+        ValueError: the backend is not available or not for this device, or `timeout_s` is not positive, or
+            `hang_timeout_s` negative.
         ConnectionError: the ranks did not find each other.
         RuntimeError: the existing group differs from the environment.
     """
@@ -63,6 +69,7 @@ class ProcessGroup:
     _leaves_others = False  # whether a group that other code made is destroyed at exit
     _stuck = False
     _agreeing_groups: list[Any] = []  # what `all_reduce_max` of all objects uses, once it was made; kept alive too
+    _watch: tuple[Any, HangWatch] | None = None  # the watch of a group, whoever made that
     _left: list[tuple[float, Any]] = []  # destroyed groups that are kept alive, with the time of destruction
 
     def __init__(
@@ -72,9 +79,12 @@ class ProcessGroup:
         *,
         backend: str | None = None,
         timeout_s: float = 1800.0,
+        hang_timeout_s: float | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s:g} must be positive: the seconds to wait for other ranks")
+        if hang_timeout_s is not None and hang_timeout_s < 0:
+            raise ValueError(f"hang_timeout_s={hang_timeout_s:g} is negative; give seconds, or 0 for no watch")
         self.device = device
         self.rank, self.world_size = environment.rank, environment.world_size
         self.local_rank = environment.local_rank
@@ -91,6 +101,8 @@ class ProcessGroup:
         # Values on the host go through gloo if possible, so that they never wait for the GPU.
         self._host = torch.device("cpu") if "gloo" in _names(self.backend) else device
         self._agreeing = self._join_to_agree()
+        if self._agreeing is not None and hang_timeout_s != 0:
+            self._watch_for_hangs(hang_timeout_s, timeout_s)
 
     def _make(self, environment: LaunchEnvironment, backend: str, timeout_s: float) -> None:
         store = open_store(environment, timeout_s=timeout_s)
@@ -197,6 +209,27 @@ class ProcessGroup:
             ProcessGroup._agreeing_groups.append(agreeing)
         return agreeing
 
+    def _watch_for_hangs(self, hang_timeout_s: float | None, timeout_s: float) -> None:
+        """Begin to watch the group, unless another object of this process has begun. Collective then."""
+        known = ProcessGroup._watch
+        if known is not None and known[0] is dist.group.WORLD:
+            return
+        _leave_watch()
+        watch = HangWatch(self.rank, self.world_size, limits_of(hang_timeout_s, timeout_s))
+        watch.start(self.gather_objects, getattr(self._agreeing, "number_started", None))
+        ProcessGroup._watch = (dist.group.WORLD, watch)
+        _register_exit()
+
+    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
+        """Return a block in which the watch for hangs gets steps and phases, and writes reports to a folder.
+
+        Args:
+            progress: returns the completed steps, the phase, and a number that changes as the phase goes on. It is
+                called from another thread, about once in five seconds.
+            folder: for the report of a hang.
+        """
+        return nullcontext() if ProcessGroup._watch is None else ProcessGroup._watch[1].following(progress, folder)
+
     def barrier(self) -> None:
         """Wait until every rank has called it."""
         present = torch.ones((), device=self._host)
@@ -217,9 +250,11 @@ class ProcessGroup:
         if ProcessGroup._users > 0 or not dist.is_initialized():
             return
         if failed:
+            _leave_watch(sys.exc_info()[1], failed=True)
             _destroy_within(_FAILED_DESTROY_S)
         else:
             self.barrier()  # a rank that ends early closes the store and sockets that others still use
+            _leave_watch()
             _destroy()
 
     def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -301,6 +336,13 @@ def _destroy_within(seconds: float) -> None:
     ProcessGroup._stuck = thread.is_alive()
 
 
+def _leave_watch(error: BaseException | None = None, *, failed: bool = False) -> None:
+    if ProcessGroup._watch is not None:
+        why = "it left the group" if error is None else f"{type(error).__name__}: {error}"
+        ProcessGroup._watch[1].leave(why, failed=failed or error is not None)
+        ProcessGroup._watch = None
+
+
 def leave_at_exit() -> None:
     """Destroy the group of this process at the interpreter's exit, also if other code made it and does not do so."""
     ProcessGroup._leaves_others = True
@@ -315,6 +357,7 @@ def _register_exit() -> None:
 
 def _leave_at_exit() -> None:
     """Prepare the exit of the interpreter: destroy open groups, then wait until no backend thread needs the lock."""
+    _leave_watch(getattr(sys, "last_value", None))  # the exception that ends the interpreter
     is_left = ProcessGroup._made_here or ProcessGroup._leaves_others
     if is_left and dist.is_initialized() and not ProcessGroup._stuck:
         _destroy_within(_FAILED_DESTROY_S)  # it is unknown how the run ended, so other ranks are not waited for

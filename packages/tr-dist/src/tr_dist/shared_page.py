@@ -58,6 +58,10 @@ class SharedPage:
         parts = [self._start(values[first : first + _MOST_VALUES]) for first in range(0, len(values), _MOST_VALUES)]
         return lambda: [value for part in parts for value in part()]
 
+    def number_started(self) -> int:
+        """Return how many exchanges this rank has started."""
+        return self._started
+
     def close(self) -> None:
         """Tell the others that this rank starts no more exchanges."""
         if not self._file.closed:

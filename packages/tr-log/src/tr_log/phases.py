@@ -47,10 +47,11 @@ class PhaseClock:
         doing: what is under way, for displays: the name of a phase, or words that say it more exactly; empty while a
             training loop trains.
         on_doing: called with `doing` whenever it changes.
+        batches: counts batches of evaluations, for who asks from another thread whether one goes on.
     """
 
     def __init__(self, phase: str = START) -> None:
-        self.waited_s, self.due_s = 0.0, math.inf
+        self.waited_s, self.due_s, self.batches = 0.0, math.inf, 0
         self.on_due: Callable[[int], None] = _nothing
         self.rates: dict[str, float] = {}
         self.on_event: Callable[..., None] = _nothing

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from tr_args.constraints import (
     Above,
+    AtLeast,
     CommaSeparated,
     Numbers,
     OptionalCount,
@@ -118,6 +119,11 @@ class DistributedFields:
 
     ddp_timeout: Annotated[int, Above(0), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = 1800
     """Seconds after which a process stops waiting for the others."""
+
+    hang_timeout: Annotated[int | None, AtLeast(0), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    """With several processes: seconds in which none of them makes progress, after which a report says who waits where
+    for whom, and all end with exit code 97. 0 switches it off. Unset is nine tenths of ddp_timeout, and ends only a job
+    in which a process waits for another."""
 
     ddp_find_unused_parameters: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
     """Search for parameters without a gradient in every step; costs time. Unset lets the strategy decide."""

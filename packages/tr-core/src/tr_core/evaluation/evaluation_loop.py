@@ -26,6 +26,7 @@ from tr_core.metric_means import MetricWindow
 from tr_core.model_io import batch_size_of, to_device
 from tr_core.protocols import Strategy
 from tr_core.results import EvalLoopOutput, EvalPrediction
+from tr_log.phases import PhaseClock, active_clock
 
 # Calls a function with every tensor of a tree.
 Detach = Callable[[Callable[[torch.Tensor], Any], Any], Any]
@@ -197,8 +198,10 @@ class EvaluationLoop:
             for name in ("predictions", "label_ids", "inputs", "losses")
         }
         batches = dev_run_batches(source.iterate(0, 0), self._args)
+        clock = active_clock() or PhaseClock()
         for number, (batch, is_last) in enumerate(_mark_last(batches), start=1):
             self._one_batch(model, batch, number, is_last)
+            clock.batches += 1
             self._methods.fire("on_prediction_step")
         return self._finish(window.means())
 

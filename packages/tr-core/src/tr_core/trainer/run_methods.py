@@ -44,7 +44,7 @@ from tr_core.trainer.optimizer_methods import Optimizing
 from tr_core.trainer.search_methods import Searching
 from tr_core.validation import check_output_dir, check_quantized, lock_output_dir, unlocking_output_dir
 from tr_log import progress_bar
-from tr_log.phases import EVALUATION, phase, phase_clock
+from tr_log.phases import COMPUTE, EVALUATION, START, PhaseClock, active_clock, phase, phase_clock
 from tr_log.streams import usable_streams
 
 
@@ -62,8 +62,9 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         check_quantized(self.model)
         with (
             ExitStack() as at_end,
-            phase_clock(),
+            phase_clock() as clock,
             usable_streams(),
+            self.strategy.watching(self._progress(clock), self.args.output_dir),
             self.training_context(),
             unlocking_output_dir(self.current_checkpointer),
             self.memory.stage("train") as read_memory,
@@ -103,6 +104,15 @@ class Running(Stepping, Publishing, Optimizing, Searching):
     def _showing(self, work: str) -> AbstractContextManager[Any]:
         """Return a block during which the main process shows what it does, where that can be drawn."""
         return progress_bar(work) if self.is_world_process_zero() and not self.args.disable_tqdm else nullcontext()
+
+    def _progress(self, clock: PhaseClock) -> Callable[[], tuple[int, str, int]]:
+        """Return what tells the step, the phase and the position in it; another thread may call it."""
+
+        def read() -> tuple[int, str, int]:
+            run = self.current_run
+            return self.state.global_step, clock.phase, clock.batches + (0 if run is None else run.position.samples)
+
+        return read
 
     def _begin_run(self, resume: Resume, ignore_keys: list[str] | None) -> Run:
         """Prepare model, optimizer and data, and restore the checkpoint, if any."""
@@ -164,6 +174,8 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         error: BaseException | None = None
         try:
             self.fire("on_train_begin")
+            if (clock := active_clock()) is not None and clock.phase == START:
+                clock.switch(COMPUTE)
             yield
         except BaseException as caught:
             error = caught

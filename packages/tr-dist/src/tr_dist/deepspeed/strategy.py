@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tr_dist.base import Ranks
+from tr_dist.base import Ranks, common_options
 from tr_dist.deepspeed import configuration as configurations
 from tr_dist.deepspeed.engine import (
     EngineModel,
@@ -64,6 +64,7 @@ class DeepSpeed(Ranks):
             hidden size may be `auto`. `gradient_clipping` and `scheduler` are left out: the loop handles them.
         backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
         timeout_s: seconds to wait for other ranks, when joining and in each collective.
+        hang_timeout_s: seconds without progress of any rank after which all are ended; see `ProcessGroup`.
         use_cpu: compute on the CPU even if there is CUDA.
 
     Attributes:
@@ -91,6 +92,7 @@ class DeepSpeed(Ranks):
         *,
         backend: str | None = None,
         timeout_s: float = 1800.0,
+        hang_timeout_s: float | None = None,
         use_cpu: bool = False,
     ) -> None:
         self.configuration = configurations.read_configuration(configuration)
@@ -106,7 +108,9 @@ class DeepSpeed(Ranks):
         check_swap_paths(self.configuration)
         self._deepspeed = load_deepspeed(device)
         check_async_io(configurations.swap_paths(self.configuration))
-        super().__init__(environment, device, precision="no", backend=backend, timeout_s=timeout_s)
+        super().__init__(
+            environment, device, precision="no", backend=backend, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s
+        )
         self._swapped = SwapFolders(self.configuration, self.rank)
         self._model: EngineModel | None = None
         self._backwards, self._is_complete = 0, False
@@ -116,7 +120,7 @@ class DeepSpeed(Ranks):
         """Build from the training arguments that concern it.
 
         `deepspeed` is filled in from, and compared with, the arguments on batch sizes, accumulation, clipping,
-        optimizer, schedule and precision. `use_cpu`, `ddp_backend` and `ddp_timeout` are used too.
+        optimizer, schedule and precision. `use_cpu`, `ddp_backend`, `ddp_timeout` and `hang_timeout` are used too.
 
         Raises:
             ValueError: configuration and arguments disagree; the message lists where.
@@ -130,7 +134,8 @@ class DeepSpeed(Ranks):
             )
         configurations.check_optimizer_name(str(args.optim), configurations.stage_of(given))
         filled = configurations.fill_from_arguments(given, args, read_launch_environment().world_size)
-        return cls(filled, backend=args.ddp_backend, timeout_s=float(args.ddp_timeout), use_cpu=args.use_cpu)
+        options = common_options(args)
+        return cls(filled, **{name: options[name] for name in options if name != "precision"})
 
     def check_accumulation(self, number: int) -> None:
         """Refuse a loop whose number of micro-batches in a step differs from the configuration's.

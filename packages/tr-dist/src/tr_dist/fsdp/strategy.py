@@ -62,6 +62,7 @@ class FSDP(Ranks):
             Without it such a parameter is an error.
         backend: the backend for collectives; None takes gloo on the CPU and NCCL on CUDA.
         timeout_s: seconds to wait for other ranks, when joining and in each collective.
+        hang_timeout_s: seconds without progress of any rank after which all are ended; see `ProcessGroup`.
         use_cpu: compute on the CPU even if there is CUDA.
 
     Attributes:
@@ -90,6 +91,7 @@ class FSDP(Ranks):
         whole_checkpoints: bool = False,
         backend: str | None = None,
         timeout_s: float = 1800.0,
+        hang_timeout_s: float | None = None,
         use_cpu: bool = False,
     ) -> None:
         self.sharding = sharding or Sharding()
@@ -101,7 +103,14 @@ class FSDP(Ranks):
             )
         environment = read_environment()
         device = rank_device(environment, use_cpu=use_cpu)
-        super().__init__(environment, device, precision=precision, backend=backend, timeout_s=timeout_s)
+        super().__init__(
+            environment,
+            device,
+            precision=precision,
+            backend=backend,
+            timeout_s=timeout_s,
+            hang_timeout_s=hang_timeout_s,
+        )
         self.mesh = self._make_mesh(environment)
         self._syncs: bool | None = None
 

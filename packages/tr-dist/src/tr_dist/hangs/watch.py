@@ -1,0 +1,327 @@
+"""Watch that the ranks of a job make progress, in a thread of each, and end the job if they do not.
+
+The thread reads numbers that the training loop keeps anyway, and looks at the main thread's stack, once in a while. It
+takes part in no exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tr_dist.hangs.findings import Finding, Limits, Standing, Table, describe, judge
+from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
+from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
+from tr_dist.streams import flush_streams, write_text
+
+HANG_EXIT_CODE = 97
+"""The exit code of every process of a job that was ended because its ranks hung."""
+
+Progress = Callable[[], tuple[int, str, int]]
+"""Returns completed steps, phase and any number that changes as the phase goes on. It is called from another thread."""
+
+# The backend's own wait begins with the exchange and ends at its limit, which must not come first.
+_SHARE_OF_TIMEOUT = 0.9
+_LOST_S = 30.0  # a backend mostly notices a peer that is gone, and then says why
+_WARN_S = 30.0
+_STACKS_S = 3.0  # for the others to write their stacks
+_END_S = 10.0  # for who reports to do so
+_MOST_WARNINGS = 10
+
+
+def limits_of(hang_s: float | None, timeout_s: float) -> Limits:
+    """Return the limits for a setting of `hang_timeout`, None for the default, and the group's timeout."""
+    limit_s = _SHARE_OF_TIMEOUT * timeout_s if hang_s is None else hang_s
+    return Limits(
+        hang_s=limit_s,
+        wait_s=min(limit_s, _SHARE_OF_TIMEOUT * timeout_s) if hang_s is None else _SHARE_OF_TIMEOUT * timeout_s,
+        lost_s=min(_LOST_S, limit_s),
+        warn_s=min(_WARN_S, limit_s / 3),
+        ends_without_wait=hang_s is not None,
+    )
+
+
+class HangWatch:
+    """One rank's watch. `start` is collective; nothing after it is.
+
+    Args:
+        rank: number of this process among all.
+        world_size: number of processes.
+        limits: when what is a hang.
+    """
+
+    def __init__(self, rank: int, world_size: int, limits: Limits) -> None:
+        self.rank, self.world_size, self.limits = rank, world_size, limits
+        self._interval_s = min(5.0, max(0.2, limits.hang_s / 15))
+        self._table = Table(silence_s=max(3.0, 3 * self._interval_s))
+        self._note = Note(rank, machine(), os.getpid(), process_state(os.getpid())[1])
+        self._progress: Progress | None = None
+        self._folder: str | None = None
+        self._moved: tuple[Any, float] = (None, time.monotonic())
+        self._ticked_s = time.monotonic()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+        self._board: Board | None = None
+        self._link: Link | None = None
+        self._stacks: Any = None
+        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+
+    def start(self, gather: Callable[[Any], list[Any]], more: Callable[[], int] | None = None) -> None:
+        """Meet the other watches, by three exchanges, and begin. Collective.
+
+        Args:
+            gather: returns the value of every rank, in rank order.
+            more: returns how many exchanges this rank has started outside of torch's groups.
+        """
+        self._more = more
+        store = _store_itself()
+        file = getattr(store, "path", None)  # ranks that meet through a file can share a folder beside it
+        beside = f"{file}-" if file else os.path.join(tempfile.gettempdir(), "tr-")
+        folder = Path(gather(f"{beside}hangs-{secrets.token_hex(8)}")[0])
+        with contextlib.suppress(OSError):  # without a place for notes there is no watch
+            self._board = Board(folder)
+            self._board.put(self._note)
+        gather(None)  # all have written a note
+        here = [note.rank for note in self._board.notes()] if self._board is not None else []
+        keys = gather(min(here, default=self.rank))
+        if self._board is None or not here:
+            return
+        if len(here) < self.world_size and isinstance(store, dist.TCPStore):
+            others = [f"{folder.name}/{key}" for key in sorted(set(keys)) if key != min(here)]
+            host, port = store.host, store.port
+            self._link = Link(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
+                              f"{folder.name}/{min(here)}", others, self._interval_s)  # fmt: skip
+        self._write_stacks_on_signal(self._board.folder)
+        self._thread.start()
+
+    @contextmanager
+    def following(self, progress: Progress, folder: str) -> Iterator[None]:
+        """Take steps and phases from a training loop in a block; reports are written to `folder`."""
+        outer = self._progress, self._folder
+        self._progress, self._folder = progress, os.path.abspath(folder)
+        try:
+            yield
+        finally:
+            self._progress, self._folder = outer
+
+    def leave(self, why: str, *, failed: bool = False) -> None:
+        """Let the others know that this rank leaves and why, and stop; a failed one says which others are gone."""
+        self._stop.set()
+        if self._link is not None:
+            self._link.stop()
+        if self._board is None:
+            return
+        with self._lock:
+            if self._note.left:
+                return
+            self._note = replace(self._own_note(time.monotonic()), left=why)
+            self._board.put(self._note)
+            if failed:
+                self._say_who_is_gone(self._board)
+            self._board.remove()
+            if self._stacks is not None:
+                faulthandler.unregister(_STACKS_SIGNAL)
+                self._stacks.close()
+
+    def _run(self) -> None:
+        assert self._board is not None
+        while not self._stop.wait(self._interval_s):
+            with self._lock:
+                if self._stop.is_set():
+                    return
+                self._tick(self._board)
+
+    def _tick(self, board: Board) -> None:
+        now_s = time.monotonic()
+        if now_s - self._ticked_s > 5 * self._interval_s + 2:
+            self._moved = (self._moved[0], now_s)  # this process was stopped: what it knows is old
+            self._table.restart(now_s)
+        self._ticked_s = now_s
+        self._note = self._own_note(now_s)
+        board.put(self._note)
+        self._table.take(board.notes(), now_s)
+        ranks = self._standings(now_s)
+        here = [each for each in ranks if each.note.machine == self._note.machine]
+        is_first_here = _is_first(self.rank, here)
+        if is_first_here and self._link is not None:
+            self._table.take(self._link.exchange(board), now_s)
+        if board.read(VERDICT) is not None:
+            self._wait_and_end(board)
+        elif is_first_here and _is_first(self.rank, ranks):
+            self._act(board, judge(ranks, self.limits), ranks)
+
+    def _standings(self, now_s: float) -> list[Standing]:
+        known = self._table.standings(now_s, {})
+        states = {each.note.rank: _state(each.note) for each in known if each.note.machine == self._note.machine}
+        return self._table.standings(now_s, states)
+
+    def _own_note(self, now_s: float) -> Note:
+        """Return what this rank does now."""
+        step, phase, position = -1, "", 0
+        if self._progress is not None:
+            with contextlib.suppress(Exception):  # code of a loop that begins or ends
+                step, phase, position = self._progress()
+        place, counts = own_place(), exchange_counts()
+        if self._more is not None:
+            counts["of a machine"] = self._more()
+        progress = (step, phase, position, counts)
+        if progress != self._moved[0]:
+            self._moved = (progress, now_s)
+        return replace(
+            self._note,
+            beat=self._note.beat + 1,
+            idle_s=now_s - self._moved[1],
+            step=step,
+            phase="data" if phase == "compute" and place.is_loading else phase,
+            exchange=place.exchange,
+            where=place.where,
+            counts=counts,
+            is_debugged=place.is_debugged,
+            children=child_numbers(),
+        )
+
+    def _act(self, board: Board, finding: Finding | None, ranks: list[Standing]) -> None:
+        if finding is None or (not finding.ends and (finding.key in self._said or len(self._said) >= _MOST_WARNINGS)):
+            return
+        if not finding.ends:
+            self._said.add(finding.key)
+            report = describe(finding, ranks)
+            if finding.key == "hang":
+                self._report(f"{report}\nthe job goes on: no rank waits for another", own_stacks())
+            else:
+                write_text(sys.stderr, f"hang watch: {report}\n{self._what_follows()}\n")
+            return
+        if not board.post(VERDICT, json.dumps({"rank": self.rank, "text": finding.text})):
+            return  # another rank was first
+        report = describe(finding, ranks)
+        self._signal_the_silent(board, ranks)
+        board.post(f"stacks-{self.rank}", own_stacks())
+        missing = {each.note.rank for each in ranks if not each.is_silent and not each.is_gone}
+        deadline_s = time.monotonic() + _STACKS_S + 2 * self._interval_s * (1 if self._link is None else 3)
+        while time.monotonic() < deadline_s and any(board.read(f"stacks-{rank}") is None for rank in missing):
+            if self._link is not None:
+                self._link.exchange(board)
+            time.sleep(0.05)
+        self._report(f"{report}\nall processes end with exit code {HANG_EXIT_CODE}", self._all_stacks(board, ranks))
+        board.post(END, "")
+        if self._link is not None:
+            self._link.exchange(board)
+            time.sleep(2 * self._interval_s)  # for the other machines to hear of it
+        self._end(board, ranks)
+
+    def _what_follows(self) -> str:
+        return (
+            f"if they stay so, the job ends {self.limits.hang_s:.0f} s after the last progress of any rank, or after "
+            f"{self.limits.wait_s:.0f} s in one exchange"
+        )
+
+    def _wait_and_end(self, board: Board) -> None:
+        """Give this rank's stacks to the rank that reports, and end when it has done so."""
+        board.post(f"stacks-{self.rank}", own_stacks())
+        deadline_s = time.monotonic() + _END_S + 4 * self._interval_s
+        while board.read(END) is None and board.folder.exists() and time.monotonic() < deadline_s:
+            if self._link is not None:
+                self._link.exchange(board)
+            time.sleep(0.05)
+        self._end(board, self._standings(time.monotonic()))
+
+    def _end(self, board: Board, ranks: list[Standing]) -> None:
+        """End this process and its children, and those on this machine that cannot end themselves."""
+        for each in ranks:
+            is_here = each.note.machine == self._note.machine and each.note.rank != self.rank
+            if is_here and each.is_silent and not each.is_gone:
+                _kill([each.note.pid, *each.note.children])
+        self._note = replace(self._note, left="hang")
+        board.put(self._note)
+        board.remove()
+        _kill(child_numbers())
+        flush_streams()
+        os._exit(HANG_EXIT_CODE)
+
+    def _report(self, report: str, stacks: str) -> None:
+        """Print a report, and write it with the stacks to a file."""
+        where = ""
+        if self._folder is not None:
+            path = Path(self._folder, time.strftime("hang-%Y%m%d-%H%M%S.txt"))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(f"{report}\n\n{stacks}", "utf-8")
+                where = f"\nthis and the stacks are in {path}"
+            except OSError as error:
+                where = f"\nthis could not be written to {path}: {error}"
+        write_text(sys.stderr, f"hang watch: {report}\n\n{stacks}\n{where}\n")
+
+    def _all_stacks(self, board: Board, ranks: list[Standing]) -> str:
+        found = []
+        for each in ranks:
+            rank = each.note.rank
+            text = board.read(f"stacks-{rank}") or board.read(f"signal-{rank}.txt") or ""
+            found.append(f"--- rank {rank}\n{text or 'it cannot give its stacks'}\n")
+        return "\n".join(found)
+
+    def _say_who_is_gone(self, board: Board) -> None:
+        """Say which neighbours had left or died before this rank failed."""
+        now_s = time.monotonic()
+        self._table.take(board.notes(), now_s)
+        gone = [each for each in self._standings(now_s) if each.is_gone and each.note.rank != self.rank]
+        if gone:
+            finding = Finding("gone", f"when rank {self.rank} failed, others were gone", ends=False)
+            write_text(sys.stderr, f"hang watch: {describe(finding, gone)}\n")
+
+    def _write_stacks_on_signal(self, folder: Path) -> None:
+        """Let a signal write this process's stacks, also while other code holds Python's lock."""
+        if _STACKS_SIGNAL and signal.getsignal(_STACKS_SIGNAL) == signal.SIG_DFL:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                self._stacks = open(folder / f"signal-{self.rank}.txt", "w")  # noqa: SIM115 - as long as the watch
+                faulthandler.register(_STACKS_SIGNAL, file=self._stacks)
+
+    def _signal_the_silent(self, board: Board, ranks: list[Standing]) -> None:
+        for each in ranks:
+            has_handler = (board.folder / f"signal-{each.note.rank}.txt").exists()
+            if each.is_silent and each.state in ("R", "S", "D") and has_handler:
+                with contextlib.suppress(OSError):
+                    os.kill(each.note.pid, _STACKS_SIGNAL)
+
+
+_STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
+
+
+def _is_first(rank: int, ranks: list[Standing]) -> bool:
+    """Whether no rank with a lower number is there to report."""
+    return not any(each.note.rank < rank and not each.is_silent and not each.is_gone for each in ranks)
+
+
+def _state(note: Note) -> str:
+    """Return the state of a process on this machine; a number that another process has got by now is gone."""
+    state, born = process_state(note.pid)
+    return "X" if born and note.born and born != note.born else state
+
+
+def _kill(numbers: list[int]) -> None:
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            os.kill(number, getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def _store_itself() -> Any:
+    """Return the store of the default group, from inside its prefixes."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
