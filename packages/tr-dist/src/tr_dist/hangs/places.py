@@ -90,7 +90,8 @@ def own_stacks() -> str:
 def exchange_counts() -> dict[str, int]:
     """Return how many exchanges this process has started in each of its groups, by the group's name and device."""
     found: dict[str, int] = {}
-    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+    groups: Any = dist.distributed_c10d._world.pg_names
+    for group, name in list(groups.items()):
         try:
             found[name] = group._get_sequence_number_for_group()
         except (RuntimeError, AttributeError):  # its backend does not count

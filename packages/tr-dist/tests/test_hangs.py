@@ -1,0 +1,316 @@
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tr_dist import DDP
+from tr_dist.hangs import watch
+from tr_dist.hangs.findings import Limits, Standing, Table, causes, describe, judge, waits_for
+from tr_dist.hangs.notes import Board, Link, Note
+from tr_dist.hangs.places import exchange_counts, machine, own_place, own_stacks, place_of, process_state
+from tr_dist.testing import RankError, run_ranks
+
+LIMITS = Limits(hang_s=60, wait_s=90, lost_s=30, warn_s=20, ends_without_wait=False)
+
+
+def standing(rank, *, silent_s=0.0, state="", **facts):
+    note = Note(rank, "here", 100 + rank, **{"step": 3, "phase": "compute", "where": "main at a.py:1", **facts})
+    return Standing(note, silent_s, silent_s > 5, state)
+
+
+def waiting(rank, **facts):
+    return standing(rank, **{"exchange": "all_reduce", "counts": {"0": 8}, **facts})
+
+
+def late(rank, **facts):
+    return standing(rank, **{"counts": {"0": 7}, "where": "read at b.py:2", **facts})
+
+
+# Who waits for whom
+
+
+def test_a_rank_in_an_exchange_waits_for_those_that_have_started_fewer():
+    ranks = [waiting(0), late(1), waiting(2)]
+    assert [waits_for(each, ranks) for each in ranks] == [[1], [], [1]]
+    assert causes(ranks) == [1]
+
+
+def test_a_rank_outside_of_exchanges_waits_for_nobody():
+    assert waits_for(late(0, counts={"0": 8}), [late(0, counts={"0": 8}), late(1)]) == []
+
+
+def test_a_backward_pass_waits_only_where_another_rank_is_behind():
+    computing = waiting(0, exchange="backward")
+    assert waits_for(computing, [computing, late(1, counts={"0": 8})]) == []
+    assert waits_for(computing, [computing, late(1)]) == [1]
+
+
+def test_a_rank_waits_for_those_that_are_gone_or_give_no_sign():
+    ranks = [waiting(0), waiting(1, left="it left the group"), waiting(2, silent_s=9), waiting(3)]
+    assert waits_for(ranks[0], ranks) == [1, 2]
+
+
+def test_ranks_in_different_exchanges_of_the_same_number_wait_for_each_other():
+    ranks = [waiting(0, idle_s=70), waiting(1, idle_s=70, exchange="barrier", phase="evaluation")]
+    assert causes(ranks) == [0, 1]
+    finding = judge(ranks, LIMITS)
+    assert "rank 0 and 1 are in different exchanges, and each waits for the others" in describe(finding, ranks)
+
+
+def test_the_report_names_the_cause_first_with_step_phase_and_place():
+    ranks = [waiting(0, idle_s=61), late(1, idle_s=62, phase="data"), *(waiting(rank, idle_s=61) for rank in (2, 3))]
+    assert describe(judge(ranks, LIMITS), ranks).splitlines() == [
+        "no rank has made progress for 61 s; the others wait for rank 1",
+        "  rank 1 (process 101 on here): step 3, data: no progress for 62 s, in read at b.py:2",
+        "  rank 0 (process 100 on here): step 3, compute: has waited 61 s for rank 1, in all_reduce, in main at a.py:1",
+        "  rank 2 (process 102 on here): step 3, compute: has waited 61 s for rank 1, in all_reduce, in main at a.py:1",
+        "  rank 3 (process 103 on here): step 3, compute: has waited 61 s for rank 1, in all_reduce, in main at a.py:1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"silent_s": 9, "state": "T"},
+            "gives no sign for 9 s: its process is stopped (SIGSTOP); its last note is step 3",
+        ),
+        ({"silent_s": 9, "state": "R"}, "code of a library may hold Python's lock"),
+        ({"silent_s": 9}, "it, its machine or the store is stopped or cut off"),
+        ({"silent_s": 1, "state": "X"}, "its process ended without a word; 1 s ago it was at step 3, compute"),
+        ({"left": "ValueError: no"}, "left after step 3, compute: ValueError: no"),
+        ({"step": -1, "phase": ""}, "outside of training: no progress for 0 s"),
+    ],
+)
+def test_a_line_says_what_is_known_about_a_rank(changes, said):
+    ranks = [waiting(0, idle_s=70), late(1, **changes)]
+    assert said in describe(judge([waiting(0, idle_s=70), late(1, idle_s=70)], LIMITS), ranks)
+
+
+# What is a hang
+
+
+@pytest.mark.parametrize("seconds", [61, 1000])
+def test_a_hang_is_no_progress_of_all_ranks_while_one_waits(seconds):
+    finding = judge([waiting(0, idle_s=seconds), late(1, idle_s=seconds)], LIMITS)
+    assert (finding.key, finding.ends) == ("hang", True)
+
+
+def test_progress_of_one_rank_is_no_hang_until_the_backend_would_end_the_wait():
+    evaluating = late(0, phase="evaluation", idle_s=1)
+    assert not judge([evaluating, waiting(1, idle_s=89)], LIMITS).ends
+    assert judge([evaluating, waiting(1, idle_s=91)], LIMITS).ends
+
+
+def test_ranks_that_all_compute_are_ended_only_if_a_limit_was_set():
+    ranks = [late(rank, counts={"0": 8}, idle_s=100) for rank in range(2)]
+    assert not judge(ranks, LIMITS).ends
+    assert judge(ranks, Limits(60, 90, 30, 20, ends_without_wait=True)).ends
+
+
+def test_time_outside_of_training_and_of_exchanges_is_no_hang():
+    assert judge([standing(rank, phase="", idle_s=9999) for rank in range(2)], LIMITS) is None
+
+
+def test_a_wait_is_said_before_it_is_a_hang_and_once():
+    first = judge([late(0, phase="evaluation", idle_s=21), waiting(1, idle_s=21)], LIMITS)
+    second = judge([late(0, phase="evaluation", idle_s=41), waiting(1, idle_s=41)], LIMITS)
+    assert not first.ends
+    assert first.key == second.key
+    assert judge([late(0, idle_s=19), waiting(1, idle_s=19)], LIMITS) is None
+
+
+@pytest.mark.parametrize("changes", [{"left": "it left the group"}, {"state": "X"}, {"state": "Z"}])
+def test_a_rank_that_waits_for_one_that_is_gone_is_ended_sooner(changes):
+    finding = judge([waiting(0, idle_s=31), late(1, **changes)], LIMITS)
+    assert (finding.text, finding.ends) == ("rank 0 waits for rank 1, which is gone", True)
+    assert judge([late(0, counts={"0": 8}, idle_s=31), late(1, **changes)], LIMITS) is None
+
+
+@pytest.mark.parametrize("changes", [{"is_debugged": True}, {"state": "t"}])
+def test_a_rank_in_a_debugger_is_no_hang(changes):
+    assert judge([waiting(0, idle_s=9999), late(1, idle_s=9999, **changes)], LIMITS) is None
+
+
+def test_a_watch_that_itself_stood_still_counts_from_when_it_runs_again():
+    table = Table(silence_s=5)
+    table.take([Note(0, "here", 1), Note(1, "here", 2)], 100.0)
+    assert [each.is_silent for each in table.standings(106.0, {})] == [True, True]
+    table.restart(106.0)
+    table.take([Note(1, "here", 2)], 107.0)  # the same note is no sign
+    assert [each.silent_s for each in table.standings(108.0, {})] == [2.0, 2.0]
+    table.take([Note(1, "here", 2, beat=1)], 108.0)
+    assert [each.silent_s for each in table.standings(109.0, {})] == [3.0, 1.0]
+
+
+def test_the_default_limit_comes_before_the_backends_own():
+    default, chosen = watch.limits_of(None, 1800), watch.limits_of(60, 1800)
+    assert (default.hang_s, default.wait_s, default.ends_without_wait) == (1620, 1620, False)
+    assert (chosen.hang_s, chosen.wait_s, chosen.ends_without_wait) == (60, 1620, True)
+    assert watch.limits_of(None, 5).lost_s <= 4.5
+
+
+# Where a process is
+
+
+def test_a_place_is_the_innermost_code_outside_torch_and_the_standard_library():
+    found = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            sorted([1], key=lambda item: found.append(place_of(sys._getframe())))
+            return x
+
+    Module()(torch.ones(1))
+    assert found[0].where.startswith("test_a_place_is_the_innermost_code_outside_torch_and_the_standard_library.Module")
+    assert found[0].where.partition(" at ")[2].startswith(os.path.join("tests", "test_hangs.py") + ":")
+    assert (found[0].exchange, found[0].is_loading) == ("", False)
+
+
+def test_loading_data_is_seen():
+    found = []
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            found.append(place_of(sys._getframe()))
+            return index
+
+    next(iter(torch.utils.data.DataLoader(Rows())))
+    assert found[0].is_loading
+    assert "__getitem__" in found[0].where
+
+
+def in_barrier():
+    strategy = DDP(use_cpu=True)
+    seen, before = [], exchange_counts()
+    if strategy.rank == 0:
+        thread = threading.Thread(target=lambda: (time.sleep(0.5), seen.append(own_place())))
+        thread.start()
+        dist.all_gather_object([None, None], 1)
+        thread.join()
+    else:
+        time.sleep(1.5)
+        dist.all_gather_object([None, None], 1)
+    after = exchange_counts()
+    strategy.close()
+    return seen, {name: after[name] - before[name] for name in before}
+
+
+def test_the_exchange_a_rank_is_in_is_seen_from_another_thread_and_exchanges_are_counted():
+    (seen, counts), _ = run_ranks(in_barrier, 2)
+    assert seen[0].exchange == "all_gather_object"
+    assert seen[0].where.startswith("in_barrier at ")
+    assert max(counts.values()) >= 1
+
+
+def test_stacks_begin_with_the_main_thread():
+    stacks = []
+    thread = threading.Thread(target=lambda: stacks.append(own_stacks()))
+    thread.start()
+    thread.join()
+    assert stacks[0].startswith("thread MainThread:\n  File ")
+    assert "test_stacks_begin_with_the_main_thread" in stacks[0]
+
+
+def test_the_state_of_a_process_is_read():
+    state, born = process_state(os.getpid())
+    assert state == "R"
+    assert int(born) > 0
+    assert process_state(2**22 + 1) == ("X", "")
+    assert machine() == machine()
+
+
+# Notes
+
+
+def test_notes_are_replaced_and_a_text_is_written_once(tmp_path):
+    board = Board(tmp_path / "board")
+    board.put(Note(1, "here", 7, beat=1))
+    board.put(Note(1, "here", 7, beat=2))
+    board.put(Note(0, "here", 8))
+    assert [(note.rank, note.beat) for note in board.notes()] == [(0, 0), (1, 2)]
+    assert board.post("verdict", "first")
+    assert not board.post("verdict", "second")
+    assert board.posts() == {"verdict": "first"}
+
+
+def test_the_last_rank_that_leaves_removes_the_folder(tmp_path):
+    board = Board(tmp_path / "board")
+    for rank in range(2):
+        board.put(Note(rank, "here", rank))
+    board.put(Note(0, "here", 0, left="it left the group"))
+    board.remove()
+    assert board.folder.exists()
+    board.put(Note(1, "here", 1, left="it left the group"))
+    board.remove()
+    assert not board.folder.exists()
+
+
+def test_machines_exchange_their_boards_through_a_store(tmp_path):
+    store = dist.HashStore()
+    boards = [Board(tmp_path / name) for name in "ab"]
+    links = [Link(lambda: store, "a", ["b"], 0.01), Link(lambda: store, "b", ["a"], 0.01)]
+    for rank, board in enumerate(boards):
+        board.put(Note(rank, f"machine {rank}", 5))
+    boards[0].post("verdict", "a hang")
+    found = [[], []]
+    deadline = time.monotonic() + 20
+    while not (all(found) and boards[1].read("verdict")) and time.monotonic() < deadline:
+        found = [link.exchange(board) for link, board in zip(links, boards, strict=True)]
+        time.sleep(0.01)
+    for link in links:
+        link.stop()
+    assert [[note.rank for note in notes] for notes in found] == [[1], [0]]
+    assert boards[1].read("verdict") == "a hang"
+
+
+# Ranks
+
+
+def trains(sleeps_s, folder):
+    with DDP(use_cpu=True, hang_timeout_s=3) as strategy, strategy.watching(lambda: (5, "compute", 0), folder):
+        if strategy.rank == 1:
+            time.sleep(sleeps_s)
+        return strategy.gather_objects(strategy.rank)
+
+
+def test_a_rank_that_hangs_ends_all_with_a_code_of_its_own_and_a_report(tmp_path):
+    with pytest.raises(RankError, match="rank 0 died with exit code 97, rank 1 died with exit code 97"):
+        run_ranks(trains, 2, 600, str(tmp_path))
+    [report] = tmp_path.glob("hang-*.txt")
+    text = report.read_text()
+    assert "the others wait for rank 1\n" in text
+    assert "step 5, compute: no progress for 3 s, in trains at " in text
+    assert "--- rank 0\nthread MainThread:\n" in text
+    assert "--- rank 1\nthread MainThread:\n" in text
+
+
+def test_ranks_that_make_progress_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert run_ranks(trains, 2, 0, str(tmp_path)) == [[0, 1], [0, 1]]
+    assert not list(tmp_path.glob("*hang*"))
+
+
+def watched(seconds):
+    strategy = DDP(use_cpu=True, hang_timeout_s=seconds)
+    names = [thread.name for thread in threading.enumerate()]
+    strategy.close()
+    return "hang watch" in names
+
+
+def test_a_limit_of_0_starts_no_watch():
+    assert run_ranks(watched, 2, 0) == [False, False]
+    assert run_ranks(watched, 2, 60) == [True, True]
+    assert not watched(60)  # one process waits for no other
+
+
+def test_a_negative_limit_is_refused():
+    with pytest.raises(ValueError, match=r"hang_timeout_s=-1 is negative; give seconds, or 0"):
+        DDP(use_cpu=True, hang_timeout_s=-1)
