@@ -216,6 +216,7 @@ def train_early_end(options: argparse.Namespace, plant: Plant) -> None:
                 with strategy.accumulate(model, sync=True):
                     strategy.backward(model(torch.randn(2, 4)).sum())
                 step += 1
+                time.sleep(STEP_S)
 
 
 def make_network(plant: Plant) -> Any:

@@ -26,7 +26,7 @@ class Case:
         said: patterns that must be found in what the ranks say, in this order.
         codes: exit code of each rank; None for any but 0.
         rank: which one it is.
-        reports: whether a report is written beside the run.
+        reports: whether a report is written beside the run; None if it depends on who is faster.
         by_port: whether the ranks meet by TCP.
         world_size: number of ranks.
     """
@@ -36,7 +36,7 @@ class Case:
     said: tuple[str, ...]
     codes: tuple[int | None, ...] = (CODE, CODE)
     rank: int = 1
-    reports: bool = True
+    reports: bool | None = True
     by_port: bool = False
     world_size: int = 2
     options: tuple[str, ...] = field(default=())
@@ -58,6 +58,8 @@ def waits(where, step=2, rank=1, others="rank 0", phase="compute"):
 
 
 SILENT = r"  rank {rank} .*gives no sign for \d+ s: {why}; its last note is .*step \d"
+# gloo ends a process that gets values of another size than it expects.
+MISMATCH = r"rank [01] .*(its process ended without a word; .*step 2|waited \d+ s for rank)"
 FAILED = r"  rank 1 .*: left after step 2, compute: ArithmeticError: planted"
 
 CASES = (
@@ -76,10 +78,10 @@ CASES = (
     Case("infinite loop", "fsdp", waits(r"loop_forever at .*hang_run\.py:\d+")),
     Case("held lock", "ddp", (SILENT.format(rank=1, why=".*Python's lock"), "hold_the_lock"), codes=(CODE, -9)),
     Case("skipped exchange", "ddp", ("rank 0 .*broadcast|rank 0 .*all_reduce",)),
-    Case("skipped exchange", "fsdp", ("rank 0 .*broadcast|rank 0 .*all_reduce",)),
+    Case("skipped exchange", "fsdp", ("in different exchanges", r"rank 0 .*in broadcast", r"rank 1 .*in all_gather")),
     Case("other order", "ddp", ("rank 0 and 1 are in different exchanges", "monitored_barrier", "broadcast")),
-    Case("one evaluates", "ddp", ("rank 1 .*evaluat",)),
-    Case("one evaluates", "fsdp", ("rank 1 .*evaluat",), by_port=True),
+    Case("one evaluates", "ddp", ("in different exchanges", r"rank 1 .*step 2, evaluation: .*in gather_rows")),
+    Case("one evaluates", "fsdp", (MISMATCH,), codes=(None, None), reports=None, by_port=True),
     Case("stopped", "ddp", (SILENT.format(rank=1, why=".*SIGSTOP"), "has waited .* for rank 1"), codes=(CODE, -9)),
     Case("stopped", "ddp", (SILENT.format(rank=0, why=".*SIGSTOP"), "has waited .* for rank 0"), codes=(-9, CODE),
          rank=0, by_port=True),
@@ -95,7 +97,7 @@ CASES = (
     Case("full disk", "fsdp", ("No space left on device",), codes=(1, 1), reports=False),
     Case("exception", "ddp", ("ArithmeticError: planted", FAILED), codes=(None, 1), reports=False),
     Case("exception in a callback", "fsdp", ("ArithmeticError: planted", FAILED), codes=(None, 1), reports=False),
-    Case("early end", "ddp", ("rank 1 .*step 2, compute.*barrier",)),
+    Case("early end", "ddp", (MISMATCH,), codes=(None, None), reports=None),
 )  # fmt: skip
 
 
@@ -122,7 +124,7 @@ def test_who_hangs_or_fails_where_and_for_whom_is_said_and_all_end(ranks, tmp_pa
     if (struck := tmp_path / "out/struck").exists():
         assert max(end.time_s for end in ends) - float(struck.read_text()) < WITHIN_S
     files = list((tmp_path / "out/run").glob("hang-*.txt"))
-    assert bool(files) == case.reports, said
+    assert case.reports in (None, bool(files)), said
     for file in files:
         assert "--- rank 0" in file.read_text()
 

@@ -102,3 +102,11 @@ def test_a_note_that_was_cut_short_is_no_note(tmp_path):
     assert read_ending(0, 1, path) == Ending(0, 1, "E: x", "T", 1.0)
     path.write_text('{"message": "E')
     assert read_ending(0, 1, path) == Ending(0, 1)
+
+
+def test_a_hang_is_the_cause_though_the_watch_has_killed_a_rank():
+    endings = [Ending(1, -9), Ending(0, 97), Ending(2, 97)]
+    assert first_cause(endings) == Ending(0, 97)
+    assert describe(endings, world_size=3, nodes=1, logs={}).startswith(
+        "rank 0 of 3 failed first: it ended with exit code 97 because ranks hung, as the hang watch says above\n"
+    )

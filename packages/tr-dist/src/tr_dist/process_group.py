@@ -339,7 +339,8 @@ def _destroy_within(seconds: float) -> None:
 def _leave_watch(error: BaseException | None = None, *, failed: bool = False) -> None:
     if ProcessGroup._watch is not None:
         why = "it left the group" if error is None else f"{type(error).__name__}: {error}"
-        ProcessGroup._watch[1].leave(why, failed=failed or error is not None)
+        # After Ctrl-C or sys.exit no other rank is the cause.
+        ProcessGroup._watch[1].leave(why, failed=isinstance(error, Exception) or (failed and error is None))
         ProcessGroup._watch = None
 
 

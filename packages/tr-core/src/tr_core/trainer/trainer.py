@@ -28,6 +28,7 @@ from tr_core.preflight.requested import stop_if_requested
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from tr_core.runtime.run_context import evaluation_context
 from tr_core.trainer.run_methods import Running
+from tr_log.phases import EVALUATION, phase
 from tr_log.streams import usable_streams
 
 
@@ -355,7 +356,7 @@ class Trainer(Running):
         options: dict[str, Any] = {"ignore_keys": ignore_keys, "metric_key_prefix": prefix}
         if description == "Evaluation":
             options["prediction_loss_only"] = True if unseen else None
-        with self.memory.stage(prefix) as read_memory:
+        with phase(EVALUATION), self.memory.stage(prefix) as read_memory:
             # By name: an override may have its parameters in another order, or only keyword parameters.
             output = self.evaluation_loop(loader, description=description, **options)
             output.metrics.update(read_memory())

@@ -71,10 +71,11 @@ class Table:
 
     def standings(self, now_s: float, states: dict[int, str]) -> list[Standing]:
         """Return what is known about each rank, in rank order; `states` are those of processes on this machine."""
-        return [
-            Standing(note, now_s - since_s, now_s - since_s > self._silence_s, states.get(rank, ""))
-            for rank, (note, since_s) in sorted(self._seen.items())
-        ]
+        found = []
+        for rank, (note, since_s) in sorted(self._seen.items()):
+            silent_s, state = now_s - since_s, states.get(rank, "")
+            found.append(Standing(note, silent_s, silent_s > self._silence_s or state == "T", state))
+        return found
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def describe(finding: Finding, ranks: Sequence[Standing]) -> str:
         about = f"; rank {_listed(found)} are in different exchanges, and each waits for the others"
     else:
         about = f"; the others wait for rank {_listed(found)}"
-    return "\n".join([finding.text + about, *(_line(each, ranks) for each in _in_order(ranks, found))])
+    return "\n".join([finding.text + about, *(line(each, ranks) for each in _in_order(ranks, found))])
 
 
 _MOST_LINES = 64
@@ -193,7 +194,8 @@ def _in_order(ranks: Sequence[Standing], found: list[int]) -> list[Standing]:
     return [*first, *(each for each in ranks if each.note.rank not in found)][:_MOST_LINES]
 
 
-def _line(rank: Standing, ranks: Sequence[Standing]) -> str:
+def line(rank: Standing, ranks: Sequence[Standing]) -> str:
+    """Return what is known about one rank."""
     note = rank.note
     step = "" if note.step < 0 else f"step {note.step}, "
     does = f"{step}{note.phase or 'outside of training'}"

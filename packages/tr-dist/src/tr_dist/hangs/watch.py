@@ -24,13 +24,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tr_dist.hangs.findings import Finding, Limits, Standing, Table, describe, judge
+from tr_dist.hangs import HANG_EXIT_CODE
+from tr_dist.hangs.findings import Finding, Limits, Standing, Table, describe, judge, line
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
 from tr_dist.streams import flush_streams, write_text
-
-HANG_EXIT_CODE = 97
-"""The exit code of every process of a job that was ended because its ranks hung."""
 
 Progress = Callable[[], tuple[int, str, int]]
 """Returns completed steps, phase and any number that changes as the phase goes on. It is called from another thread."""
@@ -42,6 +40,7 @@ _WARN_S = 30.0
 _STACKS_S = 3.0  # for the others to write their stacks
 _END_S = 10.0  # for who reports to do so
 _MOST_WARNINGS = 10
+_MOST_GONE = 3  # the first of them is the cause
 
 
 def limits_of(hang_s: float | None, timeout_s: float) -> Limits:
@@ -73,6 +72,7 @@ class HangWatch:
         self._progress: Progress | None = None
         self._folder: str | None = None
         self._moved: tuple[Any, float] = (None, time.monotonic())
+        self._failed_at: Note | None = None
         self._ticked_s = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -117,7 +117,13 @@ class HangWatch:
         self._progress, self._folder = progress, os.path.abspath(folder)
         try:
             yield
+        except BaseException:
+            with self._lock:
+                self._failed_at = self._own_note(time.monotonic())  # before the phase is forgotten
+            raise
         finally:
+            with self._lock:
+                self._note = self._own_note(time.monotonic())  # its step is still true
             self._progress, self._folder = outer
 
     def leave(self, why: str, *, failed: bool = False) -> None:
@@ -130,7 +136,10 @@ class HangWatch:
         with self._lock:
             if self._note.left:
                 return
-            self._note = replace(self._own_note(time.monotonic()), left=why)
+            note = self._own_note(time.monotonic())
+            if failed and self._failed_at is not None:
+                note = replace(self._failed_at, beat=note.beat)
+            self._note = replace(note, left=why)
             self._board.put(self._note)
             if failed:
                 self._say_who_is_gone(self._board)
@@ -173,7 +182,7 @@ class HangWatch:
 
     def _own_note(self, now_s: float) -> Note:
         """Return what this rank does now."""
-        step, phase, position = -1, "", 0
+        step, phase, position = self._note.step, "", 0
         if self._progress is not None:
             with contextlib.suppress(Exception):  # code of a loop that begins or ends
                 step, phase, position = self._progress()
@@ -210,11 +219,11 @@ class HangWatch:
         if not board.post(VERDICT, json.dumps({"rank": self.rank, "text": finding.text})):
             return  # another rank was first
         report = describe(finding, ranks)
-        self._signal_the_silent(board, ranks)
+        awaited = [f"stacks-{each.note.rank}" for each in ranks if not each.is_silent and not each.is_gone]
+        awaited += self._signal_the_silent(board, ranks)
         board.post(f"stacks-{self.rank}", own_stacks())
-        missing = {each.note.rank for each in ranks if not each.is_silent and not each.is_gone}
         deadline_s = time.monotonic() + _STACKS_S + 2 * self._interval_s * (1 if self._link is None else 3)
-        while time.monotonic() < deadline_s and any(board.read(f"stacks-{rank}") is None for rank in missing):
+        while time.monotonic() < deadline_s and not all(map(board.read, awaited)):
             if self._link is not None:
                 self._link.exchange(board)
             time.sleep(0.05)
@@ -279,10 +288,11 @@ class HangWatch:
         """Say which neighbours had left or died before this rank failed."""
         now_s = time.monotonic()
         self._table.take(board.notes(), now_s)
-        gone = [each for each in self._standings(now_s) if each.is_gone and each.note.rank != self.rank]
+        ranks = self._standings(now_s)
+        gone = sorted((each for each in ranks if each.is_gone and each.note.rank != self.rank), key=_since)
         if gone:
-            finding = Finding("gone", f"when rank {self.rank} failed, others were gone", ends=False)
-            write_text(sys.stderr, f"hang watch: {describe(finding, gone)}\n")
+            lines = "\n".join(line(each, ranks) for each in gone[:_MOST_GONE])
+            write_text(sys.stderr, f"hang watch: when rank {self.rank} failed, others were gone\n{lines}\n")
 
     def _write_stacks_on_signal(self, folder: Path) -> None:
         """Let a signal write this process's stacks, also while other code holds Python's lock."""
@@ -291,12 +301,16 @@ class HangWatch:
                 self._stacks = open(folder / f"signal-{self.rank}.txt", "w")  # noqa: SIM115 - as long as the watch
                 faulthandler.register(_STACKS_SIGNAL, file=self._stacks)
 
-    def _signal_the_silent(self, board: Board, ranks: list[Standing]) -> None:
+    def _signal_the_silent(self, board: Board, ranks: list[Standing]) -> list[str]:
+        """Ask silent processes of this machine for their stacks, and return the texts that will hold them."""
+        asked = []
         for each in ranks:
             has_handler = (board.folder / f"signal-{each.note.rank}.txt").exists()
             if each.is_silent and each.state in ("R", "S", "D") and has_handler:
                 with contextlib.suppress(OSError):
                     os.kill(each.note.pid, _STACKS_SIGNAL)
+                    asked.append(f"signal-{each.note.rank}.txt")
+        return asked
 
 
 _STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
@@ -305,6 +319,11 @@ _STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMI
 def _is_first(rank: int, ranks: list[Standing]) -> bool:
     """Whether no rank with a lower number is there to report."""
     return not any(each.note.rank < rank and not each.is_silent and not each.is_gone for each in ranks)
+
+
+def _since(rank: Standing) -> float:
+    """Return a key that puts first who has been silent longest."""
+    return -rank.silent_s
 
 
 def _state(note: Note) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tr_dist.hangs import HANG_EXIT_CODE
+
 # Messages of gloo, NCCL and torch on ranks that lost a peer.
 _CONSEQUENCES = (
     "closed by peer",
@@ -62,12 +64,15 @@ def read_ending(rank: int, code: int | None, error_file: Path) -> Ending:
 def first_cause(endings: list[Ending]) -> Ending:
     """Return the ending that caused the others.
 
-    An exception of its own comes first, then a signal, then an exit code. If all failed ranks lost a connection, it
+    A hang comes first, then an exception of its own, then a signal, then an exit code. If all failed ranks lost a connection, it
     is a rank that had ended with exit code 0. Among ranks with the same exception, the lowest number comes first.
 
     Args:
         endings: of the processes that ended by themselves, at least one.
     """
+    hung = [ending for ending in endings if ending.code == HANG_EXIT_CODE]
+    if hung:  # the hang watch may have killed others
+        return min(hung, key=lambda ending: ending.rank)
     own = [ending for ending in endings if ending.message and not ending.is_consequence]
     if own:
         earliest = min(own, key=lambda ending: ending.time_s)
@@ -129,7 +134,8 @@ def _manner(code: int | None) -> str:
         return "was still running"
     if code < 0:
         return f"was ended by {_signal_name(-code)}"
-    return f"ended with exit code {code}"
+    why = " because ranks hung, as the hang watch says above" if code == HANG_EXIT_CODE else ""
+    return f"ended with exit code {code}{why}"
 
 
 def _signal_name(number: int) -> str:
