@@ -190,7 +190,7 @@ READ_ELSEWHERE = {
     "save_total_limit", "save_keep_every", "save_on_each_node",  # tr-ckpt
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-    "ddp_static_graph",  # tr-dist
+    "ddp_static_graph", "hang_timeout",  # tr-dist
     "fsdp_config",  # tr-dist
     "neftune_length",  # tr-optim
 }  # fmt: skip

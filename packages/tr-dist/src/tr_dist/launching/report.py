@@ -64,7 +64,7 @@ def read_ending(rank: int, code: int | None, error_file: Path) -> Ending:
 def first_cause(endings: list[Ending]) -> Ending:
     """Return the ending that caused the others.
 
-    A hang comes first, then an exception of its own, then a signal, then an exit code. If all failed ranks lost a connection, it
+    A hang comes first, then an exception of its own, a signal, an exit code. If all failed ranks lost a connection, it
     is a rank that had ended with exit code 0. Among ranks with the same exception, the lowest number comes first.
 
     Args:
