@@ -356,6 +356,6 @@ def common_options(args: Any) -> dict[str, Any]:
         "precision": precision_of(args),
         "backend": args.ddp_backend,
         "timeout_s": float(args.ddp_timeout),
-        "hang_timeout_s": args.hang_timeout,
+        "hang_timeout_s": getattr(args, "hang_timeout", None),  # arguments of an earlier tr-args have none
         "use_cpu": args.use_cpu,
     }

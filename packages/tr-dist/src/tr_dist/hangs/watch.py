@@ -80,6 +80,7 @@ class HangWatch:
         self._board: Board | None = None
         self._link: Link | None = None
         self._stacks: Any = None
+        self._enabled = False
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
 
     def start(self, gather: Callable[[Any], list[Any]], more: Callable[[], int] | None = None) -> None:
@@ -144,6 +145,8 @@ class HangWatch:
             if failed:
                 self._say_who_is_gone(self._board)
             self._board.remove()
+            if self._enabled:
+                faulthandler.disable()
             if self._stacks is not None:
                 faulthandler.unregister(_STACKS_SIGNAL)
                 self._stacks.close()
@@ -296,6 +299,10 @@ class HangWatch:
 
     def _write_stacks_on_signal(self, folder: Path) -> None:
         """Let a signal write this process's stacks, also while other code holds Python's lock."""
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+                faulthandler.enable()  # gloo aborts a process whose peer is in another exchange
+                self._enabled = True
         if _STACKS_SIGNAL and signal.getsignal(_STACKS_SIGNAL) == signal.SIG_DFL:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 self._stacks = open(folder / f"signal-{self.rank}.txt", "w")  # noqa: SIM115 - as long as the watch
