@@ -149,6 +149,7 @@ def integration(session: nox.Session) -> None:
     optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
     ignored = [f"--ignore=tests/{name}" for name in OTHERS] + [f"--ignore={path}" for path in HOUSE]
+    ignored.append("--ignore-glob=tests/habits/test_subclass_*")  # of `parity`
     session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
@@ -218,7 +219,7 @@ def parity(session: nox.Session) -> None:
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, "optuna>=4", *CONSTRAINTS)
     # They require what they do not use here.
     session.install("--no-deps", "galore-torch", "lomo-optim", "fira", *CONSTRAINTS)
-    compared = ("tests/parity", "packages/tr-optim/tests")
+    compared = ("tests/parity", "tests/habits", "packages/tr-optim/tests")
     session.run("pytest", *compared, *session.posargs, env=TEST_ENVIRONMENT)
 
 
