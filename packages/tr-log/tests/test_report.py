@@ -10,7 +10,7 @@ from tr_log.report.command import main as report
 from tr_log.report.page import curves, page, page_data, thin
 from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import time_split, wall_time
-from tr_log.testing import KILLED_ONCE, end_event, start_event, write_run
+from tr_log.testing import KILLED_ONCE, end_event, start_event, time_event, write_run
 
 
 @pytest.fixture
@@ -45,6 +45,25 @@ def test_half_a_line_and_foreign_lines_do_not_matter(tmp_path):
     assert len(run.entries) == 1
     assert math.isnan(run.entries[0]["loss"])
     assert run.unreadable == 2
+
+
+def test_a_later_session_may_go_further_back_than_the_next_one(tmp_path):
+    events = [*KILLED_ONCE[:6], time_event(1024.0, 80, compute=4.0), start_event(1030.0, 0)]
+    run = RunFolder.read(write_run(tmp_path, [*events, time_event(1040.0, 100, compute=10.0), end_event(1040.0, 100)]))
+    split = time_split(run.sessions)
+    assert {name: value for name, value in split.items() if value} == {
+        "start": 2.0,
+        "compute": 10.0,
+        "redone": 15.0,
+        "idle": 13.0,
+    }
+    assert sum(split.values()) == wall_time(run.sessions)
+
+
+def test_the_split_sums_up_though_the_clocks_of_two_machines_differ(tmp_path):
+    events = [*KILLED_ONCE[:5], *({**event, "time_s": event["time_s"] - 3600} for event in KILLED_ONCE[5:])]
+    run = RunFolder.read(write_run(tmp_path, events))
+    assert sum(time_split(run.sessions).values()) == wall_time(run.sessions) == 24.0
 
 
 @pytest.mark.parametrize(

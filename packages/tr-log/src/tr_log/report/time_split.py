@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from tr_log.phases import PHASES
 from tr_log.report.run_folder import Session
@@ -28,14 +29,15 @@ WORDS = {
 def time_split(sessions: Sequence[Session]) -> dict[str, float]:
     """Return the seconds of each part. Their sum is the time from the first start to the last event.
 
-    What a session did after the checkpoint that the next one resumed from is `redone`. The time from a session's last
+    What a session did after the checkpoint from which it was done again is `redone`. The time from a session's last
     event to the next one's start is `idle`: a killed process cannot say when it died, so the fraction of a second
     since its last event counts there.
     """
     split: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for number, session in enumerate(sessions):
-        following = sessions[number + 1] if number + 1 < len(sessions) else None
-        kept_until = session.end_s if following is None else _kept_until(session, following.first_step)
+        later = sessions[number + 1 :]
+        # Not only the next one: one after it may have gone further back, for instance behind a damaged checkpoint.
+        kept_until = _kept_until(session, min(one.first_step for one in later)) if later else session.end_s
         split[REDONE] += session.end_s - kept_until
         measured = 0.0
         for when, _, phases in session.times:
@@ -44,14 +46,19 @@ def time_split(sessions: Sequence[Session]) -> dict[str, float]:
                 for name, seconds in phases.items():
                     split[name if name in PHASES else OTHER] += seconds
         split[OTHER] += max(kept_until - session.start_s - measured, 0.0)
-        if following is not None:
-            split[IDLE] += max(following.start_s - session.end_s, 0.0)
+        if later:
+            split[IDLE] += _gap(session, later[0])
     return split
 
 
 def wall_time(sessions: Sequence[Session]) -> float:
-    """Return the seconds from the first start to the last event."""
-    return sessions[-1].end_s - sessions[0].start_s if sessions else 0.0
+    """Return the seconds from the first start to the last event, also if machines disagree about the time."""
+    gaps = sum(_gap(session, following) for session, following in pairwise(sessions))
+    return sum(session.end_s - session.start_s for session in sessions) + gaps
+
+
+def _gap(session: Session, following: Session) -> float:
+    return max(following.start_s - session.end_s, 0.0)
 
 
 def _kept_until(session: Session, step: int) -> float:
