@@ -69,7 +69,7 @@ NOTHING_COLLECTED = 5  # pytest's exit code
 
 # Libraries of optimizers with adapters, other than those of `parity`.
 KERNELS = ("bitsandbytes", "torchao", "schedulefree", "torch-optimi", "grokadamw")
-# Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) by hand.
+# Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) in `trackers`.
 ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
 
 
@@ -290,12 +290,14 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session
 def trackers(session: nox.Session) -> None:
-    """Report to trackers by callbacks of transformers and through accelerate, by their real libraries, offline."""
-    libraries = ("clearml", "codecarbon>=3", "comet_ml>=3.41", "dvclive>=3.48", "swanlab", "trackio>=0.40")
+    """Report to trackers directly, by callbacks of transformers and through accelerate, by real libraries, offline."""
+    libraries = ("clearml", "codecarbon>=3", "comet_ml>=3.41", "dvclive>=3.48", "swanlab", "trackio>=0.40",
+                 "mlflow>=3", "tensorboard", "wandb>=0.20")  # fmt: skip
     # Without a bound on botocore, Aim is resolved with one that this Python cannot import.
     aim = ("aim>=3.27", "botocore>=1.34")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *libraries, *aim, *CONSTRAINTS)
-    session.run("pytest", "tests/trackers", *session.posargs, env=TEST_ENVIRONMENT)
+    tested = ("tests/trackers", *(f"packages/tr-log/tests/test_{name}_tracker.py" for name in ("mlflow", "wandb")))
+    session.run("pytest", *tested, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

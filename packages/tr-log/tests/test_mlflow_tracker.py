@@ -51,6 +51,27 @@ def test_a_failed_training_is_marked_and_the_next_is_another_run(tmp_path, make_
     assert [run.info.status for run in runs()] == ["FAILED", "FINISHED"]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+def test_a_training_that_a_signal_stopped_is_marked_as_killed(tmp_path, make_loop, error):
+    tracker = MLflowTracker()
+    loop = make_loop([tracker], tmp_path)
+    with pytest.raises(type(error)):
+        loop.train(stop_at=1, error=error)
+    loop.evaluate()
+    assert [run.info.status for run in runs()] == ["KILLED"]
+
+
+def test_characters_that_mlflow_refuses_in_names_cost_no_entry(tmp_path, make_loop, caplog):
+    loop = make_loop([MLflowTracker()], tmp_path)
+    loop.train(stop_at=1)
+    loop.log({"eval_f1@5 (top)": 0.5, "größe": 2, "eval_loss": 0.25})
+    (run,) = runs()
+    assert curve(run, "eval/f1_5 _top_") == [(1, 0.5)]
+    assert curve(run, "train/größe") == [(1, 2.0)]
+    assert curve(run, "eval/loss") == [(1, 0.25)]
+    assert "could not record" not in caplog.text
+
+
 def test_a_run_of_the_script_is_used_and_left_open(tmp_path, make_loop):
     own = mlflow.start_run()
     make_loop([MLflowTracker()], tmp_path, max_steps=1).train()

@@ -1,5 +1,6 @@
 import json
 import struct
+import time
 
 import pytest
 
@@ -23,12 +24,15 @@ def history(folder):
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    rows = []
-    for data in framed(file.read_bytes()):
-        record = Record.FromString(data)
-        if record.HasField("history"):
-            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
-    return rows
+    records = []
+    # Another process writes the file: its end may come after `finish` has returned.
+    for _ in range(300):
+        records = [Record.FromString(data) for data in framed(file.read_bytes())]
+        if any(record.HasField("exit") for record in records):
+            break
+        time.sleep(0.1)
+    rows = [record.history.item for record in records if record.HasField("history")]
+    return [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows]
 
 
 def framed(content):

@@ -14,6 +14,8 @@ class WandbTracker(Tracker):
     own environment variables set everything else (WANDB_PROJECT, WANDB_MODE=offline, WANDB_DIR, ...). After a training
     without an error the run stays open for evaluations, until the next training begins or the process ends.
 
+    wandb writes its file every 15 seconds: it may lack the last entries of a killed run, which metrics.jsonl has.
+
     Raises:
         ImportError: the package wandb is not installed.
     """
