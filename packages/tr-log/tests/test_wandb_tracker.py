@@ -44,6 +44,8 @@ def framed(content):
             position += left
             continue
         length, kind = struct.unpack_from("<HB", content, position + 4)
+        if position + 7 + length > len(content):  # not written to its end
+            return
         record += content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or the last piece
