@@ -81,6 +81,17 @@ def test_phases_are_written_when_they_are_due_and_at_a_save(tmp_path, monkeypatc
     assert read(tmp_path)[0]["time_s"] <= times[0]["time_s"]
 
 
+def test_times_say_whether_exchange_has_that_of_gradients(tmp_path):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    with phase_clock() as clock:
+        file.on_train_begin(args, state, None)
+        clock.exchanged_s = lambda: 0.0
+        file.on_train_end(args, state, None)
+    times = [event for event in read(tmp_path) if event["event"] == "time"]
+    assert [event.get("measures_exchange") for event in times] == [None, True]
+
+
 def test_rates_are_written_once_when_they_are_new_and_those_of_the_end_too(tmp_path):
     args, state = run_of(tmp_path)
     file = EventsFile()

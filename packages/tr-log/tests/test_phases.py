@@ -59,6 +59,22 @@ def test_the_time_of_training_has_no_evaluation_and_no_save_and_goes_on_over_rep
         assert clock.training_s == 26
 
 
+def test_waiting_for_gradients_is_taken_out_of_computing_where_it_is_known(now):
+    clock = PhaseClock(COMPUTE)
+    now[0] += 10
+    clock.take()
+    assert not clock.knows_exchange
+    clock.exchanged_s = lambda: 4.0
+    now[0] += 10
+    clock.waited_s += 3
+    assert clock.take() == {"compute": 3, "data": 3, "exchange": 4}
+    assert clock.knows_exchange
+    now[0] += 1
+    clock.waited_s += 0.5
+    assert clock.take() == {"data": 0.5, "exchange": 0.5}  # not more than what computing has
+    assert clock.training_s == 21
+
+
 def test_a_block_that_raises_ends_its_phase(now):
     with phase_clock() as clock:
         with pytest.raises(KeyError), phase(EVALUATION):

@@ -32,6 +32,15 @@ def test_the_split_sums_to_the_wall_time_across_a_restart(killed):
     assert sum(split.values()) == wall_time(killed.sessions) == 31.0
 
 
+def test_computing_has_the_exchange_of_gradients_where_that_is_not_measured(tmp_path):
+    time_event = {"event": "time", "time_s": 2.0, "step": 1, "phases": {"compute": 1.0}}
+    alone, unmeasured = [start_event(1.0), time_event], [start_event(1.0, world_size=2), time_event]
+    measured = [start_event(1.0, world_size=2), time_event | {"measures_exchange": True}]
+    runs = [RunFolder.read(write_run(tmp_path / str(n), e)) for n, e in enumerate((alone, unmeasured, measured))]
+    texts = [page_data([run])["parts"][2]["text"] for run in runs]
+    assert texts == ["computing", "computing, and exchanging gradients", "computing"]
+
+
 def test_without_the_checkpoint_that_was_resumed_from_the_time_of_its_step_counts(tmp_path):
     events = [event for event in KILLED_ONCE if event["event"] != "checkpoint"]
     assert time_split(RunFolder.read(write_run(tmp_path, events)).sessions)["redone"] == 3.0

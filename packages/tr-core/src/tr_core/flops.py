@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -96,8 +97,7 @@ def look_at(model: nn.Module) -> ModelFacts:
     """
     config = getattr(model, "config", None)
     share, total, needs_gradient = _share_of_experts(config), 0.0, False
-    seen: set[int] = set()
-    is_known = _is_text_only(config)
+    is_known, seen = _is_text_only(config), set[int]()
     devices, sizes = set(), Counter[torch.dtype]()
     for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -191,13 +191,10 @@ def _allows_tf32() -> bool:
 
 
 def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(
-            f"{PEAK_VARIABLE}={text!r} is no positive number; it is the peak of one device in operations per second, "
-            f"such as {PEAK_VARIABLE}=989.5e12"
-        )
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise ValueError(
+        f"{PEAK_VARIABLE}={text!r} is no positive number; it is the peak of one device in operations per second, "
+        f"such as {PEAK_VARIABLE}=989.5e12"
+    )

@@ -45,10 +45,7 @@ class Collectives(Protocol):
     world_size: int
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; the argument does not change. Collective.
-
-        No value is read back to the host.
-        """
+        """Return the sum of `tensor`, which stays as it is, over all ranks, on every rank. No sync. Collective."""
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,6 +114,10 @@ class Strategy(Collectives, Protocol):
 
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Return a block for a micro-batch whose gradients an `InBackward` consumes. `last`: it ends the step."""
+        ...
+
+    def exchange_s(self, model: nn.Module) -> float | None:
+        """Return the seconds since the last call that steps waited for an exchange of gradients; None if unknown."""
         ...
 
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
@@ -225,9 +226,8 @@ class InBackward(Protocol):
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Clip the gradients of the step to a total 2-norm of at most `max_norm`; None measures without scaling.
 
-        Returns:
-            The norm before clipping: a new scalar tensor. It covers all its parameters, also those that keep their
-            `.grad`. Nothing is read back to the host.
+        Return the norm before clipping: a new scalar tensor. It covers all its parameters, also those that keep their
+        `.grad`. Nothing is read back to the host.
         """
         ...
 

@@ -97,6 +97,7 @@ class Run:
         mode = TrainingMode(model, wrapped)
         run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, updates)
         run.take_settings()
+        window.clock.exchanged_s = run.exchange_s
         return run
 
     def take_settings(self) -> None:
@@ -156,6 +157,10 @@ class Run:
                 "schedule and the number of epochs were planned for the former; set args.max_steps before train(), or "
                 "resume the run with a larger one"
             )
+
+    def exchange_s(self) -> float | None:
+        """Return the seconds since the last call that steps waited for gradients of other ranks; None if unknown."""
+        return self.strategy.exchange_s(self.methods.model_wrapped)
 
     def use_strategy(self, strategy: Strategy) -> None:
         """Replace the strategy for the rest of the run."""

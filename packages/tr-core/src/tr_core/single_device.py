@@ -61,6 +61,10 @@ class StrategyDefaults:
         """Return the same block as for a micro-batch without an exchange of gradients after it."""
         return self.accumulate(model, sync=False)
 
+    def exchange_s(self, model: nn.Module) -> float | None:
+        """Return None: where gradients are exchanged, the time that it takes is not known."""
+        return None
+
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Return the parameter unchanged: every rank has the full one."""
         return nullcontext(parameter)
@@ -76,9 +80,8 @@ def complete_strategy(strategy: Any) -> Strategy:
     Raises:
         TypeError: attributes cannot be added to the object.
     """
-    methods = [
-        name for name in ("bind_optimizer", "accumulate_fused", "gathered", "watching") if not hasattr(strategy, name)
-    ]
+    optional = ("bind_optimizer", "accumulate_fused", "exchange_s", "gathered", "watching")
+    methods = [name for name in optional if not hasattr(strategy, name)]
     try:
         for name in ("acts_on", "accelerator"):
             if not hasattr(strategy, name):

@@ -167,6 +167,10 @@ class OnDevice:
         """Return the context for forward and backward of one micro-batch; without `sync` gradients add up locally."""
         return nullcontext()
 
+    def exchange_s(self, model: nn.Module) -> float | None:
+        """Return None: how long steps wait for an exchange of gradients is not known."""
+        return None
+
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Return the context for a micro-batch whose gradients the optimizer consumes and averages in backward."""
         return self.accumulate(model, sync=False)

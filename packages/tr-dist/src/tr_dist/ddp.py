@@ -15,6 +15,42 @@ from tr_dist.environment import rank_device, read_environment
 from tr_dist.replica import Replica, check_replicas_equal, check_trainable, moved
 
 
+class GradientWait:
+    """Adds up how long backward passes wait for the exchange of gradients, by what torch measures of some of them.
+
+    torch measures the time from a backward's first all-reduce to its last, and how much of that the backward still
+    computes. The difference is what a step waits. The first ten passes are measured, then each tenth on the CPU, and on
+    another device, where a measurement waits for it, each hundredth, as torch does by itself.
+
+    Args:
+        replica: whose passes.
+
+    Attributes:
+        replica: a weak reference to the same.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = ref(replica)
+        self._every = 10 if replica.device_type == "cpu" else 100
+        replica._set_ddp_runtime_logging_sample_rate(self._every)
+        self._measured, self._passes = 0, 0
+        self._sum_s = self._mean_s = 0.0
+
+    def take(self, replica: Replica) -> float:
+        """Return the seconds since the last call."""
+        known = replica._get_ddp_logging_data()
+        exchange_ns = float(known.get("avg_backward_comm_time", 0))
+        overlap_ns = float(known.get("avg_backward_compute_comm_overlap_time", 0))
+        last = int(known.get("iteration", 0))  # the last measured pass, from 1; measured when the next begins
+        measured = min(last, 10) + max(last // self._every - 10 // self._every, 0)
+        if measured > self._measured:
+            sum_s = max(exchange_ns - overlap_ns, 0.0) * measured / 1e9
+            self._mean_s = max(sum_s - self._sum_s, 0.0) / (measured - self._measured)
+            self._measured, self._sum_s = measured, sum_s
+        passes, self._passes = replica.num_averaged - self._passes, replica.num_averaged
+        return passes * self._mean_s
+
+
 class DDP(Ranks):
     """Data parallel training: every rank holds the whole model and works on its own part of each batch.
 
@@ -53,6 +89,7 @@ class DDP(Ranks):
 
     forward_is_collective = False
     _last: ref[Replica] | None = None  # the last result of `prepare`
+    _wait: GradientWait | None = None
 
     def __init__(
         self,
@@ -145,6 +182,18 @@ class DDP(Ranks):
             check_replicas_equal(replica.module, self._group)
             replica.compared = True
         return _averaging(replica) if sync else replica.no_sync()
+
+    def exchange_s(self, model: nn.Module) -> float | None:
+        """Return for how many seconds since the last call backward passes waited for other ranks' gradients. No sync.
+
+        It is None before the first of them, and with an optimizer that averages gradients itself.
+        """
+        replica = _replica_in(model)
+        if replica is None or self.world_size == 1 or not replica.has_buckets:
+            return None
+        if self._wait is None or self._wait.replica() is not replica:
+            self._wait = GradientWait(replica)
+        return self._wait.take(replica)
 
     @contextmanager
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:

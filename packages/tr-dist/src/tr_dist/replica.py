@@ -115,6 +115,7 @@ class Replica(DistributedDataParallel):
 
     Attributes:
         compared: whether the ranks' parameters have been found equal.
+        num_averaged: how many micro-batches averaged gradients.
         all_parameters: the module's parameters, listed once: walking the modules costs more than the
             gradients' norm.
 
@@ -135,6 +136,7 @@ class Replica(DistributedDataParallel):
         super().__init__(module, **options)
         del self.logger  # it is None so far
         self.compared = False
+        self.num_averaged = 0
         self.all_parameters = tuple(module.parameters())
         # A backward shows in the gradients: in any one of them, unless parameters may be unused.
         trainable = [p for p in self.all_parameters if p.requires_grad]
@@ -225,6 +227,7 @@ class Replica(DistributedDataParallel):
             raise RuntimeError(_NO_BACKWARD)
         if any(p.grad is not None for p in self._frozen):
             raise RuntimeError(self._what_was_unfrozen())
+        self.num_averaged += 1
         if self._parts is not None:
             self._parts.end()
             self._parts = None

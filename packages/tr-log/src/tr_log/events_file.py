@@ -155,7 +155,8 @@ class EventsFile(EveryEvent):
         if spent is None:
             spent = {} if clock is None else clock.take()
         phases = {name: round(seconds, 6) for name, seconds in spent.items()}
-        self._write("time", time.time(), step=step, phases=phases)
+        more = {"measures_exchange": True} if clock is not None and clock.knows_exchange else {}
+        self._write("time", time.time(), step=step, phases=phases, **more)
         now = time.perf_counter()
         # A thousandth of the time so far: a day writes 7,000 lines, and no kill hides more than that share.
         self._due_s = now + min(max((now - self._began_s) / 1000, 0.25), 60.0)

@@ -34,6 +34,9 @@ class PhaseClock:
     Attributes:
         waited_s: seconds that `compute` counted since the last `take` and that were spent waiting for data. A training
             loop adds to it, because two switches would cost a step more.
+        exchanged_s: returns the seconds since its last call that `compute` counted and that were spent waiting for an
+            exchange of gradients; None where that is not known.
+        knows_exchange: whether it was known at the last `take`; else gradients are exchanged within `compute`.
         rates: the latest figures of throughput, a new dict at each log of a training loop that measures them; a figure
             that is not known is absent. `samples_per_second`, `tokens_per_second` and `flops_per_second` are those of
             all processes together, `mfu` is the share of the devices' peak (0 to 1), and `memory_bytes` and
@@ -54,6 +57,8 @@ class PhaseClock:
         self.waited_s, self.due_s, self.batches = 0.0, math.inf, 0
         self.on_due: Callable[[int], None] = _nothing
         self.rates: dict[str, float] = {}
+        self.exchanged_s: Callable[[], float | None] = _unknown
+        self.knows_exchange = False
         self.on_event: Callable[..., None] = _nothing
         self.on_close: Callable[[], None] = _nothing
         self.updates: dict[str, int] = {}
@@ -87,15 +92,23 @@ class PhaseClock:
         self.switch(self._phase)
         seconds, self._seconds = self._seconds, {}
         self._trained_s += sum(seconds.get(name, 0.0) for name in TRAINING)
-        waited_s, self.waited_s = min(self.waited_s, seconds.get(COMPUTE, 0.0)), 0.0
-        if waited_s:
-            seconds[COMPUTE] -= waited_s
-            seconds[DATA] = seconds.get(DATA, 0.0) + waited_s
+        exchanged_s = self.exchanged_s()
+        self.knows_exchange = exchanged_s is not None
+        for name, waited_s in ((DATA, self.waited_s), (EXCHANGE, exchanged_s or 0.0)):
+            waited_s = min(waited_s, seconds.get(COMPUTE, 0.0))
+            if waited_s:
+                seconds[COMPUTE] -= waited_s
+                seconds[name] = seconds.get(name, 0.0) + waited_s
+        self.waited_s = 0.0
         return {name: value for name, value in seconds.items() if value > 0}
 
 
 def _nothing(*values: object, **named: object) -> None:
     """Do nothing."""
+
+
+def _unknown() -> None:
+    """Return None: a time that is not known."""
 
 
 @contextmanager

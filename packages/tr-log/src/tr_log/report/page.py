@@ -18,7 +18,7 @@ from urllib.parse import quote
 from tr_log import formatting
 from tr_log.formatting import TIMINGS
 from tr_log.report.run_folder import RunFolder, Session
-from tr_log.report.time_split import PARTS, WORDS, time_split, wall_time
+from tr_log.report.time_split import PARTS, time_split, wall_time, words
 
 HIDDEN = ("step", "epoch", "total_flos", "time_s")
 RATES = {
@@ -83,6 +83,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     number = sum(len(curves(run.entries, 10)) + len(rate_curves(run.rates, 10)) for run in runs)
     most = min(max(MOST_NUMBERS // max(number, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
     names = _names(runs)
+    texts = words([session for run in runs for session in run.sessions])
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
@@ -90,7 +91,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
             for run, name in zip(runs, names, strict=True)
         ],
         "differences": _differences(runs),
-        "parts": [{"key": part, "text": WORDS[part]} for part in PARTS],
+        "parts": [{"key": part, "text": texts[part]} for part in PARTS],
     }
 
 

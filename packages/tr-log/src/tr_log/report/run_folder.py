@@ -38,6 +38,7 @@ class Session:
         ended: how it said that it ended: `finished`, `stopped` or `failed`; empty if it did not.
         error: what ended it; empty without an error.
         rates: throughput at each log, as it is in the file.
+        measures_exchange: whether the time of exchanging gradients is that of exchange; else it is part of computing.
         is_last: no later one began.
         longest_silence_s: seconds between two events, at most.
     """
@@ -50,6 +51,7 @@ class Session:
     ended: str = ""
     error: str = ""
     rates: list[dict[str, Any]] = field(default_factory=list)
+    measures_exchange: bool = False
     is_last: bool = True
     longest_silence_s: float = 0.0
 
@@ -210,6 +212,7 @@ def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> Non
     if isinstance(step := event.get("step"), int):
         session.step = step
     if kind == "time":
+        session.measures_exchange |= event.get("measures_exchange") is True
         phases = event.get("phases")
         known = phases if isinstance(phases, dict) else {}
         session.times.append((when, session.step, {k: v for k, v in known.items() if isinstance(v, int | float)}))

@@ -51,6 +51,17 @@ def time_split(sessions: Sequence[Session]) -> dict[str, float]:
     return split
 
 
+def words(sessions: Sequence[Session]) -> dict[str, str]:
+    """Return the words for each part in the report of some sessions.
+
+    Where several processes trained and the time of exchanging gradients was not measured, it is part of computing.
+    """
+    unmeasured = any(
+        (session.info.get("world_size") or 1) != 1 and not session.measures_exchange for session in sessions
+    )
+    return {**WORDS, "compute": "computing, and exchanging gradients"} if unmeasured else WORDS
+
+
 def wall_time(sessions: Sequence[Session]) -> float:
     """Return the seconds from the first start to the last event, also if machines disagree about the time."""
     gaps = sum(_gap(session, following) for session, following in pairwise(sessions))
