@@ -249,10 +249,14 @@ def _version(name: str) -> str | None:
 def _changed(args: Any) -> list[str]:
     """Return the names of arguments that are not at their default."""
     fields: dict[str, Any] = getattr(type(args), "__dataclass_fields__", {})
+    origins = _origins(args)
     return [
         name
         for name, field in fields.items()
-        if not name.startswith("_") and hasattr(args, name) and not _is_default(field, getattr(args, name))
+        if not name.startswith("_")
+        and hasattr(args, name)
+        and not _is_default(field, getattr(args, name))
+        and not (callable(field.default_factory) and origins and name not in origins)
     ]
 
 

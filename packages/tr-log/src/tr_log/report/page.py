@@ -99,7 +99,7 @@ def _run(run: RunFolder, name: str, most: int) -> dict[str, Any]:
     start_s = run.sessions[0].start_s if run.sessions else None
     last = run.sessions[-1] if run.sessions else None
     found = curves(run.entries, most) | rate_curves(run.rates, most)
-    if (pace := _pace(run.sessions)) is not None:
+    if not run.rates and (pace := _pace(run.sessions)) is not None:
         found["steps_per_second"] = pace
     return {
         "name": name,
@@ -156,7 +156,7 @@ def _elapsed(sessions: Sequence[Session]) -> list[tuple[int, float]]:
 
 
 def _pace(sessions: Sequence[Session]) -> Curve | None:
-    """Return the curve of steps per second, None without one: over twenty times of a session or more."""
+    """Return the curve of steps per second, of about a hundred parts of each session; None without one."""
     steps: list[int] = []
     paces: list[float | None] = []
     for session in sessions:

@@ -28,6 +28,7 @@ const GROUPS = [
   ["Evaluation", /^(eval|test)_/],
   ["Training", /./],
 ];
+const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // between ticks
 const RESTART = "M0,-7 V7";
 const darkScheme = window.matchMedia("(prefers-color-scheme: dark)");
 
@@ -167,7 +168,7 @@ function seriesOf(one) {
   const { colour, dash, points } = styleOf(one);
   return {
     show: !isHidden(one.run), spanGaps: false, alpha: one.faint ? 0.3 : 1, stroke: colour, dash,
-    width: one.faint ? 1 : 1.75, points: { size: 5, fill: colour, show: points && !one.faint ? true : undefined },
+    width: one.faint ? 1 : 1.75, points: { size: 5, fill: colour, ...(points && !one.faint ? { show: true } : {}) },
   };
 }
 
@@ -185,7 +186,7 @@ function draw(name, place) {
     cursor: { sync: { key: "runs" }, drag: { x: true, y: false }, focus: { prox: 30 } },
     scales: { x: { time: false, range: xRange() }, y: logarithmic ? { distr: 3 } : {} },
     axes: [
-      { ...style, label: axisName(), size: 30 },
+      { ...style, label: axisName(), size: 30, ...(byId("axis").value === "step" ? { incrs: WHOLE } : {}) },
       {
         ...style, label: UNITS[name] || titleOf(name), values: tickNumbers,
         size: (_, ticks) => 24 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
@@ -289,8 +290,10 @@ function zoom(from, to) {
 
 function redraw() {
   for (const [name, { plot, place }] of plots) {
+    const { left, top } = plot.cursor;
     plot.destroy();
     draw(name, place);
+    if (left >= 0) plots.get(name).plot.setCursor({ left, top });
   }
 }
 
@@ -333,9 +336,10 @@ function groupOf(name) {
 }
 
 function showCurves() {
-  const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))], section = byId("curves");
+  const section = byId("curves"), all = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))];
+  const names = all.filter((name) => name !== "memory_peak" || !all.includes("memory"));
   for (const [name, other] of [["loss", "eval_loss"], ["memory", "memory_peak"]]) {
-    if (data.runs.length === 1 && names.includes(name) && names.includes(other) && !overlaid.has(name)) overlaid.set(name, other);
+    if (data.runs.length === 1 && all.includes(name) && all.includes(other) && !overlaid.has(name)) overlaid.set(name, other);
   }
   const known = [...plots.keys()].sort().join("\n") === [...names].sort().join("\n") && names.length > 0;
   if (known) return redraw();  // keeps the focus where it is
@@ -344,13 +348,13 @@ function showCurves() {
   section.replaceChildren();
   document.body.classList.toggle("bare", !names.length);
   if (!names.length) {
-    section.append(element("p", { class: "empty" }, data.runs.length ? "Nothing has been logged yet." : "There is no run here yet."));
+    section.append(element("p", { class: "empty" }, data.runs.length ? "Nothing has been logged." : "There is no run here yet."));
   }
   for (const [group] of [...GROUPS].reverse()) {
     const members = names.filter((name) => groupOf(name) === group);
     if (members.length) section.append(element("h2", {}, group));
     for (const name of members) {
-      const place = figureOf(name, names);
+      const place = figureOf(name, all);
       section.append(place);
       draw(name, place);
     }
@@ -461,7 +465,7 @@ function timeline(run) {
     picture.append(box);
     if (order) {
       const at = percent(session.from);
-      picture.append(drawn("line", { x1: at, x2: at, y1: 0, y2: 66, stroke: "currentColor", "stroke-dasharray": "2 2" }));
+      picture.append(drawn("line", { x1: at, x2: at, y1: 0, y2: "100%", stroke: "currentColor", "stroke-dasharray": "2 2" }));
     }
     for (const [kind, at, step, said] of session.marks) {
       const { shape, colour, word } = MARKS[kind], words = `${said ? "updates " + said : word} (step ${step})`;
@@ -567,12 +571,19 @@ for (const [event, now] of [["beforeprint", true], ["afterprint", false]]) {
 show();
 if (LIVE) {
   const source = new EventSource("events");
-  source.onmessage = (event) => {
-    data = JSON.parse(event.data);
+  let isHeld = false, news = null;
+  const take = () => {
+    if (isHeld || news === null) return;  // a curve that is drawn anew would end the drag
+    data = JSON.parse(news);
+    news = null;
     const open = [...document.querySelectorAll("details")].map((one) => one.open), top = window.scrollY;
     show();
     document.querySelectorAll("details").forEach((one, i) => { if (i < open.length) one.open = open[i]; });
     window.scrollTo(0, top);
   };
+  source.onmessage = (event) => { news = event.data; take(); };
+  for (const [kind, now] of [["pointerdown", true], ["pointerup", false], ["pointercancel", false]]) {
+    window.addEventListener(kind, () => { isHeld = now; setTimeout(take); });
+  }
   source.onerror = () => { byId("made").textContent = `not connected; last news ${data.made}`; };
 }
