@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tr_core import SingleDevice, Trainer
 from tr_core.data.sampler import MicroBatch
 from tr_core.log_window import LogWindow
+from tr_core.run import Run
 from tr_core.throughput import Share
 
 WIDTH = 6
@@ -84,7 +85,8 @@ def watch(make_trainer, now):
     def run(number=20, **changes):
         watcher = Watcher()
         changes.setdefault("train_dataset", rows(number))
-        watcher.train(make_trainer(model=Reader(now), callbacks=[on("on_log", watcher)], **changes))
+        callbacks = [on("on_log", watcher), *changes.pop("callbacks", [])]
+        watcher.train(make_trainer(model=Reader(now), callbacks=callbacks, **changes))
         return watcher
 
     return run
@@ -206,6 +208,34 @@ def test_mfu_is_the_share_of_the_peaks_of_all_ranks_and_absent_if_one_is_unknown
         rates.close([share._replace(positions=10 - 4 * n, peak_flops=p) for n, p in enumerate(peaks)], None)
         assert clock.rates["flops_per_second"] == 4 * 2 * 16  # the first layer's input needs no gradient
         assert clock.rates.get("mfu") == (None if expected is None else 128 / 400)
+
+
+def test_what_is_frozen_during_a_run_counts_less_from_the_next_log(watch):
+    def freeze(args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            model.embedding.requires_grad_(False)
+
+    rates = dict(watch(12, logging_steps=1, callbacks=[on("on_step_end", freeze)]).of("flops_per_second"))
+    # Its head is then the first trainable layer: without a gradient for its input.
+    assert rates == {1: 24.0 * PER_TOKEN, 2: 24.0 * PER_TOKEN * 4 / 6, 3: 24.0 * PER_TOKEN * 4 / 6}
+
+
+def test_the_steps_time_is_theirs_before_an_evaluation_and_a_save_begin(saving, monkeypatch):
+    waited = []
+    trainer = saving(save_steps=5, eval_strategy="steps", eval_steps=5)
+    monkeypatch.setattr(
+        Run, "settle", lambda run: waited.append((run.methods.state.global_step, run.window.clock.phase))
+    )
+    trainer.train()
+    assert waited == [(5, "compute"), (5, "compute"), (10, "compute"), (10, "compute")]
+
+
+def test_only_a_device_with_a_queue_is_waited_for(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append(1))
+    for kind in ("cpu", "cuda", "xla"):
+        Run.settle(SimpleNamespace(strategy=SimpleNamespace(device=SimpleNamespace(type=kind))))
+    assert len(calls) == 1
 
 
 def test_a_window_without_a_step_leaves_the_rates_and_one_without_time_has_none(now):

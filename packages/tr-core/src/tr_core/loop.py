@@ -135,6 +135,7 @@ def evaluate_and_report(run: Run, ignore_keys: list[str] | None, *, steps: bool 
     """Evaluate, report to a search, and return the metrics; `steps` a schedule that follows one of them."""
     methods = run.methods
     run.store_tokens()
+    run.settle()
     with run.evaluating(), phase(EVALUATION):
         metrics = methods.evaluate(ignore_keys=ignore_keys)
     methods.report_trial(metrics)
@@ -145,6 +146,7 @@ def evaluate_and_report(run: Run, ignore_keys: list[str] | None, *, steps: bool 
 
 def save(run: Run) -> None:
     """Save a checkpoint, and fire `on_save`."""
+    run.settle()
     with phase(CHECKPOINT):
         run.methods.save_checkpoint(run)
     run.fire("on_save")

@@ -109,6 +109,7 @@ class Run:
         self.plan = replace(self.plan, max_grad_norm=args.max_grad_norm or None)
         window.filters_nonfinite = args.logging_nan_inf_filter
         window.counters = [] if window.tokens is None else [window.tokens.count]
+        window.throughput.forget_model()
         name = main_input_name(methods.model)
         if name != "input_ids" or name in forward_parameters(methods.model):
             window.counters.append(window.throughput.counter(name))
@@ -169,6 +170,11 @@ class Run:
         else:
             cast("UpdateGuard", self.updates).strategy = strategy
         self.strategy = strategy
+
+    def settle(self) -> None:
+        """Wait for what the steps left queued on the device, so that its time counts as theirs. Sync."""
+        if self.strategy.device.type in ("cuda", "xpu", "mps"):
+            torch.accelerator.synchronize()
 
     def check_updates(self) -> None:
         """Raise if an update was not finite and `on_nonfinite` is `raise`. Sync: one read of the device.

@@ -59,6 +59,8 @@ class Throughput:
         self._clock = clock
         self._since_s, self._tokens_seen = clock.training_s, 0
         self._facts = ModelFacts(None, frozenset(), None)
+        self._looked_at: tuple[nn.Parameter, ...] = ()  # no list: a step may be repeated from a copy of lists
+        self._trained: tuple[bool, ...] = ()
         self._input_name = ""
         self._counted: tuple[float, float] | None = None  # operations for one position, and for one sample
         self.samples = self.own_samples = self.positions = 0
@@ -71,6 +73,10 @@ class Throughput:
     def begin(self, tokens_seen: int) -> None:
         """Begin the first window, with the tokens seen so far in the whole run."""
         self._since_s, self._tokens_seen = self._clock.training_s, tokens_seen
+
+    def forget_model(self) -> None:
+        """Look at the model again at the next log: its parameters may be others."""
+        self._looked_at = ()
 
     def counter(self, input_name: str) -> Callable[[MicroBatch], None]:
         """Return what counts the positions of micro-batches; fillers, with which a rank only takes part, have none."""
@@ -124,7 +130,11 @@ class Throughput:
             dtype: type of its products under mixed precision; None is that of its parameters.
             given_peak: peak of one device, if a user gave it.
         """
-        self._facts = facts = look_at(model)
+        trained = tuple(parameter.requires_grad for parameter in self._looked_at)
+        if not trained or trained != self._trained:  # a walk over a large model takes half a millisecond
+            self._facts, self._looked_at = look_at(model), tuple(model.parameters())
+            self._trained = tuple(parameter.requires_grad for parameter in self._looked_at)
+        facts = self._facts
         peaks = [peak_flops(device, dtype or facts.dtype, given_peak) for device in facts.devices]
         known = [peak for peak in peaks if peak is not None]
         peak = sum(known) if known and len(known) == len(peaks) else None
