@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +30,16 @@ def main() -> None:
     parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--rank", type=int, default=1, help="the rank that hangs or fails; -1 is every rank")
     parser.add_argument("--port", help="meet there and not through a file")
+    parser.add_argument("--machines", action="store_true", help="each rank has a temporary folder of its own")
     parser.add_argument("--arguments", type=json.loads, default={}, help="further training arguments")
     options = parser.parse_args()
     if options.port:
         del os.environ["TR_RENDEZVOUS_FILE"]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=options.port)
     rank = int(os.environ["RANK"])
+    if options.machines:  # ranks that share no folder are on machines of their own to the watch
+        tempfile.tempdir = str(options.out / f"temporary-{rank}")
+        os.mkdir(tempfile.tempdir)
     plant = Plant(options.plant, options.rank in (rank, -1), options.out)
     (train_early_end if options.plant == "early end" else train)(options, plant)
 

@@ -43,7 +43,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.plant}, {self.strategy}" + (", by TCP" if self.by_port else "") + f", rank {self.rank}"
+        return (
+            f"{self.plant}, {self.strategy}"
+            + (", by TCP" if self.by_port else "")
+            + f", rank {self.rank}{' '.join(self.options)}"
+        )
 
 
 def waits(where, step=2, rank=1, others="rank 0", phase="compute"):
@@ -85,6 +89,11 @@ CASES = (
     Case("stopped", "ddp", (SILENT.format(rank=1, why=r".*SIGSTOP\)"), "has waited .* for rank 1"), codes=(CODE, -9)),
     Case("stopped", "ddp", (SILENT.format(rank=0, why=r".*SIGSTOP\)"), "has waited .* for rank 0"), codes=(-9, CODE),
          rank=0, by_port=True),
+    Case("sleep in a step", "ddp", ("the others wait for rank 2", "rank 0 .*for rank 2", "rank 1 .*for rank 2",
+         "--- rank 2\nthread MainThread:"), rank=2, world_size=3, codes=(CODE,) * 3, by_port=True,
+         options=("--machines",)),
+    Case("stopped", "ddp", (SILENT.format(rank=0, why=r".*SIGSTOP\)"), "has waited .* for rank 0"), codes=(-9, CODE),
+         rank=0, by_port=True, options=("--machines",)),
     Case("stopped", "fsdp", (SILENT.format(rank=1, why=r".*SIGSTOP\)"),), codes=(CODE, -9)),
     Case("killed", "ddp", ("when rank 0 failed, others were gone", "rank 1 .*its process ended without a word"),
          codes=(None, -9), reports=False),
@@ -93,7 +102,7 @@ CASES = (
          r"rank 0 .*for rank 1, in reduce_scatter"), codes=(CODE, -9)),
     Case("killed unnoticed", "ddp", ("rank 0 waits for rank 1, which is gone", "rank 0 .*for rank 1, in backward"),
          codes=(CODE, -9)),
-    Case("killed worker", "ddp", (r"DataLoader worker \(pid",), codes=(None, 1), reports=False),
+    Case("killed worker", "ddp", (r"DataLoader worker \(pid|ConnectionResetError", r"rank 1 .*: left after step 2"), codes=(None, 1), reports=False),
     Case("full disk", "fsdp", ("No space left on device",), codes=(1, 1), reports=False),
     Case("exception", "ddp", ("ArithmeticError: planted", FAILED), codes=(None, 1), reports=False),
     Case("exception in a callback", "fsdp", ("ArithmeticError: planted", FAILED), codes=(None, 1), reports=False),

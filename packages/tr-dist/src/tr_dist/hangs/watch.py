@@ -92,9 +92,9 @@ class HangWatch:
         """
         self._more = more
         store = _store_itself()
+        name = f"tr-hangs-{gather(secrets.token_hex(8))[0]}"
         file = getattr(store, "path", None)  # ranks that meet through a file can share a folder beside it
-        beside = f"{file}-" if file else os.path.join(tempfile.gettempdir(), "tr-")
-        folder = Path(gather(f"{beside}hangs-{secrets.token_hex(8)}")[0])
+        folder = Path(f"{file}-{name}" if file else os.path.join(tempfile.gettempdir(), name))
         with contextlib.suppress(OSError):  # without a place for notes there is no watch
             self._board = Board(folder)
             self._board.put(self._note)
@@ -104,10 +104,10 @@ class HangWatch:
         if self._board is None or not here:
             return
         if len(here) < self.world_size and isinstance(store, dist.TCPStore):
-            others = [f"{folder.name}/{key}" for key in sorted(set(keys)) if key != min(here)]
+            others = [f"{name}/{key}" for key in sorted(set(keys)) if key != min(here)]
             host, port = store.host, store.port
             self._link = Link(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
-                              f"{folder.name}/{min(here)}", others, self._interval_s)  # fmt: skip
+                              f"{name}/{min(here)}", others, self._interval_s)  # fmt: skip
         self._write_stacks_on_signal(self._board.folder)
         self._thread.start()
 
@@ -167,10 +167,10 @@ class HangWatch:
         self._ticked_s = now_s
         self._note = self._own_note(now_s)
         board.put(self._note)
-        self._table.take(board.notes(), now_s)
-        ranks = self._standings(now_s)
-        here = [each for each in ranks if each.note.machine == self._note.machine]
-        is_first_here = _is_first(self.rank, here)
+        notes = board.notes()
+        self._table.take(notes, now_s)
+        ranks, beside = self._standings(now_s), {note.rank for note in notes}
+        is_first_here = _is_first(self.rank, [each for each in ranks if each.note.rank in beside])
         if is_first_here and self._link is not None:
             self._table.take(self._link.exchange(board), now_s)
         if board.read(VERDICT) is not None:
