@@ -10,7 +10,7 @@ from tr_log.report.command import main as report
 from tr_log.report.page import curves, page, page_data, thin
 from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import time_split, wall_time
-from tr_log.testing import KILLED_ONCE, end_event, start_event, time_event, write_run
+from tr_log.testing import KILLED_ONCE, checkpoint_event, end_event, start_event, time_event, write_run
 
 
 @pytest.fixture
@@ -127,6 +127,25 @@ def test_a_page_of_100_000_steps_is_at_most_a_megabyte(tmp_path):
     names = ("loss", "learning_rate", "grad_norm", *(f"own_{n}" for n in range(10)))
     entries = [{"step": n, "epoch": n / 1000, **{name: n / 7 for name in names}} for n in range(100_000)]
     text = page([RunFolder.read(write_run(tmp_path, KILLED_ONCE, entries))])
+    assert len(text.encode()) < 1_000_000
+
+
+def test_a_page_of_many_restarts_and_runs_is_at_most_a_megabyte(tmp_path):
+    arguments = {"arguments": {f"argument_{n}": "x" * 20 for n in range(130)}}
+    runs = []
+    for number in range(10):
+        events = []
+        for call in range(20):
+            events.append(start_event(1000.0 * call, 100 * call, **arguments))
+            for step in range(100 * call, 100 * call + 200):
+                when = 1000.0 * call + step
+                events += [checkpoint_event(when, step), {"event": "evaluation", "time_s": when, "step": step}]
+                events.append(
+                    {"event": "warning", "time_s": when, "text": f"{step} " + "y" * 500 + chr(65 + step % 26)}
+                )
+        entries = [{"step": n, "loss": n / 7, "grad_norm": n / 3} for n in range(10_000)]
+        runs.append(RunFolder.read(write_run(tmp_path / str(number), events, entries)))
+    text = page(runs)
     assert len(text.encode()) < 1_000_000
 
 

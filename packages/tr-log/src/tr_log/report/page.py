@@ -39,7 +39,8 @@ MOST_NUMBERS = 60_000
 """Points of all curves of a page together: about 700 kB."""
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
 MOST_MARKS, MOST_FILES = 400, 60
-MOST_WARNINGS, LONGEST_WARNING, MOST_PROFILES = 200, 600, 10
+"""Marks of each kind of all sessions together, and files of a run."""
+MOST_WARNINGS, LONGEST_WARNING, MOST_PROFILES = 100, 400, 10
 _COLUMNS = {
     "name": "operator",
     "calls": "calls",
@@ -82,12 +83,12 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     """Return what the page shows, as values for JSON; see `page`."""
     number = sum(len(curves(run.entries, 10)) + len(rate_curves(run.rates, 10)) for run in runs)
     most = min(max(MOST_NUMBERS // max(number, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
-    names = _names(runs)
-    texts = words([session for run in runs for session in run.sessions])
+    names, sessions = _names(runs), [session for run in runs for session in run.sessions]
+    texts, marks = words(sessions), max(MOST_MARKS // max(len(sessions), 1), 4)
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
-            _run(run, name, most) | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
+            _run(run, name, most, marks) | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
             for run, name in zip(runs, names, strict=True)
         ],
         "differences": _differences(runs),
@@ -95,7 +96,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     }
 
 
-def _run(run: RunFolder, name: str, most: int) -> dict[str, Any]:
+def _run(run: RunFolder, name: str, most: int, most_marks: int) -> dict[str, Any]:
     start_s = run.sessions[0].start_s if run.sessions else None
     last = run.sessions[-1] if run.sessions else None
     found = curves(run.entries, most) | rate_curves(run.rates, most)
@@ -110,7 +111,7 @@ def _run(run: RunFolder, name: str, most: int) -> dict[str, Any]:
         "curves": {key: {"x": steps, "y": values} for key, (steps, values) in found.items()},
         "epochs": _ratio([(e["step"], e["epoch"]) for e in run.entries if isinstance(e.get("epoch"), int | float)]),
         "times": _ratio(_elapsed(run.sessions)),
-        "sessions": [_session(session, start_s or 0.0) for session in run.sessions],
+        "sessions": [_session(session, start_s or 0.0, most_marks) for session in run.sessions],
         "wall": round(wall_time(run.sessions), 3),
         "split": {part: round(seconds, 3) for part, seconds in time_split(run.sessions).items()},
         "warnings": _warnings(run, start_s or 0.0),
@@ -178,7 +179,7 @@ def _ratio(pairs: Sequence[tuple[int, float]]) -> list[list[float]]:
     return [[step, round(float(value), 4)] for step, value in few]
 
 
-def _session(session: Session, start_s: float) -> dict[str, Any]:
+def _session(session: Session, start_s: float, most_marks: int) -> dict[str, Any]:
     return {
         "from": round(session.start_s - start_s, 3),
         "to": round(session.end_s - start_s, 3),
@@ -188,13 +189,13 @@ def _session(session: Session, start_s: float) -> dict[str, Any]:
         "marks": [
             [kind, round(mark["time_s"] - start_s, 3), mark.get("step"), _said(mark)]
             for kind in MARKS
-            for mark in _few([mark for mark in session.marks if mark.get("event") == kind])
+            for mark in _few([mark for mark in session.marks if mark.get("event") == kind], most_marks)
         ],
     }
 
 
-def _few(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    stride = len(marks) // MOST_MARKS + 1
+def _few(marks: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    stride = -(-len(marks) // most) or 1
     return marks[::-1][::stride][::-1]  # the last one among them
 
 
