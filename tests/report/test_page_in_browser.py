@@ -279,7 +279,7 @@ def test_a_live_page_grows_with_its_run(browser, tmp_path):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            show(browser, f"http://127.0.0.1:{server.server_address[1]}/")
+            show(browser, f"http://127.0.0.1:{server.server_address[1]}/", "phone")
             with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
                 file.write('{"step": 3, "loss": 0.25}\n')
             browser.execute_async_script(
@@ -288,6 +288,16 @@ def test_a_live_page_grows_with_its_run(browser, tmp_path):
                 "? done() : setTimeout(look, 50);"
                 "look();"
             )
+            browser.execute_script("document.querySelector('.plot').focus(); scrollTo(0, 100)")
+            with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 4, "loss": 0.125}\n')
+            browser.execute_async_script(
+                "const done = arguments[0]; const look = () => "
+                "document.querySelector('.readout').textContent.includes('0.125') ? done() : setTimeout(look, 50);"
+                "look();"
+            )
+            assert browser.execute_async_script("requestAnimationFrame(() => arguments[0](scrollY))") == 100
+            assert browser.execute_script("return document.activeElement.className") == "plot"
             assert browser.get_log("browser") == []
         finally:
             browser.get("about:blank")
