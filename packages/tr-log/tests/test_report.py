@@ -258,3 +258,7 @@ def test_the_page_and_the_picture_are_two_files(killed, capsys):
     with pytest.raises(SystemExit):
         report([str(killed.path), "--png", "-o", "both.png"])
     assert "-o both.png is where the page goes; the picture goes beside it" in capsys.readouterr().err
+
+
+def test_on_the_axis_of_time_a_resumed_run_goes_on_when_its_loop_began(killed):
+    assert page_data([killed])["runs"][0]["times"] == [[0, 2.0], [50, 10.0], [50.001, 21.0], [100, 31.0]]

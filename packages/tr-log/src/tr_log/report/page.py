@@ -145,13 +145,17 @@ def _facts(run: RunFolder) -> list[list[str]]:
     return facts
 
 
-def _elapsed(sessions: Sequence[Session]) -> list[tuple[int, float]]:
-    """Return steps and the seconds since the first start at which they were reached for good."""
-    pairs: list[tuple[int, float]] = []
+def _elapsed(sessions: Sequence[Session]) -> list[tuple[float, float]]:
+    """Return steps and the seconds since the first start at which they were reached for good.
+
+    A session begins a thousandth behind its first step: that step itself was reached by the one before.
+    """
+    pairs: list[tuple[float, float]] = []
     for session in sessions:
-        while pairs and pairs[-1][0] >= session.first_step:
+        while pairs and pairs[-1][0] > session.first_step:
             pairs.pop()
-        pairs.append((session.first_step, session.start_s - sessions[0].start_s))
+        began_s = next((when for when, step, _ in session.times if step == session.first_step), session.start_s)
+        pairs.append((session.first_step + (0.001 if pairs else 0), began_s - sessions[0].start_s))
         pairs += [(step, when - sessions[0].start_s) for when, step, _ in session.times if step > pairs[-1][0]]
     return pairs
 
@@ -170,7 +174,7 @@ def _pace(sessions: Sequence[Session]) -> Curve | None:
     return thin(steps, paces, 400) if len(steps) > 1 else None
 
 
-def _ratio(pairs: Sequence[tuple[int, float]]) -> list[list[float]]:
+def _ratio(pairs: Sequence[tuple[float, float]]) -> list[list[float]]:
     """Return few of the pairs; between them a page interpolates."""
     stride = max(len(pairs) // 300, 1)
     few = list(pairs[::stride])

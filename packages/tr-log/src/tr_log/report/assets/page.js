@@ -39,7 +39,7 @@ const overlaid = new Map();  // name of a curve: that of another one drawn with 
 const plots = new Map();
 const byId = (id) => document.getElementById(id);
 const colourOf = (index) => (darkScheme.matches && !printing ? BRIGHT : COLOURS)[index % COLOURS.length];
-const dashOf = (index) => DASHES[index % DASHES.length];
+const dashOf = (index) => DASHES[(index + Math.floor(index / COLOURS.length)) % DASHES.length];  // 49 different lines
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const isHidden = (run) => hidden.has(data.runs[run].path);
 const titleOf = (name) => WORDS[name] || name;
@@ -228,23 +228,24 @@ function drawMarks(plot, lines) {
   ctx.lineWidth = ratio;
   for (const index of new Set(lines.map((line) => line.run))) {
     if (isHidden(index)) continue;
-    const run = data.runs[index], x = (step) => plot.valToPos(axisValues(run, [step])[0], "x", true);
+    const run = data.runs[index], isTime = byId("axis").value === "time" && run.times.length;
+    const x = (step, s) => plot.valToPos(isTime ? s / timeUnit()[0] : axisValues(run, [step])[0], "x", true);
     ctx.strokeStyle = data.runs.length > 1 ? colourOf(index) : ink("--faint");
     ctx.setLineDash([3 * ratio, 3 * ratio]);
     for (const session of run.sessions.slice(1)) {
       ctx.beginPath();
-      ctx.moveTo(x(session.first), bbox.top);
-      ctx.lineTo(x(session.first), bbox.top + bbox.height);
+      ctx.moveTo(x(session.first, session.from), bbox.top);
+      ctx.lineTo(x(session.first, session.from), bbox.top + bbox.height);
       ctx.stroke();
     }
     ctx.fillStyle = MARKS.updates.colour;
     const low = bbox.top + bbox.height, size = 5 * ratio;
-    for (const [kind, , step] of run.sessions.flatMap((session) => session.marks)) {
+    for (const [kind, at, step] of run.sessions.flatMap((session) => session.marks)) {
       if (kind !== "updates") continue;
       ctx.beginPath();
-      ctx.moveTo(x(step) - size, low);
-      ctx.lineTo(x(step), low - 1.8 * size);
-      ctx.lineTo(x(step) + size, low);
+      ctx.moveTo(x(step, at) - size, low);
+      ctx.lineTo(x(step, at), low - 1.8 * size);
+      ctx.lineTo(x(step, at) + size, low);
       ctx.fill();
     }
   }
