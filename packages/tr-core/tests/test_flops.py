@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tr_core.flops import look_at, num_positions, peak_flops, peaks_of
+from tr_core.flops import look_at, num_positions, num_targets
+from tr_core.peak_flops import peak_flops, peaks_of
 
 
 class Language(nn.Module):
@@ -58,6 +59,40 @@ def test_of_a_mixture_of_experts_those_count_that_a_token_goes_to():
     model.shared_experts_gate = nn.Linear(4, 1, bias=False)
     model.config = SimpleNamespace(num_experts_per_tok=2, num_local_experts=8)
     assert look_at(model).per_position == 6 * (24 + 24 + 40 + 2 * 16 + 4)
+
+
+class Translator(nn.Module):
+    """An encoder, and a decoder with attention to it."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=True)
+        self.shared = nn.Embedding(10, 4)
+        self.encoder = nn.Sequential(nn.Linear(4, 4, bias=False))
+        self.decoder = nn.Sequential(nn.Linear(4, 6, bias=False))
+        self.decoder.encoder_attn = nn.ModuleDict({f"{n}_proj": nn.Linear(4, 4, bias=False) for n in "qkv"})
+        self.head = nn.Linear(6, 10, bias=False)
+
+    def get_encoder(self):
+        return self.encoder
+
+
+def test_an_encoder_counts_for_the_input_and_a_decoder_for_its_targets():
+    facts = look_at(Translator())
+    assert facts.per_position == 6 * (16 + 2 * 16)  # the decoder's keys and values are of the encoder's output
+    assert facts.per_target == 6 * (24 + 16 + 60)
+    model = Translator()
+    model.main_input_name = "input_features"  # sounds
+    assert look_at(model)[:2] == (None, 0.0)
+
+
+def test_targets_are_those_of_the_decoder_s_input_or_of_the_input_itself():
+    ids, longer = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
+    assert num_targets({"input_ids": ids, "labels": longer}, "input_ids") == 10
+    assert num_targets({"input_ids": ids, "labels": longer, "decoder_input_ids": ids}, "input_ids") == 6
+    assert num_targets({"input_ids": ids, "labels": torch.ones(2, dtype=torch.int64)}, "input_ids") == 6
 
 
 @pytest.mark.parametrize("config", [{"is_encoder_decoder": True}, {"vision_config": object()}])

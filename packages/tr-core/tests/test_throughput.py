@@ -190,7 +190,7 @@ def test_ranks_add_up_and_memory_is_that_of_the_fullest_device(now):
     rates.begin(0)
     rates.samples = 8  # known to every rank
     now[0] += 2
-    rates.close([Share(1, 30, 5, 50, 1e12), Share(3, 10, 7, 40, 2e12)], None)
+    rates.close([Share(1, 30, 0, 5, 50, 1e12), Share(3, 10, 0, 7, 40, 2e12)], None)
     assert clock.rates == {
         "samples_per_second": 6.0,
         "tokens_per_second": 20.0,
@@ -202,7 +202,7 @@ def test_ranks_add_up_and_memory_is_that_of_the_fullest_device(now):
 def test_mfu_is_the_share_of_the_peaks_of_all_ranks_and_absent_if_one_is_unknown(now):
     for peaks, expected in (((100.0, 300.0), 0.25), ((100.0, None), None)):
         clock, rates = parts()
-        share = rates.share(nn.Linear(2, 1, bias=False), None, 1.0)
+        share = rates.share(nn.Linear(2, 1, bias=False), torch.device("cpu"), None, 1.0)
         rates.samples = 1
         now[0] += 1
         rates.close([share._replace(positions=10 - 4 * n, peak_flops=p) for n, p in enumerate(peaks)], None)
@@ -241,10 +241,10 @@ def test_only_a_device_with_a_queue_is_waited_for(monkeypatch):
 def test_a_window_without_a_step_leaves_the_rates_and_one_without_time_has_none(now):
     clock, rates = parts()
     clock.rates = before = {"samples_per_second": 1.0}
-    rates.close([Share(0, 0, 1, 1, None)], None)
+    rates.close([Share(0, 0, 0, 1, 1, None)], None)
     assert clock.rates is before
     rates.samples = 4
-    rates.close([Share(0, 0, 1, 1, None)], None)
+    rates.close([Share(0, 0, 0, 1, 1, None)], None)
     assert clock.rates == {"memory_bytes": 1, "memory_peak_bytes": 1}
 
 

@@ -14,6 +14,7 @@ from tr_core.changes import ChangeWatch, check_same_on_all_ranks, values_of_all_
 from tr_core.data.batches import Batches, TakeBatches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
+from tr_core.flops import has_targets
 from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite
 from tr_core.model import TrainingMode
 from tr_core.model_io import forward_parameters, main_input_name
@@ -112,7 +113,7 @@ class Run:
         window.throughput.forget_model()
         name = main_input_name(methods.model)
         if name != "input_ids" or name in forward_parameters(methods.model):
-            window.counters.append(window.throughput.counter(name))
+            window.counters.append(window.throughput.counter(name, with_targets=has_targets(methods.model)))
         if methods.counts_floating_point_ops():
             window.counters.append(lambda batch: window.count_flops(methods.floating_point_ops(batch.inputs)))
         self.watch.note(args, methods.model, self.optimizer)
@@ -241,7 +242,7 @@ class Run:
         shared = values_of_all_ranks(args, self.optimizer) if self.strategy.world_size > 1 else {}
         read = window.read()
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        share = window.throughput.share(self.methods.model, dtype, args.peak_flops)
+        share = window.throughput.share(self.methods.model, self.strategy.device, dtype, args.peak_flops)
         with phase(EXCHANGE):
             gathered = self.strategy.gather_objects((read, shared, share))
         check_same_on_all_ranks([values for _, values, _ in gathered])

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
-from tr_core.flops import ModelFacts, look_at, num_positions, peak_flops
+from tr_core.flops import ModelFacts, look_at, num_positions, num_targets
 from tr_core.loss import StepScope
 from tr_core.model_io import batch_size_of
+from tr_core.peak_flops import peak_flops
 from tr_core.runtime.memory import memory_in_use
 from tr_log.phases import START, PhaseClock
 
@@ -27,6 +28,7 @@ class Share(NamedTuple):
     Attributes:
         samples: samples that only this rank knows of.
         positions: positions of this rank's inputs.
+        targets: positions of this rank's inputs of a decoder that has an encoder beside it.
         memory_bytes: what is allocated now on the fullest of its devices; None if unknown.
         memory_peak_bytes: the same at its peak.
         peak_flops: peak of its devices together, in operations per second; None if unknown.
@@ -34,6 +36,7 @@ class Share(NamedTuple):
 
     samples: int
     positions: int
+    targets: int
     memory_bytes: int | None
     memory_peak_bytes: int | None
     peak_flops: float | None
@@ -53,17 +56,18 @@ class Throughput:
         samples: samples of all ranks, since the last log.
         own_samples: samples that only this rank knows of, of a user's loader.
         positions: positions of this rank's inputs.
+        targets: positions of this rank's inputs of a decoder that has an encoder beside it.
     """
 
     def __init__(self, clock: PhaseClock) -> None:
         self._clock = clock
         self._since_s, self._tokens_seen = clock.training_s, 0
-        self._facts = ModelFacts(None, frozenset(), None)
+        self._facts = ModelFacts(None, 0.0, frozenset(), None)
         self._looked_at: tuple[nn.Parameter, ...] = ()  # no list: a step may be repeated from a copy of lists
         self._trained: tuple[bool, ...] = ()
         self._input_name = ""
         self._counted: tuple[float, float] | None = None  # operations for one position, and for one sample
-        self.samples = self.own_samples = self.positions = 0
+        self.samples = self.own_samples = self.positions = self.targets = 0
 
     @property
     def has_counted(self) -> bool:
@@ -78,13 +82,14 @@ class Throughput:
         """Look at the model again at the next log: its parameters may be others."""
         self._looked_at = ()
 
-    def counter(self, input_name: str) -> Callable[[MicroBatch], None]:
+    def counter(self, input_name: str, *, with_targets: bool = False) -> Callable[[MicroBatch], None]:
         """Return what counts the positions of micro-batches; fillers, with which a rank only takes part, have none."""
         self._input_name = input_name
 
         def count(batch: MicroBatch) -> None:
             if batch.weight != 0.0:
                 self.positions += num_positions(batch.inputs, input_name)
+                self.targets += num_targets(batch.inputs, input_name) if with_targets else 0
 
         return count
 
@@ -122,11 +127,14 @@ class Throughput:
         self.own_samples -= own if scope.total is None else 0
         self.positions -= positions if scope.weight != 0.0 else 0
 
-    def share(self, model: nn.Module, dtype: torch.dtype | None, given_peak: float | None) -> Share:
+    def share(
+        self, model: nn.Module, device: torch.device, dtype: torch.dtype | None, given_peak: float | None
+    ) -> Share:
         """Return what this rank adds to the rates. No sync.
 
         Args:
             model: the model in training.
+            device: where this rank computes; a model may also lie on several of its kind, or on the host meanwhile.
             dtype: type of its products under mixed precision; None is that of its parameters.
             given_peak: peak of one device, if a user gave it.
         """
@@ -134,11 +142,11 @@ class Throughput:
         if not trained or trained != self._trained:  # a walk over a large model takes half a millisecond
             self._facts, self._looked_at = look_at(model), tuple(model.parameters())
             self._trained = tuple(parameter.requires_grad for parameter in self._looked_at)
-        facts = self._facts
-        peaks = [peak_flops(device, dtype or facts.dtype, given_peak) for device in facts.devices]
+        devices = [each for each in self._facts.devices if each.type == device.type] or [device]
+        peaks = [peak_flops(each, dtype or self._facts.dtype, given_peak) for each in devices]
         known = [peak for peak in peaks if peak is not None]
         peak = sum(known) if known and len(known) == len(peaks) else None
-        return Share(self.own_samples, self.positions, *memory_in_use(facts.devices), peak)
+        return Share(self.own_samples, self.positions, self.targets, *memory_in_use(devices), peak)
 
     def close(self, shares: Sequence[Share], tokens_seen: int | None) -> None:
         """Give the clock the rates since the last log, and begin a new window.
@@ -151,13 +159,15 @@ class Throughput:
         seconds, self._since_s = now_s - self._since_s, now_s
         samples = self.samples + sum(share.samples for share in shares)
         positions = sum(share.positions for share in shares)
-        tokens = positions
+        targets, tokens = sum(share.targets for share in shares), positions
         if tokens_seen is not None:
             tokens, self._tokens_seen = tokens_seen - self._tokens_seen, tokens_seen
-        self.samples = self.own_samples = self.positions = 0
+        self.samples = self.own_samples = self.positions = self.targets = 0
         if samples > 0:  # else nothing was trained on since the last log
-            per_position, per_sample = self._counted or (self._facts.per_position or 0.0, 0.0)
-            counts = {"samples": samples, "tokens": tokens, "flops": per_position * positions + per_sample * samples}
+            flops = (self._facts.per_position or 0.0) * positions + self._facts.per_target * targets
+            if self._counted is not None:
+                flops = self._counted[0] * positions + self._counted[1] * samples
+            counts = {"samples": samples, "tokens": tokens, "flops": flops}
             rates = {f"{unit}_per_second": n / seconds for unit, n in counts.items() if n > 0 and seconds > 0}
             self._clock.rates = rates | _mfu(rates, shares) | _fullest(shares)
 
