@@ -293,7 +293,9 @@ def test_a_resumed_run_is_a_new_run_of_wandb_with_what_came_after_the_checkpoint
 def test_in_the_same_run_of_mlflow_and_wandb_the_resumed_steps_come_last(tmp_path, killed):
     job = Job(tmp_path / "job", killed.folder)
     same = {"WANDB_RUN_ID": "first", "WANDB_RESUME": "allow", "MLFLOW_RUN_ID": job.runs_of_mlflow()[0].info.run_id}
-    job.run("whole", "--resume_from_checkpoint", "auto", **same)
+    printed = job.run("whole", "--resume_from_checkpoint", "auto", **same)
+    assert "the run of mlflow keeps the values that it has of resume_from_checkpoint" in printed
+    assert "could not record" not in printed
     [(status, curves)] = job.of_mlflow()
     assert status == "FINISHED"
     assert [step for step, _ in curves["train/loss"]] == [1, 2, 3, 4, 5, 5, 6, 7, 8]

@@ -72,6 +72,18 @@ def test_characters_that_mlflow_refuses_in_names_cost_no_entry(tmp_path, make_lo
     assert "could not record" not in caplog.text
 
 
+def test_a_run_that_has_settings_keeps_them_and_gets_the_others(tmp_path, make_loop, caplog):
+    caplog.set_level("INFO", "tr_log")
+    with mlflow.start_run():
+        mlflow.log_params({"learning_rate": "0.1", "seed": 3})
+        make_loop([MLflowTracker()], tmp_path, max_steps=1, learning_rate=0.5, seed=3, weight_decay=0.25).train()
+    (run,) = runs()
+    found = {name: run.data.params[name] for name in ("learning_rate", "seed", "weight_decay")}
+    assert found == {"learning_rate": "0.1", "seed": "3", "weight_decay": "0.25"}
+    assert "the run of mlflow keeps the values that it has of learning_rate" in caplog.text
+    assert "could not record" not in caplog.text
+
+
 def test_a_run_of_the_script_is_used_and_left_open(tmp_path, make_loop):
     own = mlflow.start_run()
     make_loop([MLflowTracker()], tmp_path, max_steps=1).train()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tr_log.loggers import get_logger
 from tr_log.tracker import Tracker, missing_package, settings
+
+logger = get_logger(__name__)
 
 PARAMETERS_A_REQUEST = 100
 LONGEST_PARAMETER = 500
@@ -76,9 +79,14 @@ class MLflowTracker(Tracker):
             self._mlflow.end_run(self._status)
 
     def _log_settings(self, known: dict[str, Any]) -> None:
-        items = [(name, str(value)[:LONGEST_PARAMETER]) for name, value in known.items()]
+        # A resumed or a script's own run may have some already, and refuses another value together with all others.
+        kept = self._mlflow.get_run(self._run_id).data.params
+        texts = {name: str(value)[:LONGEST_PARAMETER] for name, value in known.items()}
+        if changed := sorted(name for name in texts if kept.get(name, texts[name]) != texts[name]):
+            logger.info("the run of mlflow keeps the values that it has of %s", ", ".join(changed))
+        items = [(name, text) for name, text in texts.items() if name not in kept]
         for first in range(0, len(items), PARAMETERS_A_REQUEST):
             try:
                 self._mlflow.log_params(dict(items[first : first + PARAMETERS_A_REQUEST]))
-            except self._mlflow.exceptions.MlflowException as error:  # the run has another value of a setting
+            except self._mlflow.exceptions.MlflowException as error:  # such as a name that it refuses
                 self._report(error)
