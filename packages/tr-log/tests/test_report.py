@@ -7,7 +7,7 @@ import pytest
 
 from tr_log import ReportFile
 from tr_log.report.command import main as report
-from tr_log.report.page import curves, page, page_data, thin
+from tr_log.report.page import curves, means, page, page_data, thin
 from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import time_split, wall_time
 from tr_log.testing import KILLED_ONCE, checkpoint_event, end_event, start_event, time_event, write_run
@@ -101,12 +101,20 @@ def test_a_thinned_curve_keeps_first_last_and_every_extreme():
     assert steps == sorted(steps)
 
 
+def test_a_thinned_curve_comes_with_means_of_its_parts():
+    values = [float(n % 10) for n in range(1000)]
+    values[:100] = [None] * 100
+    steps, found = means(range(1000), values, 10)
+    assert steps == [50, 150, 250, 350, 450, 550, 650, 750, 850, 950]
+    assert found == [None] + [4.5] * 9
+
+
 def test_curves_come_in_a_useful_order_and_leave_out_what_is_logged_once():
     entries = [
         {"step": 1, "epoch": 0.1, "grad_norm": 2, "own": 1, "loss": math.inf, "text": "x", "flag": True},
         {"step": 2, "eval_f1": 0.5, "eval_runtime": 3.0, "eval_samples_per_second": 9.0, "train_loss": 1.0},
     ]
-    found = curves(entries, 100)
+    found = curves(entries)
     assert list(found) == ["loss", "grad_norm", "own", "eval_f1", "eval_samples_per_second"]
     assert found["loss"] == ([1], [None])
 

@@ -81,34 +81,33 @@ def page(runs: Sequence[RunFolder], *, place: Path | None = None, live: bool = F
 
 def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str, Any]:
     """Return what the page shows, as values for JSON; see `page`."""
-    number = sum(len(curves(run.entries, 10)) + len(rate_curves(run.rates, 10)) for run in runs)
+    found = [_curves_of(run) for run in runs]
+    number = sum(map(len, found))
     most = min(max(MOST_NUMBERS // max(number, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
     names, sessions = _names(runs), [session for run in runs for session in run.sessions]
     texts, marks = words(sessions), max(MOST_MARKS // max(len(sessions), 1), 4)
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
-            _run(run, name, most, marks) | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
-            for run, name in zip(runs, names, strict=True)
+            _run(run, name, marks)
+            | {"curves": {key: _drawn(curve, most) for key, curve in curves_of_run.items()}}
+            | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
+            for run, name, curves_of_run in zip(runs, names, found, strict=True)
         ],
         "differences": _differences(runs),
         "parts": [{"key": part, "text": texts[part]} for part in PARTS],
     }
 
 
-def _run(run: RunFolder, name: str, most: int, most_marks: int) -> dict[str, Any]:
+def _run(run: RunFolder, name: str, most_marks: int) -> dict[str, Any]:
     start_s = run.sessions[0].start_s if run.sessions else None
     last = run.sessions[-1] if run.sessions else None
-    found = curves(run.entries, most) | rate_curves(run.rates, most)
-    if not run.rates and (pace := _pace(run.sessions)) is not None:
-        found["steps_per_second"] = pace
     return {
         "name": name,
         "path": str(run.path.resolve()),
         "status": run.status,
         "error": last.error if last else "",
         "facts": _facts(run),
-        "curves": {key: {"x": steps, "y": values} for key, (steps, values) in found.items()},
         "epochs": _ratio([(e["step"], e["epoch"]) for e in run.entries if isinstance(e.get("epoch"), int | float)]),
         "times": _ratio(_elapsed(run.sessions)),
         "sessions": [_session(session, start_s or 0.0, most_marks) for session in run.sessions],
@@ -171,7 +170,7 @@ def _pace(sessions: Sequence[Session]) -> Curve | None:
             if last > first and later > earlier:
                 steps.append(last)
                 paces.append((last - first) / (later - earlier))
-    return thin(steps, paces, 400) if len(steps) > 1 else None
+    return (steps, paces) if len(steps) > 1 else None
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> list[list[float]]:
@@ -314,14 +313,24 @@ def _asset(name: str) -> str:
     return (files("tr_log.report") / "assets" / name).read_text("utf-8")
 
 
-def curves(entries: Sequence[dict[str, Any]], most_points: int) -> dict[str, Curve]:
+def _curves_of(run: RunFolder) -> dict[str, Curve]:
+    found = curves(run.entries) | rate_curves(run.rates)
+    if not run.rates and (pace := _pace(run.sessions)) is not None:
+        found["steps_per_second"] = pace
+    return found
+
+
+def _drawn(curve: Curve, most_points: int) -> dict[str, Any]:
+    """Return at most so many points of a curve, and means of neighbours if that is not all of it."""
+    x, y = thin(*curve, most_points)
+    made = {"x": x, "y": y}
+    return made if len(curve[0]) <= most_points else made | {"mean": means(*curve, most_points // 5)}
+
+
+def curves(entries: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     """Return the curve of every logged number by name: loss, rate and norm first, then the others as they were logged.
 
     What a run logs once at its end (`train_...`) is no curve.
-
-    Args:
-        entries: log entries, each with its `step`.
-        most_points: points of a curve at most.
     """
     found: dict[str, Curve] = {}
     for entry in entries:
@@ -336,17 +345,17 @@ def curves(entries: Sequence[dict[str, Any]], most_points: int) -> dict[str, Cur
     order = [name for name in FIRST if name in found]
     order += [name for name in found if name not in FIRST and not name.endswith(TIMINGS)]
     order += [name for name in found if name not in order]
-    return {name: thin(*found[name], most_points) for name in order}
+    return {name: found[name] for name in order}
 
 
-def rate_curves(rates: Sequence[dict[str, Any]], most_points: int) -> dict[str, Curve]:
+def rate_curves(rates: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     """Return the curves of throughput and memory: operations in 10^12, MFU in per cent, memory in GiB."""
     scaled = [
         {"step": rate["step"]}
         | {curve: rate[name] * unit for name, (curve, unit) in RATES.items() if isinstance(rate.get(name), int | float)}
         for rate in rates
     ]
-    return curves(scaled, most_points)
+    return curves(scaled)
 
 
 def thin(steps: Sequence[int], values: Sequence[float | None], most_points: int) -> Curve:
@@ -369,6 +378,15 @@ def thin(steps: Sequence[int], values: Sequence[float | None], most_points: int)
             kept.add(next(index for index in indices if values[index] is None))
     ordered = sorted(kept)
     return [steps[index] for index in ordered], [_short(values[index]) for index in ordered]
+
+
+def means(steps: Sequence[int], values: Sequence[float | None], parts: int) -> Curve:
+    """Return the mean of each of so many parts, at its middle step; None for a part without a number."""
+    bounds = [part * len(steps) // parts for part in range(parts + 1)]
+    slices = [values[first:last] for first, last in pairwise(bounds)]
+    numbers = [[value for value in one if value is not None] for one in slices]
+    found = [sum(one) / len(one) if one else None for one in numbers]
+    return [steps[(first + last) // 2] for first, last in pairwise(bounds)], [_short(value) for value in found]
 
 
 def _short(value: float | None) -> float | None:

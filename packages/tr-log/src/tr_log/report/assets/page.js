@@ -139,23 +139,22 @@ function linesOf(name) {
 function tableOf(lines) {
   const share = Number(byId("smoothing").value), tables = [], series = [];
   for (const line of lines) {
-    const curve = data.runs[line.run].curves[line.name];
-    const x = axisValues(data.runs[line.run], curve.x), order = rising(x);
-    const xs = order.map((i) => x[i]), ys = order.map((i) => curve.y[i]);
-    if (share > 0) {
-      tables.push([xs, ys]);
+    const run = data.runs[line.run], { x, y, mean } = run.curves[line.name], all = risen(run, x, y);
+    if (share > 0 || mean) {
+      tables.push(all);
       series.push({ ...line, faint: true });
     }
+    const [xs, ys] = mean ? risen(run, ...mean) : all;
     tables.push([xs, share > 0 ? smoothed(ys, share) : ys]);
     series.push({ ...line, faint: false });
   }
   return { table: tables.length > 1 ? uPlot.join(tables) : tables[0], series };
 }
 
-function rising(x) {
-  const kept = [];
+function risen(run, steps, values) {
+  const x = axisValues(run, steps), kept = [];
   x.forEach((value, i) => { if (!kept.length || value > x[kept[kept.length - 1]]) kept.push(i); });
-  return kept;
+  return [kept.map((i) => x[i]), kept.map((i) => values[i])];
 }
 
 // The second curve of a run keeps its colour and dash among several runs, and gets points; alone it gets others.
@@ -369,6 +368,9 @@ function showKey() {
   if (runs.some((run) => run.sessions.some((session) => session.marks.some(([kind]) => kind === "updates")))) {
     const { shape, colour, word } = MARKS.updates;
     key.append(element("span", {}, sign(shape, colour), `updates ${word}`));
+  }
+  if (runs.some((run) => Object.values(run.curves).some(({ mean }) => mean))) {
+    key.append(element("span", {}, "Long curves: the faint line has all extremes, the other one means of neighbours."));
   }
 }
 
