@@ -36,11 +36,13 @@ class GradientWait:
         self._measured, self._passes = 0, 0
         self._sum_s = self._mean_s = 0.0
 
-    def take(self, replica: Replica) -> float:
-        """Return the seconds since the last call."""
+    def take(self, replica: Replica) -> float | None:
+        """Return the seconds since the last call; None if nothing was measured yet, or nothing is on this device."""
         known = replica._get_ddp_logging_data()
         exchange_ns = float(known.get("avg_backward_comm_time", 0))
         overlap_ns = float(known.get("avg_backward_compute_comm_overlap_time", 0))
+        if exchange_ns <= 0:
+            return None
         last = int(known.get("iteration", 0))  # the last measured pass, from 1; measured when the next begins
         measured = min(last, 10) + max(last // self._every - 10 // self._every, 0)
         if measured > self._measured:
