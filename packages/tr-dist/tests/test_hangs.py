@@ -187,6 +187,13 @@ def test_loading_data_is_seen():
     assert "__getitem__" in found[0].where
 
 
+def test_a_debugger_is_seen():
+    found = []
+    exec(compile("found.append(place_of(sys._getframe()))", "/usr/lib/python3.11/pdb.py", "exec"))
+    assert found[0].is_debugged
+    assert not own_place().is_debugged
+
+
 def in_barrier():
     strategy = DDP(use_cpu=True)
     seen, before = [], exchange_counts()

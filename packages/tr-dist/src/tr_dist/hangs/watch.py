@@ -129,6 +129,8 @@ class HangWatch:
 
     def leave(self, why: str, *, failed: bool = False) -> None:
         """Let the others know that this rank leaves and why, and stop; a failed one says which others are gone."""
+        if os.getpid() != self._note.pid:
+            return  # a fork of this process ends, and the rank goes on
         self._stop.set()
         if self._link is not None:
             self._link.stop()
