@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 VERDICT, END = "verdict", "end"
+_LINK_END_S = 2.0
 _MOST_TEXT = 100_000  # characters of a rank's stacks that go through a store
 
 
@@ -149,8 +150,10 @@ class Link:
         return found
 
     def stop(self) -> None:
-        """Exchange nothing more."""
+        """Exchange nothing more. Waits a moment: a thread in torch's code must not meet the interpreter's end."""
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_LINK_END_S)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # who serves the store is gone
