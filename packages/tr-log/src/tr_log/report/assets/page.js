@@ -509,7 +509,7 @@ function showTables() {
     section.append(element("h2", {}, data.runs.length > 1 ? run.name : "Details"));
     if (run.warnings.length) section.append(folded(`Warnings (${run.warnings.length})`, table(run.warnings, ["first at", "times", "level", "text"]), true));
     const chosen = run.arguments.filter(([, , origin]) => origin), heads = ["argument", "value", "set by"];
-    if (chosen.length) section.append(folded(`Arguments that were set (${chosen.length})`, table(chosen, heads), true));
+    if (chosen.length) section.append(folded(`Arguments that were set (${chosen.length})`, table(chosen, heads), data.runs.length === 1));
     const all = run.arguments.map(([name, value, origin]) => [name, value, origin || "default"]);
     if (all.length) section.append(folded(`All arguments (${all.length})`, table(all, heads)));
     for (const profile of run.profiles) section.append(folded(`Dearest operators of ${profile.steps}`, profileOf(profile), true));
