@@ -299,6 +299,14 @@ def test_the_peak_of_the_arguments_gives_mfu_and_one_that_is_not_known_none(watc
     assert watch(8, peak_flops=4 * rate).of("mfu") == [(1, 0.25), (2, 0.25)]
 
 
+def test_a_wrong_peak_in_the_environment_ends_a_run_before_its_first_step(make_trainer, monkeypatch):
+    monkeypatch.setenv("TR_PEAK_FLOPS", "fast")
+    trainer = make_trainer(8)
+    with pytest.raises(ValueError, match="TR_PEAK_FLOPS='fast' is no positive number"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_an_error_while_operations_are_counted_ends_the_counting(make_trainer, model):
     model.register_forward_hook(lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):

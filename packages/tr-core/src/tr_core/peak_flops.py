@@ -25,13 +25,13 @@ def _peaks(half: float, tf32: float, fp32: float) -> dict[str, float]:
 
 # Dense (not sparse) peaks in 10^12 operations per second, by torch's name of the device without its maker; with
 # accumulation in float32. A part of a device (MIG), a laptop's and any other variant is not in it.
-# Sources: NVIDIA's data sheets of A10, A10G, A30, A40, A100, B200 (HGX), GB200 (NVL72), H100, H200, L4, L40, L40S, T4
-# and V100; NVIDIA's white papers on the GA102, Ada and RTX Blackwell architectures for GeForce and RTX A6000. Where a
-# sheet gives figures with sparsity only, half of them.
+# Sources: NVIDIA's data sheets of A10, A10G, A30, A40, A100, B200 (HGX), GB200 (NVL72), GH200, H100, H200, L4, L40,
+# L40S, T4 and V100; NVIDIA's white papers on the GA102, Ada and RTX Blackwell architectures for GeForce and RTX A6000.
+# Where a sheet gives figures with sparsity only, half of them.
 _NVIDIA: tuple[tuple[str, dict[str, float]], ...] = (
     (r"B200", _peaks(2250, 1125, 75)),
     (r"GB200", _peaks(2500, 1250, 80)),
-    (r"H200|GH200 .*|H100 \d+GB HBM3|H800", _peaks(989.5, 494.5, 67)),
+    (r"H200|GH200 .*|H100 \d+GB HBM3", _peaks(989.5, 494.5, 67)),
     (r"H100 NVL|H200 NVL", _peaks(835.5, 417.5, 60)),
     (r"H100 PCIe", _peaks(756.5, 378, 51)),
     (r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe", _peaks(312, 156, 19.5)),
@@ -73,8 +73,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None, given: float | N
     Raises:
         ValueError: the environment variable is no positive number.
     """
-    if given is None and (text := os.environ.get(PEAK_VARIABLE, "")):
-        given = _positive(text)
+    given = peak_of_environment() if given is None else given
     if given is not None:
         return given
     known: Mapping[str, float] = {}
@@ -103,7 +102,15 @@ def _allows_tf32() -> bool:
         return getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"
 
 
-def _positive(text: str) -> float:
+def peak_of_environment() -> float | None:
+    """Return the peak that the environment variable TR_PEAK_FLOPS gives, None without it.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
+    text = os.environ.get(PEAK_VARIABLE, "")
+    if not text:
+        return None
     with suppress(ValueError):
         if 0 < (value := float(text)) < float("inf"):
             return value

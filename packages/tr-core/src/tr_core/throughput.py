@@ -17,7 +17,7 @@ from tr_core.data.sampler import MicroBatch
 from tr_core.flops import ModelFacts, look_at, num_positions, num_targets
 from tr_core.loss import StepScope
 from tr_core.model_io import batch_size_of
-from tr_core.peak_flops import peak_flops
+from tr_core.peak_flops import peak_flops, peak_of_environment
 from tr_core.runtime.memory import memory_in_use
 from tr_log.phases import START, PhaseClock
 
@@ -75,7 +75,12 @@ class Throughput:
         return self._counted is not None
 
     def begin(self, tokens_seen: int) -> None:
-        """Begin the first window, with the tokens seen so far in the whole run."""
+        """Begin the first window, with the tokens seen so far in the whole run.
+
+        Raises:
+            ValueError: the environment variable for the peak of a device is no positive number.
+        """
+        peak_of_environment()  # not only at the first log
         self._since_s, self._tokens_seen = self._clock.training_s, tokens_seen
 
     def forget_model(self) -> None:
