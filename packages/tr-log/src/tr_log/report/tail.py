@@ -14,7 +14,7 @@ from tr_log import formatting
 from tr_log.report.run_folder import RunFolder, files_of, find_runs
 from tr_log.streams import write_text
 
-SHARE = 20
+SHARE = 10
 """Looking for news may take one second in so many: reading a long file takes time that the run needs."""
 
 
@@ -69,7 +69,7 @@ def _lines(folder: Path, number: int, every_s: float, waits: Sequence[str]) -> I
     printed: list[dict[str, Any]] = []
     sessions, said = 0, ""
     for look in count():
-        began_s, seen = time.monotonic(), files_of(folder)
+        began_s, seen = time.thread_time(), files_of(folder)
         run = RunFolder.read(folder)
         kept = _common(printed, run.entries)
         if look and (kept < len(printed) or len(run.sessions) > sessions):
@@ -82,7 +82,7 @@ def _lines(folder: Path, number: int, every_s: float, waits: Sequence[str]) -> I
         said = news
         if status not in waits:
             return
-        pause_s = max(every_s, SHARE * (time.monotonic() - began_s))
+        pause_s = max(every_s, SHARE * (time.thread_time() - began_s))
         time.sleep(pause_s)
         while files_of(folder) == seen and run.status == status:
             time.sleep(every_s)

@@ -66,9 +66,9 @@ class Server(ThreadingHTTPServer):
             super().handle_error(cast("socket.socket", request), client_address)
 
     def _look(self) -> None:
-        began_s = time.monotonic()
-        if began_s < self._next_s:
+        if time.monotonic() < self._next_s:
             return
+        began_s = time.thread_time()
         folders = []
         for folder in self.folders:
             with suppress(OSError):  # removed meanwhile
@@ -79,9 +79,8 @@ class Server(ThreadingHTTPServer):
                 self._runs = read_runs(folders)
             self._seen = (seen[0], [run.status for run in self._runs])
             self._version, self._data = self._version + 1, ""
-        now_s = time.monotonic()
-        # Reading long files takes time that the run needs: a twentieth of a core at most.
-        self._next_s = now_s + max(self.every_s, 20 * (now_s - began_s))
+        # Reading long files takes time that the run needs: a tenth of a core at most.
+        self._next_s = time.monotonic() + max(self.every_s, 10 * (time.thread_time() - began_s))
 
 
 class _Handler(BaseHTTPRequestHandler):
