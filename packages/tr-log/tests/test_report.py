@@ -1,11 +1,13 @@
 import math
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from tr_log import ReportFile
+from tr_log.report.at_end import write_report
 from tr_log.report.command import main as report
 from tr_log.report.page import curves, means, page, page_data, thin
 from tr_log.report.run_folder import RunFolder
@@ -270,3 +272,23 @@ def test_the_page_and_the_picture_are_two_files(killed, capsys):
 
 def test_on_the_axis_of_time_a_resumed_run_goes_on_when_its_loop_began(killed):
     assert page_data([killed])["runs"][0]["times"] == [[0, 2.0], [50, 10.0], [50.001, 21.0], [100, 31.0]]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+def test_a_page_goes_through_a_link_and_into_a_pipe_and_takes_the_place_of_neither(tmp_path):
+    run = write_run(tmp_path / "run", KILLED_ONCE)
+    (tmp_path / "page.html").write_text("old")
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    write_report([run], tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with (tmp_path / "copy.html").open("wb") as copy, subprocess.Popen(["cat", pipe], stdout=copy) as reader:
+        try:
+            write_report([run], pipe)
+            reader.wait(timeout=60)
+        finally:
+            reader.kill()
+    assert (tmp_path / "copy.html").read_text().startswith("<!doctype html>")
+    assert pipe.is_fifo()

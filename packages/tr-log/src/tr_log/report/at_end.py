@@ -65,11 +65,15 @@ def write_picture(folders: Sequence[Path], target: Path) -> None:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write a file beside its place, and move it there.
+    """Write a file beside its place, and move it there; through a link, and into a device or pipe that is there.
 
     Raises:
         OSError: it cannot be written.
     """
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)  # moved there, a file would take the place of /dev/stdout itself
+        return
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.new")
     try:
