@@ -91,6 +91,13 @@ def test_an_evaluation_that_took_no_time_and_one_of_another_name_are_shown_as_su
     assert lines(stream) == ["evaluation  eval_loss 1  0 s", "evaluation  validation_f1 0.5  2 s"]
 
 
+def test_a_log_of_a_training_that_counts_tokens_has_a_runtime_and_is_shown(stream, tmp_path, make_loop):
+    make_loop([ProgressCallback(stream)], tmp_path).log(
+        {"loss": 0.5, "train_runtime": 4.0, "num_input_tokens_seen": 64}
+    )
+    assert lines(stream) == ["step 0  loss 0.5  train_runtime 4  num_input_tokens_seen 64"]
+
+
 def test_an_entry_of_the_users_own_is_a_line_too(stream, tmp_path, make_loop):
     make_loop([ProgressCallback(stream)], tmp_path).log({"margin": 0.25})
     assert lines(stream) == ["step 0  margin 0.25"]

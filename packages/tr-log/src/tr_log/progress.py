@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO, TypeVar
 
 from tr_log import formatting
+from tr_log.layout import Drawn, Figure, Row
 from tr_log.notebook import NotebookOutput, in_notebook
-from tr_log.screen import Drawn, Figure, Row, Screen
+from tr_log.screen import Screen
 from tr_log.terminal import is_terminal, write_line
 
 

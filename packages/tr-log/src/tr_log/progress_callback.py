@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from tr_log import formatting
 from tr_log.formatting import to_scalar
+from tr_log.layout import Figure
 from tr_log.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, EXCHANGE, PROFILE, START, active_clock
 from tr_log.progress import Bar, Display, DrawnBar, RateMeter, length, open_bar, open_display
-from tr_log.screen import Figure
 from tr_log.terminal import write_line
 from tr_log.tracker import EveryEvent
 
@@ -117,7 +117,7 @@ class ProgressCallback(EveryEvent):
         """Write the entry on one line; the last entry of a training waits for its end."""
         if not logs or not _is_shown(args, state):
             return
-        if "train_runtime" in logs:
+        if "train_runtime" in logs and "loss" not in logs:  # a log has it too where tokens are counted
             self._summary = dict(logs)
         elif "loss" in logs or _runtime_s(logs) is None:
             self._write_training(state, logs)

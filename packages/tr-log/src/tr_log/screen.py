@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from tr_log.terminal import StreamRedirect, is_taken_by_rich, redirect_output, write_line
+from tr_log.layout import Drawn, Layout
+from tr_log.terminal import StreamRedirect, is_taken_by_rich, redirect_output, take_written_at_once, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,120 +26,6 @@ MOST_DRAWINGS_A_SECOND = 10
 SECONDS_BETWEEN_DRAWINGS = 0.2  # of a bar that advances; what changes for longer is drawn in between
 SHARE_OF_DRAWING, LONGEST_BETWEEN_DRAWINGS_S = 0.01, 2.0  # of the time, at most; a terminal may be slow
 LEFT_ALONE_S = 1.0
-LONGEST_BAR, SHORTEST_BAR = 40, 10
-MOST_LINES_OF_FIGURES = 3
-
-
-class Figure(NamedTuple):
-    """A number under a bar: `loss 0.5` or `812 samples/s`, of which only the number is bright."""
-
-    before: str
-    value: str
-    after: str = ""
-
-    def __str__(self) -> str:
-        return "".join(self)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a bar shows.
-
-    Attributes:
-        name: name of the work.
-        share: how much is done, from 0 to 1; None without a known total.
-        cells: position, percentage, time left and speed; empty where not known. The last are the first to go where
-            the terminal is narrow.
-        figures: numbers below the bars.
-    """
-
-    name: str
-    share: float | None
-    cells: tuple[str, str, str, str]
-    figures: Sequence[Figure] = ()
-
-
-class Drawn(Protocol):
-    """Something that a display shows as a bar."""
-
-    def row(self) -> Row:
-        """Return what it shows now."""
-        ...
-
-
-class Layout:
-    """Place bars and figures on lines.
-
-    No column becomes narrower, because numbers that move are hard to read.
-    """
-
-    def __init__(self) -> None:
-        self._name, self._cells = 0, [0, 0, 0, 0]
-        self._figures: dict[str, int] = {}
-
-    def lines(self, rows: Sequence[Row], console: Console, width: int, height: int) -> list[Text]:
-        """Return at most `height` lines of at most `width` characters."""
-        lines = [*self._bars(rows, console, width), *self._below([f for row in rows for f in row.figures], width)]
-        for line in lines:
-            line.truncate(width)
-            line.rstrip()
-        return lines[: max(height, 1)]
-
-    def _bars(self, rows: Sequence[Row], console: Console, width: int) -> list[Text]:
-        from rich.text import Text
-
-        self._name = max([self._name, *(len(row.name) for row in rows)])
-        self._cells = [max([known, *(len(row.cells[i]) for row in rows)]) for i, known in enumerate(self._cells)]
-        shown = [i for i, length in enumerate(self._cells) if length]
-
-        def room() -> int:
-            return width - self._name - 1 - sum(self._cells[i] + 2 for i in shown)
-
-        while len(shown) > 1 and room() < SHORTEST_BAR:
-            shown.pop()
-        bar = min(room(), LONGEST_BAR) if any(row.share is not None for row in rows) else 0
-        lines = []
-        for row in rows:
-            line = Text(no_wrap=True).append(row.name.ljust(self._name), style="bold").append(" ")
-            if bar >= SHORTEST_BAR:
-                line.append_text(_bar(row.share, console, bar)).append("  ")
-            # In reading order; the percentage belongs to the position, and the time left comes last.
-            cells = [row.cells[0].rjust(self._cells[0]), *(row.cells[i].ljust(self._cells[i]) for i in (1, 2, 3))]
-            line.append("  ".join(cells[i] for i in (0, 1, 3, 2) if i in shown))
-            lines.append(line)
-        return lines
-
-    def _below(self, figures: Sequence[Figure], width: int) -> list[Text]:
-        from rich.text import Text
-
-        lines: list[Text] = []
-        for figure in figures:
-            name = figure.before or figure.after
-            known = self._figures[name] = max(self._figures.get(name, 0), len(str(figure)))
-            cell = Text(no_wrap=True).append(figure.before, style="dim").append(figure.value)
-            cell.append(figure.after, style="dim").append(" " * (known - len(str(figure))))
-            if lines and lines[-1].cell_len + 2 + known <= width:
-                lines[-1].append("  ").append_text(cell)
-            else:
-                lines.append(cell)
-        return lines[:MOST_LINES_OF_FIGURES]
-
-
-def _bar(share: float | None, console: Console, width: int) -> Text:
-    from rich.progress_bar import ProgressBar
-    from rich.text import Text
-
-    text = Text()
-    if share is None:
-        return text.append(" " * width)
-    done, half, open_ = "━╸─" if console.encoding.startswith("utf") else "#--"
-    bar = ProgressBar(total=1.0, completed=share, width=width, complete_style="green", finished_style="green")
-    back = console.get_style(bar.style)
-    for segment in console.render(bar, console.options.update(width=width)):
-        if segment.style != back:
-            text.append(segment.text.replace("-", done).replace("╸", half), segment.style)
-    # The rest has a character of its own: not every terminal and notebook shows rich's grey as what is not done.
-    return text.append(open_ * (width - text.cell_len), style="dim")
 
 
 class Screen:
@@ -164,6 +50,7 @@ class Screen:
         self._live: Live | None = None
         self._size = (80, 24)
         self._lengths: list[int] = []  # of the lines on the terminal
+        self._again: list[str] = []  # what a signal handler has written over the bars
         self._redirects: list[StreamRedirect] = []
         self._taken = ExitStack()
         self._next_s, self._return_s = 0.0, 0.0
@@ -210,6 +97,7 @@ class Screen:
             try:
                 self._adapt()
                 self._shown().refresh()
+                self._print_again()
             except (OSError, ValueError):
                 self._give_up()
             self._drawn_s.append(began_s)
@@ -231,6 +119,7 @@ class Screen:
             try:
                 if self._adapt():
                     self._live.refresh()
+                self._print_again()
                 self._live.console.print(Text.from_ansi(shown), soft_wrap=True)
             except (OSError, ValueError):
                 self._give_up()
@@ -295,6 +184,7 @@ class Screen:
                 get_renderable=self._render,
             )
             self._lengths = []
+            take_written_at_once()  # before there was anything to draw around it
             if self._is_mid_line:
                 self._stream.write("\n")
                 self._is_mid_line = False
@@ -307,6 +197,7 @@ class Screen:
             try:
                 self._adapt()
                 live.stop()
+                self._print_again()
             except (OSError, ValueError):
                 pass
             except BaseException:  # a second Ctrl-C
@@ -319,11 +210,11 @@ class Screen:
 
         assert self._console is not None
         width, height = self._size
-        # One column stays free, because some terminals break the line after the last one.
-        lines = self._layout.lines([bar.row() for bar in list(self._bars)], self._console, width - 1, height - 2)
+        # One column stays free, because some terminals break the line after the last one, and two for an echoed ^C.
+        lines = self._layout.lines([bar.row() for bar in list(self._bars)], self._console, width - 3, height - 2)
         begun = [line for redirect in self._redirects if (line := Text.from_ansi(redirect.begun, no_wrap=True)).plain]
         for line in begun:
-            line.truncate(width - 1)
+            line.truncate(width - 3)
         lines = [*begun, *lines]
         self._lengths = [line.cell_len for line in lines]
         return Text("\n").join(lines)
@@ -335,7 +226,11 @@ class Screen:
         rich erases as many rows as it has written lines.
         """
         assert self._console is not None
-        size = _window(self._stream)
+        size, texts = _window(self._stream), take_written_at_once()
+        if texts and self._lengths and _is_same_terminal(self._stream):
+            rows = sum(1 + max(-(-len(text) // size[0]), 1) for text in texts)
+            self._stream.write("\r" + "\x1b[2K\x1b[1A" * rows)  # printed again above the bars
+            self._again += texts
         if size == self._size:
             return False
         if self._lengths and size[0] < self._size[0] and _breaks_lines_again():
@@ -343,6 +238,14 @@ class Screen:
             self._stream.write("\r" + "\x1b[2K\x1b[1A" * rows)
         self._console.size = self._size = size  # type: ignore[assignment]
         return True
+
+    def _print_again(self) -> None:
+        while self._again:
+            text = self._again.pop(0)
+            if self._live is None:
+                write_line(self._stream, text)
+            else:
+                self._live.console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
     def _returns(self) -> bool:
         if self._hides_cursor or self.clock() < self._return_s:
@@ -381,6 +284,13 @@ def _window(stream: TextIO) -> tuple[int, int]:
         if columns and lines:
             return columns, lines
     return int(os.environ.get("COLUMNS") or 80), 24
+
+
+def _is_same_terminal(stream: TextIO) -> bool:
+    """Return whether `stream` is where the descriptor of stderr goes."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.path.sameopenfile(stream.fileno(), 2)
+    return False
 
 
 def _breaks_lines_again() -> bool:

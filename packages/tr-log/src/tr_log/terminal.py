@@ -44,6 +44,23 @@ def write_line(stream: TextIO | None, line: str) -> None:
     write_text(stream, line + "\n")
 
 
+_at_once: list[str] = []
+
+
+def write_at_once(text: str) -> None:
+    """Write a line to the descriptor of stderr, as a signal handler must; a display of bars then draws around it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
+        _at_once.append(text)
+
+
+def take_written_at_once() -> list[str]:
+    """Return what `write_at_once` has written since the last call."""
+    texts = _at_once[:]
+    del _at_once[: len(texts)]
+    return texts
+
+
 class Owner(Protocol):
     """Who draws on a terminal."""
 

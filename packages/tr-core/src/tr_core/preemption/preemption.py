@@ -6,9 +6,7 @@ of only one rank request it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +24,7 @@ from tr_core.protocols import Checkpointer, Collectives
 from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState
 from tr_log import get_logger
+from tr_log.terminal import write_at_once
 
 logger = get_logger("tr_core.trainer")
 
@@ -208,8 +207,7 @@ class Preemption:
         self.listen()
         if self._strategy.rank == 0:
             text = f"{signal.Signals(self.signals.number).name}: saving and stopping when this step is done"
-            with contextlib.suppress(OSError):
-                os.write(2, f"\n{text}; a second one stops at once\n".encode())
+            write_at_once(f"{text}; a second one stops at once")
 
     def _after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The epoch ends here anyway; stop at the next step.

@@ -193,8 +193,10 @@ def _end_at_once(number: int) -> None:
         for child in multiprocessing.active_children():
             child.kill()
     name = signal.Signals(number).name
+    text = f"{name}, the second signal: stopping at once; complete checkpoints stay as they are"
     with contextlib.suppress(OSError):
-        os.write(2, f"\n{name}, the second signal: stopping at once; complete checkpoints stay as they are\n".encode())
+        shown = "\x1b[?25h" if os.isatty(2) else ""  # a bar hides the cursor
+        os.write(2, f"{shown}\n{text}\n".encode())
     os._exit(128 + number)
 
 

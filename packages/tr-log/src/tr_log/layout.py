@@ -1,0 +1,126 @@
+"""Place bars and figures on lines, for a terminal or a notebook, by rich."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+LONGEST_BAR, SHORTEST_BAR = 40, 10
+MOST_LINES_OF_FIGURES = 3
+
+
+class Figure(NamedTuple):
+    """A number under a bar: `loss 0.5` or `812 samples/s`, of which only the number is bright."""
+
+    before: str
+    value: str
+    after: str = ""
+
+    def __str__(self) -> str:
+        return "".join(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a bar shows.
+
+    Attributes:
+        name: name of the work.
+        share: how much is done, from 0 to 1; None without a known total.
+        cells: position, percentage, time left and speed; empty where not known. The last are the first to go where
+            the terminal is narrow.
+        figures: numbers below the bars.
+    """
+
+    name: str
+    share: float | None
+    cells: tuple[str, str, str, str]
+    figures: Sequence[Figure] = ()
+
+
+class Drawn(Protocol):
+    """Something that a display shows as a bar."""
+
+    def row(self) -> Row:
+        """Return what it shows now."""
+        ...
+
+
+class Layout:
+    """Place bars and figures on lines.
+
+    No column becomes narrower, because numbers that move are hard to read.
+    """
+
+    def __init__(self) -> None:
+        self._name, self._cells = 0, [0, 0, 0, 0]
+        self._figures: dict[str, int] = {}
+
+    def lines(self, rows: Sequence[Row], console: Console, width: int, height: int) -> list[Text]:
+        """Return at most `height` lines of at most `width` characters."""
+        lines = [*self._bars(rows, console, width), *self._below([f for row in rows for f in row.figures], width)]
+        for line in lines:
+            line.truncate(width)
+            line.rstrip()
+        return lines[: max(height, 1)]
+
+    def _bars(self, rows: Sequence[Row], console: Console, width: int) -> list[Text]:
+        from rich.text import Text
+
+        self._name = max([self._name, *(len(row.name) for row in rows)])
+        self._cells = [max([known, *(len(row.cells[i]) for row in rows)]) for i, known in enumerate(self._cells)]
+        shown = [i for i, length in enumerate(self._cells) if length]
+
+        def room() -> int:
+            return width - self._name - 1 - sum(self._cells[i] + 2 for i in shown)
+
+        while len(shown) > 1 and room() < SHORTEST_BAR:
+            shown.pop()
+        bar = min(room(), LONGEST_BAR) if any(row.share is not None for row in rows) else 0
+        lines = []
+        for row in rows:
+            line = Text(no_wrap=True).append(row.name.ljust(self._name), style="bold").append(" ")
+            if bar >= SHORTEST_BAR:
+                line.append_text(_bar(row.share, console, bar)).append("  ")
+            # In reading order; the percentage belongs to the position, and the time left comes last.
+            cells = [row.cells[0].rjust(self._cells[0]), *(row.cells[i].ljust(self._cells[i]) for i in (1, 2, 3))]
+            line.append("  ".join(cells[i] for i in (0, 1, 3, 2) if i in shown))
+            lines.append(line)
+        return lines
+
+    def _below(self, figures: Sequence[Figure], width: int) -> list[Text]:
+        from rich.text import Text
+
+        lines: list[Text] = []
+        for figure in figures:
+            name = figure.before or figure.after
+            known = self._figures[name] = max(self._figures.get(name, 0), len(str(figure)))
+            cell = Text(no_wrap=True).append(figure.before, style="dim").append(figure.value)
+            cell.append(figure.after, style="dim").append(" " * (known - len(str(figure))))
+            if lines and lines[-1].cell_len + 2 + known <= width:
+                lines[-1].append("  ").append_text(cell)
+            else:
+                lines.append(cell)
+        return lines[:MOST_LINES_OF_FIGURES]
+
+
+def _bar(share: float | None, console: Console, width: int) -> Text:
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
+
+    text = Text()
+    if share is None:
+        return text.append(" " * width)
+    done, half, open_ = "━╸─" if console.encoding.startswith("utf") else "#--"
+    bar = ProgressBar(total=1.0, completed=share, width=width, complete_style="green", finished_style="green")
+    back = console.get_style(bar.style)
+    for segment in console.render(bar, console.options.update(width=width)):
+        if segment.style != back:
+            text.append(segment.text.replace("-", done).replace("╸", half), segment.style)
+    # The rest has a character of its own: not every terminal and notebook shows rich's grey as what is not done.
+    return text.append(open_ * (width - text.cell_len), style="dim")
