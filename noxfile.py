@@ -247,8 +247,8 @@ def ecosystem(session: nox.Session) -> None:
 
 @nox.session
 def report(session: nox.Session) -> None:
-    """Open the page of runs in headless Chromium, draw pictures, and compare a real run's time with planted sleeps."""
-    session.install(*PYTEST, "selenium>=4.20", "matplotlib>=3.8", *EVERYTHING, *CONSTRAINTS)
+    """Open the page of runs in Chromium, see progress in tmux and a notebook, and the time of a real run."""
+    session.install(*PYTEST, "selenium>=4.20", "matplotlib>=3.8", "nbconvert", "ipykernel", *EVERYTHING, *CONSTRAINTS)
     session.run("pytest", "tests/report", *session.posargs, env=TEST_ENVIRONMENT)
 
 
