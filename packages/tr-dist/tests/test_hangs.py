@@ -256,7 +256,8 @@ def test_the_last_rank_that_leaves_removes_the_folder(tmp_path):
     board.remove()
     assert board.folder.exists()
     board.put(Note(1, "here", 1, left="it left the group"))
-    board.remove()
+    board.put(Note(2, "here", 2))
+    board.remove({2})
     assert not board.folder.exists()
 
 

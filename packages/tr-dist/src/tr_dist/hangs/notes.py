@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,9 @@ class Board:
         names = [path.name for path in self.folder.glob("[a-z]*") if not path.name.startswith("note-")]
         return {name: text[:_MOST_TEXT] for name in names if "." not in name and (text := self.read(name)) is not None}
 
-    def remove(self) -> None:
-        """Remove the folder, if every rank that wrote here has left."""
-        if all(note.left for note in self.notes()):
+    def remove(self, gone: Collection[int] = ()) -> None:
+        """Remove the folder, if every rank that wrote here has left, or is one of those that are gone."""
+        if all(note.left or note.rank in gone for note in self.notes()):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, name: str, text: str, *, replaces: bool) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tr_dist.hangs import HANG_EXIT_CODE
-from tr_dist.hangs.findings import Finding, Limits, Standing, Table, describe, judge, line
+from tr_dist.hangs.findings import GONE, Finding, Limits, Standing, Table, describe, judge, line
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
 from tr_dist.streams import flush_streams, write_text
@@ -146,7 +146,8 @@ class HangWatch:
             self._board.put(self._note)
             if failed:
                 self._say_who_is_gone(self._board)
-            self._board.remove()
+            gone = [each for each in self._standings(time.monotonic()) if each.state in GONE]
+            self._board.remove({each.note.rank for each in gone})
             if self._enabled:
                 faulthandler.disable()
             if self._stacks is not None:
@@ -263,7 +264,7 @@ class HangWatch:
                 _kill([each.note.pid, *each.note.children])
         self._note = replace(self._note, left="hang")
         board.put(self._note)
-        board.remove()
+        board.remove({each.note.rank for each in ranks if each.is_silent or each.is_gone})
         _kill(child_numbers())
         flush_streams()
         os._exit(HANG_EXIT_CODE)
