@@ -3,6 +3,7 @@ import sys
 
 from tr_log.progress import DrawnBar
 from tr_log.screen import Screen
+from tr_log.terminal import write_at_once
 
 
 class Lost(io.StringIO):
@@ -135,3 +136,19 @@ def test_an_open_bar_of_tqdm_keeps_its_line(monkeypatch):
     screen.write("first")
     screen.write("second")
     assert stream.getvalue() == "\nfirst\nsecond\n"
+
+
+def test_a_message_of_a_signal_handler_moves_above_the_bar(monkeypatch):
+    stream, clock = Terminal(), Clock()
+    monkeypatch.setattr("tr_log.screen._is_same_terminal", lambda stream: True)
+    monkeypatch.setattr("os.write", lambda descriptor, content: None)
+    bar = DrawnBar(Screen(stream, clock), "work")
+    written, clock.now = len(stream.getvalue()), clock.now + 1
+    write_at_once("SIGINT: stopping " + "x" * 80)
+    bar.advance()
+    news = stream.getvalue()[written:]
+    assert news.partition("work")[0].count("\x1b[1A") == 3  # two line breaks, and a message of two rows
+    assert "SIGINT: stopping" in news
+    written = len(stream.getvalue())
+    bar.close()
+    assert "SIGINT" not in stream.getvalue()[written:]
