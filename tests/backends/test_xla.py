@@ -44,7 +44,8 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 
 def environment(**more):
     plain = {name: value for name, value in os.environ.items() if name != "USE_TORCH_XLA"}
-    return {**plain, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "XLA_FLAGS": QUICK, **more}
+    folders = os.pathsep.join([str(HERE), str(HERE.parent)])
+    return {**plain, "PJRT_DEVICE": "CPU", "PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "XLA_FLAGS": QUICK, **more}
 
 
 def run(arguments, **more):
