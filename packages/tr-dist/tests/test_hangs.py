@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tr_dist import DDP
-from tr_dist.hangs import watch
+from tr_dist.hangs import notes, watch
 from tr_dist.hangs.findings import Limits, Standing, Table, causes, describe, judge, waits_for
 from tr_dist.hangs.notes import Board, Link, Note
 from tr_dist.hangs.places import exchange_counts, machine, own_place, own_stacks, place_of, process_state
@@ -235,6 +235,20 @@ def test_the_state_of_a_process_is_read():
 
 
 # Notes
+
+
+def test_a_folder_that_another_rank_removes_meanwhile_is_empty(tmp_path, monkeypatch):
+    board = Board(tmp_path / "board")
+    board.put(Note(0, "here", 1))
+
+    def removed(*args):
+        raise FileNotFoundError(2, "No such file or directory", str(board.folder))
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(notes.os, name, removed)
+    assert board.notes() == []
+    assert board.posts() == {}
+    board.remove()
 
 
 def test_notes_are_replaced_and_a_text_is_written_once(tmp_path):

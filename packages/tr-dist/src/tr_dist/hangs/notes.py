@@ -76,10 +76,10 @@ class Board:
     def notes(self) -> list[Note]:
         """Return the notes of all ranks that have written one here, in rank order."""
         found = []
-        for path in self.folder.glob("note-*"):
-            if not path.name.endswith(".new"):
+        for name in self._names():
+            if name.startswith("note-") and not name.endswith(".new"):
                 with contextlib.suppress(OSError, ValueError, TypeError):
-                    found.append(Note(**json.loads(path.read_text("utf-8"))))
+                    found.append(Note(**json.loads((self.folder / name).read_text("utf-8"))))
         return sorted(found, key=lambda note: note.rank)
 
     def post(self, name: str, text: str) -> bool:
@@ -95,13 +95,19 @@ class Board:
 
     def posts(self) -> dict[str, str]:
         """Return all texts by name, for another machine."""
-        names = [path.name for path in self.folder.glob("[a-z]*") if not path.name.startswith("note-")]
-        return {name: text[:_MOST_TEXT] for name in names if "." not in name and (text := self.read(name)) is not None}
+        names = [name for name in self._names() if not name.startswith("note-") and "." not in name]
+        return {name: text[:_MOST_TEXT] for name in names if (text := self.read(name)) is not None}
 
     def remove(self, gone: Collection[int] = ()) -> None:
         """Remove the folder, if every rank that wrote here has left, or is one of those that are gone."""
         if all(note.left or note.rank in gone for note in self.notes()):
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.folder)
+        except OSError:  # the last rank has removed it, perhaps while this one was looking
+            return []
 
     def _write(self, name: str, text: str, *, replaces: bool) -> bool:
         new = self.folder / f"{name}.{os.getpid()}.new"
