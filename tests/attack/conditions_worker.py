@@ -10,6 +10,8 @@ import sys
 import traceback
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import conditions_clock
 import conditions_disk
 import conditions_places
