@@ -36,7 +36,7 @@ PROCESSES = 6  # of a schedule; the last one is not disturbed
 
 # What an end in words says: that something was not done, and of what.
 _WORDS = re.compile(
-    r"checkpoint-\d+ was not (saved|restored)|nothing was restored|older ones remain|cannot be (read|written)"
+    r"checkpoint(-\d+)? was not (saved|restored)|nothing was restored|older ones remain|cannot be (read|written)"
 )
 
 
