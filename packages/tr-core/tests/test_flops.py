@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_core.flops import look_at, num_positions, num_targets
-from tr_core.peak_flops import peak_flops, peaks_of
+from tr_core.flops import look_at, num_positions, num_targets, peak_flops, peaks_of
 
 
 class Language(nn.Module):

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
-from tr_core.flops import ModelFacts, look_at, num_positions, num_targets
+from tr_core.flops import ModelFacts, look_at, num_positions, num_targets, peak_flops, peak_of_environment
 from tr_core.loss import StepScope
 from tr_core.model_io import batch_size_of
-from tr_core.peak_flops import peak_flops, peak_of_environment
 from tr_core.runtime.memory import memory_in_use
 from tr_log.phases import START, PhaseClock
 
