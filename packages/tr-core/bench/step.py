@@ -4,7 +4,7 @@ All train the same model on the same rows in one process, in turn, several round
 forward inside the model itself, so that nothing of a framework's start or end counts. Read the ratios: absolute times
 are those of this machine now.
 
-Run: nox -s bench-step [-- --rounds 9 --steps 400]
+Run: nox -s bench-step [-- --rounds 9 --steps 400], or with `-- --defaults` for `defaults.py`
 """
 
 from __future__ import annotations
@@ -156,10 +156,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="times that each one runs (default 7)")
     parser.add_argument("--steps", type=int, default=400, help="steps of each run (default 400)")
+    parser.add_argument("--defaults", action="store_true", help="what the default callbacks cost a step instead")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    if options.defaults:
+        import defaults
+
+        defaults.main(options.rounds, options.steps)
+        return
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread, CPU")
     print(f"{options.rounds} interleaved rounds of {options.steps} steps, batch {BATCH}; medians of medians\n")
     for title, size in SIZES.items():
