@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -25,8 +24,7 @@ class Figure(NamedTuple):
         return "".join(self)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """What a bar shows.
 
     Attributes:

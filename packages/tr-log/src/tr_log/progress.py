@@ -15,8 +15,6 @@ from typing import Any, Protocol, TextIO, TypeVar
 
 from tr_log import formatting
 from tr_log.layout import Drawn, Figure, Row
-from tr_log.notebook import NotebookOutput, in_notebook
-from tr_log.screen import Screen
 from tr_log.terminal import is_terminal, write_line
 
 
@@ -247,10 +245,18 @@ def open_display(stream: TextIO | None) -> Display | None:
     Args:
         stream: where to show them; None is the notebook, if this is one, else `sys.stderr`.
     """
-    if stream is None and in_notebook():
-        return NotebookOutput.current()
+    # Imported here: a job on a cluster draws on neither.
+    if stream is None and "IPython" in sys.modules:
+        from tr_log.notebook import NotebookOutput, in_notebook
+
+        if in_notebook():
+            return NotebookOutput.current()
     where = stream if stream is not None else sys.stderr
-    return Screen.on(where) if where is not None and is_terminal(where) else None
+    if where is None or not is_terminal(where):
+        return None
+    from tr_log.screen import Screen
+
+    return Screen.on(where)
 
 
 def open_bar(stream: TextIO | None, description: str, total: int | None, *, unit: str = "it") -> Bar:
