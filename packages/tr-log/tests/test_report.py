@@ -9,7 +9,8 @@ import pytest
 from tr_log import ReportFile
 from tr_log.report.at_end import write_report
 from tr_log.report.command import main as report
-from tr_log.report.page import curves, means, page, page_data, thin
+from tr_log.report.curves import curves, means, thin
+from tr_log.report.page import page, page_data
 from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import time_split, wall_time
 from tr_log.testing import KILLED_ONCE, checkpoint_event, end_event, start_event, time_event, write_run

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from tr_log import formatting
 from tr_log.layout import Drawn, Layout
-from tr_log.report.page import thin
+from tr_log.report.curves import thin
 
 SECONDS_BETWEEN_UPDATES = 0.5
 COLUMNS = 110

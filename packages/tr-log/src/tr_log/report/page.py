@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 import re
 import time
@@ -16,25 +15,10 @@ from typing import Any
 from urllib.parse import quote
 
 from tr_log import formatting
-from tr_log.formatting import TIMINGS
+from tr_log.report.curves import Curve, curves, means, rate_curves, thin
 from tr_log.report.run_folder import RunFolder, Session
 from tr_log.report.time_split import PARTS, time_split, wall_time, words
 
-HIDDEN = ("step", "epoch", "total_flos", "time_s")
-RATES = {
-    "samples_per_second": ("samples_per_second", 1.0),
-    "tokens_per_second": ("tokens_per_second", 1.0),
-    "flops_per_second": ("teraflops", 1e-12),
-    "mfu": ("mfu", 100.0),
-    "memory_bytes": ("memory", 2.0**-30),
-    "memory_peak_bytes": ("memory_peak", 2.0**-30),
-}
-"""Figures of throughput: the curve of each, and its unit in that of the events."""
-HIDDEN_ENDINGS = ("_runtime", "_steps_per_second", "_model_preparation_time")
-FIRST = ("loss", "learning_rate", "grad_norm", "eval_loss")
-
-Curve = tuple[list[int], list[float | None]]
-"""Steps and values; None where a value is not a number or infinite."""
 MOST_NUMBERS = 60_000
 """Points of all curves of a page together: about 700 kB."""
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
@@ -204,7 +188,7 @@ def _few(marks: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 
 def _said(mark: dict[str, Any]) -> str:
     """Return what an event `updates` says: `2 skipped, 1 not finite`."""
-    return ", ".join(f"{mark[name]} {words}" for name, words in UPDATES.items() if isinstance(mark.get(name), int))
+    return ", ".join(f"{mark[name]} {text}" for name, text in UPDATES.items() if isinstance(mark.get(name), int))
 
 
 def _arguments(run: RunFolder) -> list[list[Any]]:
@@ -325,69 +309,3 @@ def _drawn(curve: Curve, most_points: int) -> dict[str, Any]:
     x, y = thin(*curve, most_points)
     made = {"x": x, "y": y}
     return made if len(curve[0]) <= most_points else made | {"mean": means(*curve, most_points // 5)}
-
-
-def curves(entries: Sequence[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the curve of every logged number by name: loss, rate and norm first, then the others as they were logged.
-
-    What a run logs once at its end (`train_...`) is no curve.
-    """
-    found: dict[str, Curve] = {}
-    for entry in entries:
-        for name, value in entry.items():
-            if name in HIDDEN or name.startswith("train_") or name.endswith(HIDDEN_ENDINGS):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            steps, values = found.setdefault(name, ([], []))
-            steps.append(entry["step"])
-            values.append(float(value) if math.isfinite(value) else None)
-    order = [name for name in FIRST if name in found]
-    order += [name for name in found if name not in FIRST and not name.endswith(TIMINGS)]
-    order += [name for name in found if name not in order]
-    return {name: found[name] for name in order}
-
-
-def rate_curves(rates: Sequence[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the curves of throughput and memory: operations in 10^12, MFU in per cent, memory in GiB."""
-    scaled = [
-        {"step": rate["step"]}
-        | {curve: rate[name] * unit for name, (curve, unit) in RATES.items() if isinstance(rate.get(name), int | float)}
-        for rate in rates
-    ]
-    return curves(scaled)
-
-
-def thin(steps: Sequence[int], values: Sequence[float | None], most_points: int) -> Curve:
-    """Return a curve with at most `most_points` points, among them the first, the last, and the extremes of each part.
-
-    The points are divided into parts of equal number. Of each part its lowest, its highest and one that is not a number
-    remain, if there are any, in their order.
-    """
-    count = len(steps)
-    if count <= most_points:
-        return list(steps), [_short(value) for value in values]
-    parts = max((most_points - 2) // 3, 1)
-    kept = {0, count - 1}
-    for part in range(parts):
-        indices = range(part * count // parts, (part + 1) * count // parts)
-        numbers = [(value, index) for index in indices if (value := values[index]) is not None]
-        if numbers:
-            kept |= {min(numbers)[1], max(numbers)[1]}
-        if len(numbers) < len(indices):
-            kept.add(next(index for index in indices if values[index] is None))
-    ordered = sorted(kept)
-    return [steps[index] for index in ordered], [_short(values[index]) for index in ordered]
-
-
-def means(steps: Sequence[int], values: Sequence[float | None], parts: int) -> Curve:
-    """Return the mean of each of so many parts, at its middle step; None for a part without a number."""
-    bounds = [part * len(steps) // parts for part in range(parts + 1)]
-    slices = [values[first:last] for first, last in pairwise(bounds)]
-    numbers = [[value for value in one if value is not None] for one in slices]
-    found = [sum(one) / len(one) if one else None for one in numbers]
-    return [steps[(first + last) // 2] for first, last in pairwise(bounds)], [_short(value) for value in found]
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")

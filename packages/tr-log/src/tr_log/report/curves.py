@@ -1,0 +1,92 @@
+"""Make curves of log entries, and thin a long one to what a display can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from tr_log.formatting import TIMINGS
+
+HIDDEN = ("step", "epoch", "total_flos", "time_s")
+RATES = {
+    "samples_per_second": ("samples_per_second", 1.0),
+    "tokens_per_second": ("tokens_per_second", 1.0),
+    "flops_per_second": ("teraflops", 1e-12),
+    "mfu": ("mfu", 100.0),
+    "memory_bytes": ("memory", 2.0**-30),
+    "memory_peak_bytes": ("memory_peak", 2.0**-30),
+}
+"""Figures of throughput: the curve of each, and its unit in that of the events."""
+HIDDEN_ENDINGS = ("_runtime", "_steps_per_second", "_model_preparation_time")
+FIRST = ("loss", "learning_rate", "grad_norm", "eval_loss")
+
+Curve = tuple[list[int], list[float | None]]
+"""Steps and values; None where a value is not a number or infinite."""
+
+
+def curves(entries: Sequence[dict[str, Any]]) -> dict[str, Curve]:
+    """Return the curve of every logged number by name: loss, rate and norm first, then the others as they were logged.
+
+    What a run logs once at its end (`train_...`) is no curve.
+    """
+    found: dict[str, Curve] = {}
+    for entry in entries:
+        for name, value in entry.items():
+            if name in HIDDEN or name.startswith("train_") or name.endswith(HIDDEN_ENDINGS):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            steps, values = found.setdefault(name, ([], []))
+            steps.append(entry["step"])
+            values.append(float(value) if math.isfinite(value) else None)
+    order = [name for name in FIRST if name in found]
+    order += [name for name in found if name not in FIRST and not name.endswith(TIMINGS)]
+    order += [name for name in found if name not in order]
+    return {name: found[name] for name in order}
+
+
+def rate_curves(rates: Sequence[dict[str, Any]]) -> dict[str, Curve]:
+    """Return the curves of throughput and memory: operations in 10^12, MFU in per cent, memory in GiB."""
+    scaled = [
+        {"step": rate["step"]}
+        | {curve: rate[name] * unit for name, (curve, unit) in RATES.items() if isinstance(rate.get(name), int | float)}
+        for rate in rates
+    ]
+    return curves(scaled)
+
+
+def thin(steps: Sequence[int], values: Sequence[float | None], most_points: int) -> Curve:
+    """Return a curve with at most `most_points` points, among them the first, the last, and the extremes of each part.
+
+    The points are divided into parts of equal number. Of each part its lowest, its highest and one that is not a number
+    remain, if there are any, in their order.
+    """
+    count = len(steps)
+    if count <= most_points:
+        return list(steps), [_short(value) for value in values]
+    parts = max((most_points - 2) // 3, 1)
+    kept = {0, count - 1}
+    for part in range(parts):
+        indices = range(part * count // parts, (part + 1) * count // parts)
+        numbers = [(value, index) for index in indices if (value := values[index]) is not None]
+        if numbers:
+            kept |= {min(numbers)[1], max(numbers)[1]}
+        if len(numbers) < len(indices):
+            kept.add(next(index for index in indices if values[index] is None))
+    ordered = sorted(kept)
+    return [steps[index] for index in ordered], [_short(values[index]) for index in ordered]
+
+
+def means(steps: Sequence[int], values: Sequence[float | None], parts: int) -> Curve:
+    """Return the mean of each of so many parts, at its middle step; None for a part without a number."""
+    bounds = [part * len(steps) // parts for part in range(parts + 1)]
+    slices = [values[first:last] for first, last in pairwise(bounds)]
+    numbers = [[value for value in one if value is not None] for one in slices]
+    found = [sum(one) / len(one) if one else None for one in numbers]
+    return [steps[(first + last) // 2] for first, last in pairwise(bounds)], [_short(value) for value in found]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
