@@ -145,6 +145,17 @@ def test_other_processes_write_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_secret_among_the_arguments_is_not_written(tmp_path):
+    args, state = run_of(tmp_path)
+    args.api_key, args.password = "0123456789", "abcdefghij"
+    file = EventsFile()
+    file.on_train_begin(args, state, None)
+    file.on_train_end(args, state, None)
+    text = (tmp_path / "events.jsonl").read_text()
+    assert "0123456789" not in text
+    assert "abcdefghij" not in text
+
+
 def test_a_secret_in_an_error_or_a_warning_is_masked(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     args, state = run_of(tmp_path)

@@ -123,6 +123,14 @@ def test_settings_hold_no_tokens_and_only_plain_values(tmp_path):
     }
 
 
+def test_settings_hold_nothing_that_is_named_as_a_secret(tmp_path):
+    args = SimpleNamespace(api_key="a", DB_PASSWORD="b", token="c", aws_secret="d", tokens=3, key="left")
+    args.tracker = {"entity": "me", "credentials": "e", "inner": {"apikey": "f"}}
+    model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"secret": "g", "size": 8}))
+    kept = {"tokens": 3, "key": "left", "tracker": "{'entity': 'me', 'inner': {}}", "model/size": 8}
+    assert settings(args, model) == kept
+
+
 def test_arguments_that_describe_themselves_are_asked():
     assert settings(SimpleNamespace(to_sanitized_dict=lambda: {"a": 1}, b=2)) == {"a": 1}
     assert settings(SimpleNamespace(to_dict=lambda: {"a": 1}, b=2)) == {"a": 1}

@@ -18,7 +18,7 @@ from tr_log.formatting import printable, to_json
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
 from tr_log.phases import COMPUTE, active_clock
-from tr_log.tracker import EveryEvent, settings
+from tr_log.tracker import SECRET_NAME, EveryEvent, settings
 
 logger = get_logger(__name__)
 
@@ -26,7 +26,6 @@ EVENTS_FILE = "events.jsonl"
 LONGEST_TEXT = 2000
 MOST_WARNINGS = 200
 SHORTEST_SECRET = 6  # a shorter one would be replaced inside ordinary words
-_SECRET_NAME = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_key|credentials?)$", re.IGNORECASE)
 _IN_ADDRESS = re.compile(r"://[^\s/@'\"?#]+@")
 _PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "peft", "trl", "numpy", "safetensors")
 _OWN = ("tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist")
@@ -199,6 +198,7 @@ class _Warnings(logging.Handler):
 
 
 def _description(args: Any, state: Any) -> dict[str, Any]:
+    origins = _origins(args)
     return {
         "step": state.global_step,
         "max_steps": state.max_steps,
@@ -211,8 +211,8 @@ def _description(args: Any, state: Any) -> dict[str, Any]:
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
         "arguments": settings(args),
-        "changed": sorted(_changed(args)),
-        "origins": _origins(args),
+        "changed": sorted(_changed(args, origins)),
+        "origins": origins,
     }
 
 
@@ -246,10 +246,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _changed(args: Any) -> list[str]:
+def _changed(args: Any, origins: dict[str, str]) -> list[str]:
     """Return the names of arguments that are not at their default."""
     fields: dict[str, Any] = getattr(type(args), "__dataclass_fields__", {})
-    origins = _origins(args)
     return [
         name
         for name, field in fields.items()
@@ -283,5 +282,5 @@ def _is_default(field: Any, value: Any) -> bool:
 def _secrets(args: Any) -> list[str]:
     """Return the values of arguments and variables whose names mean a secret: an error may quote them."""
     named = {**os.environ, **{str(name): value for name, value in getattr(args, "__dict__", {}).items()}}
-    values = {value for name, value in named.items() if _SECRET_NAME.search(name) and isinstance(value, str)}
+    values = {value for name, value in named.items() if SECRET_NAME.search(name) and isinstance(value, str)}
     return sorted((value for value in values if len(value) >= SHORTEST_SECRET), key=len, reverse=True)
