@@ -19,6 +19,18 @@ RATES = {
     "memory_peak_bytes": ("memory_peak", 2.0**-30),
 }
 """Figures of throughput: the curve of each, and its unit in that of the events."""
+WORDS = {
+    "grad_norm": ("gradient norm", ""),
+    "learning_rate": ("learning rate", ""),
+    "steps_per_second": ("speed", "steps per second"),
+    "samples_per_second": ("samples per second", ""),
+    "tokens_per_second": ("tokens per second", ""),
+    "teraflops": ("operations", "10^12 per second"),
+    "mfu": ("MFU", "% of the devices' peak"),
+    "memory": ("memory", "GiB"),
+    "memory_peak": ("memory at its peak", "GiB"),
+}
+"""What a curve is called, and its unit, of those whose name does not say it."""
 HIDDEN_ENDINGS = ("_runtime", "_steps_per_second", "_model_preparation_time")
 FIRST = ("loss", "learning_rate", "grad_norm", "eval_loss")
 

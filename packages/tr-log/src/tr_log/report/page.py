@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tr_log import formatting
-from tr_log.report.curves import Curve, curves, means, rate_curves, thin
+from tr_log.report.curves import WORDS, Curve, curves, means, rate_curves, thin
 from tr_log.report.run_folder import RunFolder, Session
 from tr_log.report.time_split import PARTS, time_split, wall_time, words
 
@@ -79,6 +79,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
             for run, name, curves_of_run in zip(runs, names, found, strict=True)
         ],
         "differences": _differences(runs),
+        "words": WORDS,
         "parts": [{"key": part, "text": texts[part]} for part in PARTS],
     }
 

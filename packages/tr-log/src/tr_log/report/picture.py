@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+from tr_log.report.curves import WORDS
 from tr_log.report.page import page_data
 from tr_log.report.run_folder import RunFolder
 
@@ -16,17 +17,6 @@ from tr_log.report.run_folder import RunFolder
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00", "#2e8fc7", "#6e6e6e")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (9, 2)), (0, (1, 4)))
 INK, FAINT, LINE = "#1a1d21", "#5c6670", "#d9dde1"
-WORDS = {
-    "grad_norm": "gradient norm",
-    "learning_rate": "learning rate",
-    "steps_per_second": "speed (steps a second)",
-    "samples_per_second": "samples a second",
-    "tokens_per_second": "tokens a second",
-    "teraflops": "10^12 operations a second",
-    "mfu": "MFU (% of the devices' peak)",
-    "memory": "memory (GiB)",
-    "memory_peak": "memory at its peak (GiB)",
-}
 COLUMNS, MOST_PANELS, MOST_NAMED_RUNS = 3, 30, 14
 PANEL_WIDTH, PANEL_HEIGHT, DOTS_PER_INCH = 4.4, 2.9, 110
 NICE = (1, 2, 2.5, 5, 10)
@@ -128,7 +118,7 @@ def _panel(place: Any, names: tuple[str, ...], runs: Sequence[dict[str, Any]], s
             place.axvline(session["first"], color=INK, linewidth=0.8, linestyle=":", zorder=1)
     margin = max((steps[1] - steps[0]) * 0.02, 0.5)
     place.set_xlim(steps[0] - margin, steps[1] + margin)
-    place.set_title(" and ".join(WORDS.get(name, name) for name in names), fontsize=10, color=INK, loc="left")
+    place.set_title(" and ".join(map(_heading, names)), fontsize=10, color=INK, loc="left")
     place.set_xlabel("step", color=FAINT, labelpad=1)
     _axes(place)
     if not has_number:
@@ -136,6 +126,11 @@ def _panel(place: Any, names: tuple[str, ...], runs: Sequence[dict[str, Any]], s
         place.text(0.5, 0.5, "never a number", transform=place.transAxes, ha="center", color=FAINT)
     if len(names) > 1:
         place.legend(frameon=False, fontsize=8, handlelength=2.5)
+
+
+def _heading(name: str) -> str:
+    word, unit = WORDS.get(name, (name, ""))
+    return f"{word} ({unit})" if unit else word
 
 
 def _axes(place: Any) -> None:
