@@ -190,6 +190,37 @@ def test_a_run_is_hidden_and_shown_by_the_keyboard(browser, pages):
     assert browser.execute_script(shown) == [True, True, True]
 
 
+def test_all_runs_can_be_hidden(browser, pages):
+    show(browser, pages["three"])
+    for toggle in browser.find_elements("css selector", ".toggle"):
+        toggle.send_keys(" ")
+    assert browser.execute_script("const {x} = plots.get('loss').plot.scales; return [x.min, x.max]") == [0, 1]
+    assert browser.get_log("browser") == []
+
+
+def test_numbers_may_be_logged_under_any_name(browser, tmp_path):
+    logged = [{"step": step, "constructor": 1.0 / step, "__proto__": step} for step in (1, 2, 3)]
+    write_run(tmp_path / "a", [start_event(0.0), end_event(1.0, 3)], logged)
+    write_run(tmp_path / "b", [start_event(0.0), end_event(1.0, 3)], list(entries(3)))
+    page = tmp_path / "page.html"
+    assert report([str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(page)]) == 0
+    show(browser, page)
+    titles = browser.execute_script(
+        "return [...document.querySelectorAll('figcaption span')].map((e) => e.textContent)"
+    )
+    assert {"constructor", "__proto__", "loss"} <= set(titles)
+    assert browser.get_log("browser") == []
+
+
+def test_arrow_keys_do_nothing_where_the_range_holds_no_point(browser, pages):
+    show(browser, pages["finished"])
+    browser.execute_script("zoom(2.25, 2.75)")
+    browser.find_element("css selector", "figure[data-curve=loss] .plot").send_keys(Keys.HOME, Keys.ARROW_RIGHT)
+    head = browser.execute_script("return document.querySelector('figure[data-curve=loss] .readout thead').textContent")
+    assert head.startswith("last")
+    assert browser.get_log("browser") == []
+
+
 def test_smoothing_axis_and_logarithm_act_on_the_curves(browser, pages):
     show(browser, pages["killed_twice"])
     browser.execute_script(
@@ -298,6 +329,20 @@ def test_a_live_page_grows_with_its_run(browser, tmp_path):
             )
             assert browser.execute_async_script("requestAnimationFrame(() => arguments[0](scrollY))") == 100
             assert browser.execute_script("return document.activeElement.className") == "plot"
+            opened = "return [...document.querySelectorAll('details')].filter((one) => one.open).map((one) => "
+            opened += "one.querySelector('summary').textContent.replace(/ \\(\\d+\\)$/, ''))"
+            before = browser.execute_script(opened)
+            files = browser.find_elements("css selector", "summary")[-1]
+            browser.execute_script("arguments[0].click()", files)
+            warning = {"event": "warning", "time_s": 1.0, "level": "WARNING", "text": "new"}
+            with (tmp_path / "run" / "events.jsonl").open("a") as file:
+                file.write(json.dumps(warning) + "\n")
+            browser.execute_async_script(
+                "const done = arguments[0]; const look = () => "
+                "document.querySelector('#tables').textContent.includes('Warnings') ? done() : setTimeout(look, 50);"
+                "look();"
+            )
+            assert set(browser.execute_script(opened)) == {*before, "Warnings", "Files"}
             assert browser.get_log("browser") == []
         finally:
             browser.get("about:blank")

@@ -8,15 +8,6 @@ const PARTS = {
   start: "#999999", data: "#e69f00", compute: "#0072b2", exchange: "#56b4e9", evaluation: "#009e73",
   checkpoint: "#cc79a7", profile: "#f0e442", other: "#cccccc", redone: "#d55e00", idle: "transparent",
 };
-const UNITS = {
-  steps_per_second: "steps per second",
-  teraflops: "10^12 per second", mfu: "% of the devices' peak", memory: "GiB", memory_peak: "GiB",
-};
-const WORDS = {
-  grad_norm: "gradient norm", learning_rate: "learning rate", steps_per_second: "speed",
-  samples_per_second: "samples per second", tokens_per_second: "tokens per second", teraflops: "operations per second",
-  mfu: "MFU", memory: "memory", memory_peak: "memory at its peak",
-};
 // Kinds of marks: the word, the colour, and the shape around (0, 0).
 const MARKS = {
   evaluation: { word: "evaluation", colour: "#009e73", shape: "M-4,0 A4,4 0 1 1 4,0 A4,4 0 1 1 -4,0 Z" },
@@ -36,13 +27,17 @@ let data = JSON.parse(document.getElementById("data").textContent);
 let printing = false;
 const hidden = new Set();  // paths of runs
 const overlaid = new Map();  // name of a curve: that of another one drawn with it
+const unfolded = new Map();  // titles of parts, with the run: whether a reader left it open
 const plots = new Map();
 const byId = (id) => document.getElementById(id);
 const colourOf = (index) => (darkScheme.matches && !printing ? BRIGHT : COLOURS)[index % COLOURS.length];
 const dashOf = (index) => DASHES[(index + Math.floor(index / COLOURS.length)) % DASHES.length];  // 49 different lines
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const isHidden = (run) => hidden.has(data.runs[run].path);
-const titleOf = (name) => WORDS[name] || name;
+// A run may log a number under any name, also one of an object's own methods.
+const has = (object, name) => Object.hasOwn(object, name);
+const titleOf = (name) => (has(data.words, name) ? data.words[name][0] : name);
+const unitOf = (name) => (has(data.words, name) ? data.words[name][1] : "") || titleOf(name);
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -132,7 +127,7 @@ function smoothed(values, share) {
 function linesOf(name) {
   const names = overlaid.get(name) ? [name, overlaid.get(name)] : [name];
   return names.flatMap((one, order) => data.runs.flatMap((run, index) =>
-    (run.curves[one] ? [{ run: index, name: one, second: order === 1 }] : [])));
+    (has(run.curves, one) ? [{ run: index, name: one, second: order === 1 }] : [])));
 }
 
 // uPlot wants one rising list of x for all series of a plot.
@@ -187,7 +182,7 @@ function draw(name, place) {
     axes: [
       { ...style, label: axisName(), size: 30, ...(byId("axis").value === "step" ? { incrs: WHOLE } : {}) },
       {
-        ...style, label: UNITS[name] || titleOf(name), values: tickNumbers,
+        ...style, label: unitOf(name), values: tickNumbers,
         size: (_, ticks) => 24 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
       },
     ],
@@ -213,6 +208,7 @@ function xRange() {
   const from = byId("from").value, to = byId("to").value;
   const ends = data.runs.filter((run) => !hidden.has(run.path)).flatMap((run) =>
     Object.values(run.curves).flatMap(({ x }) => axisValues(run, [x[0], x.at(-1)])));
+  if (!ends.length) ends.push(0, 1);  // all runs are hidden
   const first = from === "" ? Math.min(...ends) : Number(from), last = to === "" ? Math.max(...ends) : Number(to);
   return first < last ? [first, last] : [first - 0.5, first + 0.5];
 }
@@ -307,6 +303,7 @@ function moveCursor(name, event) {
   if (event.key === "Escape") return zoom(null, null);
   if (to === undefined) return;
   event.preventDefault();
+  if (first < 0 || last < first) return;  // no point is within the range
   const at = Math.min(Math.max(to, first), last);
   plot.setCursor({ left: plot.valToPos(xs[at], "x"), top: plot.over.clientHeight / 2 });
 }
@@ -486,7 +483,7 @@ function timeline(run) {
   if (run.sessions.length > 1) key.append(element("span", {}, sign(RESTART, "currentColor", "2 2"), "restart"));
   if (isCut) key.append(element("span", {}, "long times between two calls of train are drawn short"));
   const rows = events.sort((one, other) => one[0] - other[0]).map(([at, words]) => [duration(at), words]);
-  return element("div", { class: "when" }, picture, ends, key, folded(`What happened when (${rows.length})`, table(rows, ["time", "event"])));
+  return element("div", { class: "when" }, picture, ends, key, folded(run, `What happened when (${rows.length})`, table(rows, ["time", "event"])));
 }
 
 function table(rows, heads) {
@@ -507,14 +504,14 @@ function showTables() {
   }
   for (const run of data.runs) {
     section.append(element("h2", {}, data.runs.length > 1 ? run.name : "Details"));
-    if (run.warnings.length) section.append(folded(`Warnings (${run.warnings.length})`, table(run.warnings, ["first at", "times", "level", "text"]), true));
+    if (run.warnings.length) section.append(folded(run, `Warnings (${run.warnings.length})`, table(run.warnings, ["first at", "times", "level", "text"]), true));
     const chosen = run.arguments.filter(([, , origin]) => origin), heads = ["argument", "value", "set by"];
-    if (chosen.length) section.append(folded(`Arguments that were set (${chosen.length})`, table(chosen, heads), data.runs.length === 1));
+    if (chosen.length) section.append(folded(run, `Arguments that were set (${chosen.length})`, table(chosen, heads), data.runs.length === 1));
     const all = run.arguments.map(([name, value, origin]) => [name, value, origin || "default"]);
-    if (all.length) section.append(folded(`All arguments (${all.length})`, table(all, heads)));
-    for (const profile of run.profiles) section.append(folded(`Dearest operators of ${profile.steps}`, profileOf(profile), true));
-    if (run.machine.length) section.append(folded("Machine and versions", table(run.machine)));
-    if (run.files.length) section.append(folded(`Files (${run.files.length})`, links(run.files)));
+    if (all.length) section.append(folded(run, `All arguments (${all.length})`, table(all, heads)));
+    for (const profile of run.profiles) section.append(folded(run, `Dearest operators of ${profile.steps}`, profileOf(profile), true));
+    if (run.machine.length) section.append(folded(run, "Machine and versions", table(run.machine)));
+    if (run.files.length) section.append(folded(run, `Files (${run.files.length})`, links(run.files)));
     section.append(element("p", { class: "empty" }, run.path));
   }
 }
@@ -531,9 +528,12 @@ function profileOf({ heads, rows, files }) {
   return made;
 }
 
-function folded(title, content, open = false) {
+// A live page makes its parts anew, and leaves open what a reader opened.
+function folded(run, title, content, open = false) {
   const made = element("details", {}, element("summary", {}, title), content);
-  made.open = open;
+  const key = `${title.replace(/ \(\d+\)$/, "")} ${run.path}`;
+  made.open = unfolded.has(key) ? unfolded.get(key) : open;
+  made.querySelector("summary").addEventListener("click", () => unfolded.set(key, !made.open));
   return made;
 }
 
@@ -579,9 +579,8 @@ if (LIVE) {
     if (isHeld || news === null) return;  // a curve that is drawn anew would end the drag
     data = JSON.parse(news);
     news = null;
-    const open = [...document.querySelectorAll("details")].map((one) => one.open), top = window.scrollY;
+    const top = window.scrollY;
     show();
-    document.querySelectorAll("details").forEach((one, i) => { if (i < open.length) one.open = open[i]; });
     window.scrollTo(0, top);
   };
   source.onmessage = (event) => { news = event.data; take(); };
