@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 import threading
 import time
@@ -237,22 +238,8 @@ def test_the_state_of_a_process_is_read():
 # Notes
 
 
-def test_a_folder_that_another_rank_removes_meanwhile_is_empty(tmp_path, monkeypatch):
-    board = Board(tmp_path / "board")
-    board.put(Note(0, "here", 1))
-
-    def removed(*args):
-        raise FileNotFoundError(2, "No such file or directory", str(board.folder))
-
-    for name in ("listdir", "scandir"):
-        monkeypatch.setattr(notes.os, name, removed)
-    assert board.notes() == []
-    assert board.posts() == {}
-    board.remove()
-
-
 def test_notes_are_replaced_and_a_text_is_written_once(tmp_path):
-    board = Board(tmp_path / "board")
+    board = Board(tmp_path / "board", 2)
     board.put(Note(1, "here", 7, beat=1))
     board.put(Note(1, "here", 7, beat=2))
     board.put(Note(0, "here", 8))
@@ -262,22 +249,42 @@ def test_notes_are_replaced_and_a_text_is_written_once(tmp_path):
     assert board.posts() == {"verdict": "first"}
 
 
-def test_the_last_rank_that_leaves_removes_the_folder(tmp_path):
-    board = Board(tmp_path / "board")
-    for rank in range(2):
-        board.put(Note(rank, "here", rank))
-    board.put(Note(0, "here", 0, left="it left the group"))
-    board.remove()
-    assert board.folder.exists()
-    board.put(Note(1, "here", 1, left="it left the group"))
-    board.put(Note(2, "here", 2))
-    board.remove({2})
-    assert not board.folder.exists()
+def test_all_that_opened_a_board_go_on_with_it_when_its_name_is_gone(tmp_path):
+    boards = [Board(tmp_path / "board", 2) for _ in range(2)]
+    for board in boards:
+        board.hide()
+    assert not list(tmp_path.iterdir())
+    boards[0].put(Note(0, "here", 5, left="it left the group"))
+    boards[0].close()
+    assert [note.left for note in boards[1].notes()] == ["it left the group"]
+    boards[1].close()
+
+
+def test_a_note_that_is_being_replaced_is_left_out_and_one_too_long_is_shortened(tmp_path):
+    board = Board(tmp_path / "board", 2)
+    board.put(Note(0, "here", 5))
+    board.put(Note(1, "here", 6, left="x" * notes._PLACE_BYTES))
+    with open(tmp_path / "board", "r+b") as file:
+        file.seek(60)
+        file.write(b"?")
+    assert [(note.rank, len(note.left)) for note in board.notes()] == [(1, 200)]
+
+
+def test_what_a_signal_handler_writes_is_read(tmp_path):
+    board = Board(tmp_path / "board", 3)
+    assert not board.takes_signals(1)
+    file = board.open_for_signals(1)
+    assert [board.takes_signals(rank) for rank in range(3)] == [False, True, False]
+    assert board.read_signal(1) == ""
+    os.write(file, b"Thread 0x1\n")
+    os.write(file, b"  File a.py\n")
+    os.close(file)
+    assert board.read_signal(1) == "Thread 0x1\n  File a.py"
 
 
 def test_machines_exchange_their_boards_through_a_store(tmp_path):
     store = dist.HashStore()
-    boards = [Board(tmp_path / name) for name in "ab"]
+    boards = [Board(tmp_path / name, 2) for name in "ab"]
     links = [Link(lambda: store, "a", ["b"], 0.01), Link(lambda: store, "b", ["a"], 0.01)]
     for rank, board in enumerate(boards):
         board.put(Note(rank, f"machine {rank}", 5))
@@ -317,6 +324,18 @@ def test_a_rank_that_hangs_ends_all_with_a_code_of_its_own_and_a_report(tmp_path
 def test_ranks_that_make_progress_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert run_ranks(trains, 2, 0, str(tmp_path)) == [[0, 1], [0, 1]]
+    assert not list(tmp_path.glob("*hang*"))
+
+
+def dies():
+    DDP(use_cpu=True, hang_timeout_s=30)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_that_are_killed_at_once_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with pytest.raises(RankError, match="rank 0 died .*rank 1 died"):
+        run_ranks(dies, 2)
     assert not list(tmp_path.glob("*hang*"))
 
 

@@ -1,6 +1,6 @@
-"""Keep the notes of the ranks where all can read them: in a folder of each machine, and between machines in a store.
+"""Keep the notes of the ranks where all can read them: in a file of each machine, and between machines in a store.
 
-A folder needs nobody who serves it: it is read while any rank is stopped or dead. A store is served by rank 0, or by a
+A file needs nobody who serves it: it is read while any rank is stopped or dead. A store is served by rank 0, or by a
 launcher, and does not answer while that process is stopped. So it is used in a thread of its own.
 """
 
@@ -9,16 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import struct
 import threading
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 VERDICT, END = "verdict", "end"
 _LINK_END_S = 2.0
 _MOST_TEXT = 100_000  # characters of a rank's stacks that go through a store
+_PLACE_BYTES = 128 * 1024  # of a note or a text in a file
+_PAGE_BYTES = 4096  # a note is mostly shorter
+_HEAD = struct.Struct("=QQ")  # its length and its checksum
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -59,70 +64,120 @@ class Note:
 
 
 class Board:
-    """Notes and texts in a folder that the ranks of a machine share.
+    """Notes and texts in a file that the ranks of a machine share.
+
+    Each has a place of its own in the file, whose unwritten parts take no room on a disk. Once all have opened it, it
+    needs no name: `hide` takes that away, and the system the rest when the last rank has ended, however that ends.
 
     Args:
-        folder: where; it is made if it does not exist.
+        path: where; the file is made if it does not exist.
+        world_size: number of ranks of the job.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(mode=0o700, exist_ok=True)
+    def __init__(self, path: Path, world_size: int) -> None:
+        self._path, self._size = path, world_size
+        self._file = self._open()
 
     def put(self, note: Note) -> None:
         """Replace the note of a rank."""
-        self._write(f"note-{note.rank}", json.dumps(asdict(note)), replaces=True)
+        text = json.dumps(asdict(note))
+        if len(text) > _PLACE_BYTES - _HEAD.size:
+            short = replace(note, where=note.where[:200], left=note.left[:200], counts={}, children=[])
+            text = json.dumps(asdict(short))
+        self._write(note.rank, text)
 
     def notes(self) -> list[Note]:
         """Return the notes of all ranks that have written one here, in rank order."""
         found = []
-        for name in self._names():
-            if name.startswith("note-") and not name.endswith(".new"):
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    found.append(Note(**json.loads((self.folder / name).read_text("utf-8"))))
-        return sorted(found, key=lambda note: note.rank)
+        for text in map(self._read, range(self._size)):
+            with contextlib.suppress(ValueError, TypeError):
+                found += [] if text is None else [Note(**json.loads(text))]
+        return found
 
     def post(self, name: str, text: str) -> bool:
         """Write a text, unless there is one with this name. Returns whether it was written."""
-        return self._write(name, text, replaces=False)
+        return self.read(name) is None and self._write(self._place(name), text)
 
     def read(self, name: str) -> str | None:
         """Return a text; None if there is none."""
-        try:
-            return (self.folder / name).read_text("utf-8")
-        except OSError:
-            return None
+        return self._read(self._place(name))
 
     def posts(self) -> dict[str, str]:
         """Return all texts by name, for another machine."""
-        names = [name for name in self._names() if not name.startswith("note-") and "." not in name]
+        if self.read(VERDICT) is None:
+            return {}  # which is the first of all
+        names = [VERDICT, END, *(f"stacks-{rank}" for rank in range(self._size))]
         return {name: text[:_MOST_TEXT] for name in names if (text := self.read(name)) is not None}
 
-    def remove(self, gone: Collection[int] = ()) -> None:
-        """Remove the folder, if every rank that wrote here has left, or is one of those that are gone."""
-        if all(note.left or note.rank in gone for note in self.notes()):
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def open_for_signals(self, rank: int) -> int:
+        """Return a file descriptor for what a signal handler of a rank writes, which is not a text as others are."""
+        file = self._open()
+        os.lseek(file, _PLACE_BYTES * self._place(f"signal-{rank}"), os.SEEK_SET)
+        os.write(file, b"\n")
+        return file
 
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.folder)
-        except OSError:  # the last rank has removed it, perhaps while this one was looking
-            return []
+    def takes_signals(self, rank: int) -> bool:
+        """Return whether a rank has opened its place for a signal handler."""
+        return self._raw(rank, 1) != b""
 
-    def _write(self, name: str, text: str, *, replaces: bool) -> bool:
-        new = self.folder / f"{name}.{os.getpid()}.new"
+    def read_signal(self, rank: int) -> str:
+        """Return what the signal handler of a rank has written; empty if nothing."""
+        return self._raw(rank, _PLACE_BYTES).decode("utf-8", "replace").strip()
+
+    def hide(self) -> None:
+        """Remove the name of the file, which all ranks have opened."""
+        with contextlib.suppress(OSError):  # another rank was first
+            self._path.unlink()
+
+    def close(self) -> None:
+        """Close the file; nothing is read or written after it."""
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        self._file = -1
+        self.hide()  # where an open file cannot be removed, as on Windows, the last rank does it
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+
+    def _place(self, name: str) -> int:
+        """Return the place of a text. Signal handlers come last: what they write may be longer than a place."""
+        kind, _, rank = name.partition("-")
+        return {VERDICT: 1, END: 2, "stacks": 3, "signal": 3 + self._size}[kind] + self._size - 1 + int(rank or 0)
+
+    def _raw(self, rank: int, count: int) -> bytes:
         try:
-            new.write_text(text, "utf-8")
-            if replaces:
-                os.replace(new, self.folder / name)
-                return True
-            try:
-                os.link(new, self.folder / name)
-                return True
-            finally:
-                new.unlink()
-        except OSError:  # the folder is gone, the disk is full, or another rank was first
+            os.lseek(self._file, _PLACE_BYTES * self._place(f"signal-{rank}"), os.SEEK_SET)
+            return os.read(self._file, count).partition(b"\0")[0]
+        except OSError:
+            return b""
+
+    def _read(self, place: int) -> str | None:
+        with contextlib.suppress(OSError, struct.error):  # the disk fails, or nothing was written so far into the file
+            for _ in range(_TRIES):
+                os.lseek(self._file, _PLACE_BYTES * place, os.SEEK_SET)
+                found = os.read(self._file, _PAGE_BYTES)
+                length, checksum = _HEAD.unpack_from(found)
+                if not checksum:
+                    return None
+                found += os.read(self._file, max(0, _HEAD.size + length - len(found)))
+                text = found[_HEAD.size : _HEAD.size + length]
+                if _checksum(text) == checksum:  # it is not being replaced
+                    return text.decode("utf-8", "replace")
+        return None
+
+    def _write(self, place: int, text: str) -> bool:
+        content = text.encode("utf-8", "backslashreplace")[: _PLACE_BYTES - _HEAD.size]
+        try:
+            os.lseek(self._file, _PLACE_BYTES * place, os.SEEK_SET)
+            os.write(self._file, _HEAD.pack(len(content), _checksum(content)) + content)
+        except OSError:  # the disk is full
             return False
+        return True
+
+
+def _checksum(content: bytes) -> int:
+    """Return a number other than 0."""
+    return zlib.crc32(content) | 1 << 32
 
 
 class Link:

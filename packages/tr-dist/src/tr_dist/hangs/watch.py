@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tr_dist.hangs import HANG_EXIT_CODE
-from tr_dist.hangs.findings import GONE, Finding, Limits, Standing, Table, describe, judge, line
+from tr_dist.hangs.findings import Finding, Limits, Standing, Table, describe, judge, line
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
 from tr_dist.streams import flush_streams, write_text
@@ -79,7 +80,7 @@ class HangWatch:
         self._said: set[str] = set()
         self._board: Board | None = None
         self._link: Link | None = None
-        self._stacks: Any = None
+        self._stacks: int | None = None
         self._enabled = False
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
 
@@ -93,22 +94,24 @@ class HangWatch:
         self._more = more
         store = _store_itself()
         name = f"tr-hangs-{gather(secrets.token_hex(8))[0]}"
-        file = getattr(store, "path", None)  # ranks that meet through a file can share a folder beside it
-        folder = Path(f"{file}-{name}" if file else os.path.join(tempfile.gettempdir(), name))
+        file = getattr(store, "path", None)  # ranks that meet through a file can share another beside it
+        # Each machine has its own: one that several open over a network would be read from their caches.
+        path = f"{file or os.path.join(tempfile.gettempdir(), 'meet')}-{name}-{zlib.crc32(self._note.machine.encode())}"
         with contextlib.suppress(OSError):  # without a place for notes there is no watch
-            self._board = Board(folder)
+            self._board = Board(Path(path), self.world_size)
             self._board.put(self._note)
+            self._write_stacks_on_signal(self._board)
         gather(None)  # all have written a note
         here = [note.rank for note in self._board.notes()] if self._board is not None else []
         keys = gather(min(here, default=self.rank))
         if self._board is None or not here:
             return
+        self._board.hide()
         if len(here) < self.world_size and isinstance(store, dist.TCPStore):
             others = [f"{name}/{key}" for key in sorted(set(keys)) if key != min(here)]
             host, port = store.host, store.port
             self._link = Link(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
                               f"{name}/{min(here)}", others, self._interval_s)  # fmt: skip
-        self._write_stacks_on_signal(self._board.folder)
         self._thread.start()
 
     @contextmanager
@@ -146,13 +149,12 @@ class HangWatch:
             self._board.put(self._note)
             if failed:
                 self._say_who_is_gone(self._board)
-            gone = [each for each in self._standings(time.monotonic()) if each.state in GONE]
-            self._board.remove({each.note.rank for each in gone})
             if self._enabled:
                 faulthandler.disable()
             if self._stacks is not None:
                 faulthandler.unregister(_STACKS_SIGNAL)
-                self._stacks.close()
+                os.close(self._stacks)
+            self._board.close()
 
     def _run(self) -> None:
         assert self._board is not None
@@ -225,11 +227,11 @@ class HangWatch:
         if not board.post(VERDICT, json.dumps({"rank": self.rank, "text": finding.text})):
             return  # another rank was first
         report = describe(finding, ranks)
-        awaited = [f"stacks-{each.note.rank}" for each in ranks if not each.is_silent and not each.is_gone]
+        awaited = [each.note.rank for each in ranks if not each.is_silent and not each.is_gone]
         awaited += self._signal_the_silent(board, ranks)
         board.post(f"stacks-{self.rank}", own_stacks())
         deadline_s = time.monotonic() + _STACKS_S + 2 * self._interval_s * (1 if self._link is None else 3)
-        while time.monotonic() < deadline_s and not all(map(board.read, awaited)):
+        while time.monotonic() < deadline_s and not all(_stacks(board, rank) for rank in awaited):
             if self._link is not None:
                 self._link.exchange(board)
             time.sleep(0.05)
@@ -250,7 +252,7 @@ class HangWatch:
         """Give this rank's stacks to the rank that reports, and end when it has done so."""
         board.post(f"stacks-{self.rank}", own_stacks())
         deadline_s = time.monotonic() + _END_S + 4 * self._interval_s
-        while board.read(END) is None and board.folder.exists() and time.monotonic() < deadline_s:
+        while board.read(END) is None and time.monotonic() < deadline_s:
             if self._link is not None:
                 self._link.exchange(board)
             time.sleep(0.05)
@@ -264,7 +266,7 @@ class HangWatch:
                 _kill([each.note.pid, *each.note.children])
         self._note = replace(self._note, left="hang")
         board.put(self._note)
-        board.remove({each.note.rank for each in ranks if each.is_silent or each.is_gone})
+        board.close()
         _kill(child_numbers())
         flush_streams()
         os._exit(HANG_EXIT_CODE)
@@ -286,7 +288,7 @@ class HangWatch:
         found = []
         for each in ranks:
             rank = each.note.rank
-            text = board.read(f"stacks-{rank}") or board.read(f"signal-{rank}.txt") or ""
+            text = _stacks(board, rank)
             found.append(f"--- rank {rank}\n{text or 'it cannot give its stacks'}\n")
         return "\n".join(found)
 
@@ -300,7 +302,7 @@ class HangWatch:
             lines = "\n".join(line(each, ranks) for each in gone[:_MOST_GONE])
             write_text(sys.stderr, f"hang watch: when rank {self.rank} failed, others were gone\n{lines}\n")
 
-    def _write_stacks_on_signal(self, folder: Path) -> None:
+    def _write_stacks_on_signal(self, board: Board) -> None:
         """Let a signal write this process's stacks, also while other code holds Python's lock."""
         if not faulthandler.is_enabled():
             with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
@@ -308,18 +310,17 @@ class HangWatch:
                 self._enabled = True
         if _STACKS_SIGNAL and signal.getsignal(_STACKS_SIGNAL) == signal.SIG_DFL:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
-                self._stacks = open(folder / f"signal-{self.rank}.txt", "w")  # noqa: SIM115 - as long as the watch
+                self._stacks = board.open_for_signals(self.rank)
                 faulthandler.register(_STACKS_SIGNAL, file=self._stacks)
 
-    def _signal_the_silent(self, board: Board, ranks: list[Standing]) -> list[str]:
-        """Ask silent processes of this machine for their stacks, and return the texts that will hold them."""
+    def _signal_the_silent(self, board: Board, ranks: list[Standing]) -> list[int]:
+        """Ask silent processes of this machine for their stacks, and return the ranks that were asked."""
         asked = []
         for each in ranks:
-            has_handler = (board.folder / f"signal-{each.note.rank}.txt").exists()
-            if each.is_silent and each.state in ("R", "S", "D") and has_handler:
+            if each.is_silent and each.state in ("R", "S", "D") and board.takes_signals(each.note.rank):
                 with contextlib.suppress(OSError):
                     os.kill(each.note.pid, _STACKS_SIGNAL)
-                    asked.append(f"signal-{each.note.rank}.txt")
+                    asked.append(each.note.rank)
         return asked
 
 
@@ -329,6 +330,11 @@ _STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMI
 def _is_first(rank: int, ranks: list[Standing]) -> bool:
     """Whether no rank with a lower number is there to report."""
     return not any(each.note.rank < rank and not each.is_silent and not each.is_gone for each in ranks)
+
+
+def _stacks(board: Board, rank: int) -> str:
+    """Return what a rank, or its signal handler, has written."""
+    return board.read(f"stacks-{rank}") or board.read_signal(rank)
 
 
 def _since(rank: Standing) -> float:
