@@ -214,7 +214,7 @@ def draw_updates(draw):
 def draw_data(draw):
     """Return arguments of data and length."""
     options = {
-        "train_sampling_strategy": draw.choice(["random", "group_by_length", "sequential"]),
+        "train_sampling_strategy": draw.choice(["random", "group_by_length", "sequential", "random_computed"]),
         "include_num_input_tokens_seen": draw.choice(["no", "all", "non_padding"]),
         "dataloader_num_workers": draw.choice([0] * 7 + [2]),
         "seed": draw.randint(0, 9),

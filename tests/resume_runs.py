@@ -73,7 +73,7 @@ class Setting:
     """One way to train.
 
     Attributes:
-        order: `random`, `group_by_length`, or `stream` for data without a length.
+        order: `random`, `group_by_length`, `random_computed`, or `stream` for data without a length.
         workers: processes that load.
         accumulation: micro-batches of a step.
         bf16: whether the forward runs in bfloat16.
@@ -96,7 +96,7 @@ class Setting:
 
 
 VALUES = {
-    "order": ("random", "group_by_length", "stream"),
+    "order": ("random", "group_by_length", "random_computed", "stream"),
     "workers": (0, 2),
     "accumulation": (1, 2),
     "bf16": (False, True),

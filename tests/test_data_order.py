@@ -139,7 +139,7 @@ def test_a_run_is_not_gone_on_with_in_another_order(tmp_path):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential", "random_computed"])
 def test_two_processes_use_every_sample_once_a_pass(tmp_path, strategy, drop_last):
     number, passes = 43, 3
     options = {"train_sampling_strategy": strategy, "dataloader_drop_last": drop_last, "num_train_epochs": passes}
@@ -165,6 +165,36 @@ def test_two_processes_group_as_one_does_and_resume_in_one(tmp_path):
     assert together == alone[:16]
     rest = train(tmp_path / "two", 48, {**GROUPED, "num_train_epochs": 2}, resume=True)[1]
     assert rest == alone[16:]
+
+
+COMPUTED = {"train_sampling_strategy": "random_computed", "num_train_epochs": 2}
+MANY = 4500  # more are permuted by the network, fewer are drawn
+
+
+def test_a_computed_order_goes_on_bit_equal_in_the_middle_of_a_pass(tmp_path):
+    options = {**COMPUTED, "per_device_train_batch_size": 700}
+    alone = train(tmp_path / "alone", MANY, options)
+    for step in (3, 9):  # of seven a pass
+        folder = tmp_path / str(step)
+        train(folder, MANY, {**options, **SAVING}, stop_at=step)
+        resumed = train(folder, MANY, options, resume=True)
+        assert_same(resumed, alone)
+        assert resumed[1] == alone[1][700 * step if step < 7 else MANY + 700 * (step - 7) :]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_computed_order_goes_on_in_another_number_of_processes(tmp_path, before, after):
+    def run(processes, steps, **options):
+        share = {**COMPUTED, "per_device_train_batch_size": 600 // processes, "max_steps": 4, **options}
+        if processes == 1:
+            return train(tmp_path, MANY, share, *steps)[1]
+        ranks = run_ranks(train, processes, str(tmp_path), MANY, share, *steps, timeout_s=120)
+        seen = [torch.tensor(rank[1]).view(-1, 600 // processes) for rank in ranks]
+        return torch.cat(seen, dim=1).flatten().tolist()
+
+    begun = run(before, (2,), **SAVING)
+    rest = run(after, (None, True))
+    assert begun + rest == train(tmp_path / "alone", MANY, {**COMPUTED, "per_device_train_batch_size": 600})[1][:2400]
 
 
 def test_neighbours_of_a_grouped_run_are_of_similar_length_in_every_process(tmp_path):

@@ -118,8 +118,11 @@ class DataFields:
     dataloader_in_order: Annotated[bool, Numbers.OTHER, Only(True, ONLY_IN_ORDER)] = True
     """Take batches of loading processes in order. Off, which a Trainer refuses, takes the first one ready."""
 
-    train_sampling_strategy: Annotated[Literal["random", "sequential", "group_by_length"], Numbers.ORDER] = "random"
-    """Order of the training data: random, sequential, or random with samples of similar length together."""
+    train_sampling_strategy: Annotated[
+        Literal["random", "sequential", "group_by_length", "random_computed"], Numbers.ORDER
+    ] = "random"
+    """Order of the training data: random, sequential, random with samples of similar length together, or random without
+    a list of all samples (random_computed): its memory and its first step do not grow with the data."""
 
     length_column_name: Annotated[str, Numbers.ORDER] = "length"
     """Column that holds the samples' lengths, for group_by_length."""

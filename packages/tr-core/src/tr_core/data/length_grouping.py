@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from tr_core.random_state import separate_randomness
@@ -43,7 +45,7 @@ class LengthGrouping:
         return max(min(len(self.lengths) // (GROUPS_IN_AN_EPOCH * per_step), STEPS_IN_A_GROUP), 1) * per_step
 
     def arrange(self, shuffled: torch.Tensor) -> torch.Tensor:
-        """Return the indices of `shuffled`, int64 of shape (samples,), sorted within groups, the longest sample first.
+        """Return the indices of `shuffled`, of shape (samples,), sorted within groups, the longest sample first.
 
         With the longest sample first, an epoch that does not fit into memory fails at its first step.
         """
@@ -106,17 +108,17 @@ def read_in_order(dataset: Any) -> Iterator[Any]:
 
 
 def _as_lengths(values: Iterable[Any], length_of: Callable[[Any], int], name: str) -> torch.Tensor:
-    lengths: list[int] = []
+    lengths = array("q")  # 8 bytes a sample; a list of numbers takes 4 times as much
     for value in values:
         try:
             lengths.append(length_of(value))
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             what = "a whole number" if length_of is cast("Any", int) else "something with a length"
             raise ValueError(
                 f"train_sampling_strategy='group_by_length' takes lengths from {name!r}, but sample {len(lengths)} "
                 f"has {value!r:.60} there; it must be {what}"
             ) from error
-    return torch.tensor(lengths, dtype=torch.int64)
+    return torch.from_numpy(np.array(lengths))
 
 
 def _unknown_lengths(dataset: Any, first: Any, keys: list[str], column: str, input_name: str) -> str:

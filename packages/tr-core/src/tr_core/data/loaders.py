@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tr_args import TrainingArguments
 from tr_args.fields.saving import SavingFields
+from tr_core.data.computed_order import ComputedOrder
 from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
-from tr_core.data.sampler import EpochSampler, UserSampler, num_micro_batches
+from tr_core.data.sampler import EpochSampler, UserSampler, draw_permutation, num_micro_batches
 from tr_core.model_io import base_model
 from tr_core.protocols import Collectives
 
@@ -193,33 +194,38 @@ class UsualOrder(Sampler[int]):
 
     Args:
         dataset: map-style data.
-        shuffle: permute; else the data's own order.
-        grouping: measures lengths, and brings samples of similar length together.
+        strategy: the order, by its name in `train_sampling_strategy`.
+        grouping: for "group_by_length", measures lengths.
     """
 
-    def __init__(self, dataset: Any, *, shuffle: bool, grouping: Callable[[], LengthGrouping] | None = None) -> None:
-        self._dataset, self._shuffle, self._grouping = dataset, shuffle, grouping
+    def __init__(self, dataset: Any, strategy: str, grouping: Callable[[], LengthGrouping] | None = None) -> None:
+        self._dataset, self._strategy, self._grouping = dataset, strategy, grouping
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[int]:
-        if not self._shuffle:
-            yield from range(len(self))
-        elif self._grouping is None:
-            yield from RandomSampler(self._dataset)
+        count = len(self)
+        if self._strategy == "sequential":
+            yield from range(count)
+        elif self._grouping is not None:
+            yield from memoryview(self._grouping().arrange(draw_permutation(count)).numpy())
         else:
-            yield from self._grouping().arrange(torch.randperm(len(self))).tolist()
+            seed = int(torch.empty((), dtype=torch.int64).random_())  # as RandomSampler draws it
+            if self._strategy == "random_computed":
+                yield from ComputedOrder(count, seed, 0)
+            else:
+                yield from memoryview(draw_permutation(count, torch.Generator().manual_seed(seed)).numpy())
 
 
 def usual_order(dataset: Any, args: TrainingArguments, collectives: Collectives, input_name: str) -> UsualOrder | None:
     """Return the order of the training data that the arguments name, as a sampler; None for iterable data."""
     if not is_map_style(dataset):
         return None
-    shuffle, grouping = args.train_sampling_strategy != "sequential", None
-    if args.train_sampling_strategy == "group_by_length":
+    strategy, grouping = args.train_sampling_strategy, None
+    if strategy == "group_by_length":
         grouping = partial(_grouping, dataset, args, collectives, input_name)
-    return UsualOrder(dataset, shuffle=shuffle, grouping=grouping)
+    return UsualOrder(dataset, strategy, grouping)
 
 
 def train_loader(
@@ -244,14 +250,21 @@ def train_loader(
         batch_size: samples of a batch of this process; None for the arguments' number.
 
     Raises:
-        ValueError: samples are to be grouped by length, and have no length.
+        ValueError: samples are to be grouped by length, and have no length; or iterable data is to be put into an order
+            other than its own.
     """
-    seed = args.seed if args.data_seed is None else args.data_seed
-    shuffle = args.train_sampling_strategy != "sequential"
-    grouping, sampler = None, None if isinstance(sampler, UsualOrder) else sampler
-    if sampler is None and args.train_sampling_strategy == "group_by_length":
-        grouping = _grouping(dataset, args, collectives, input_name)
-    order = {"seed": seed, "shuffle": shuffle, "grouping": grouping, "own": sampler, "follows_epoch": True}
+    strategy = args.train_sampling_strategy
+    order: dict[str, Any] = {
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "shuffle": strategy != "sequential",
+        "own": None if isinstance(sampler, UsualOrder) else sampler,
+        "follows_epoch": True,
+    }
+    if order["own"] is None and strategy == "group_by_length":
+        order["grouping"] = _grouping(dataset, args, collectives, input_name)
+    elif order["own"] is None and strategy == "random_computed":
+        _check_has_no_order(dataset, strategy)
+        order["computed"] = True
     return _loader(dataset, collate, args, collectives, batch_size or args.train_batch_size, **order)
 
 
@@ -274,13 +287,17 @@ def is_map_style(dataset: Any) -> bool:
     return has_length(dataset) and not isinstance(dataset, IterableDataset)
 
 
-def _grouping(dataset: Any, args: TrainingArguments, collectives: Collectives, input_name: str) -> LengthGrouping:
+def _check_has_no_order(dataset: Any, strategy: str) -> None:
     if not is_map_style(dataset):
         raise ValueError(
-            f"train_sampling_strategy='group_by_length' puts samples into an order, but {type(dataset).__name__} is "
+            f"train_sampling_strategy={strategy!r} puts samples into an order, but {type(dataset).__name__} is "
             "iterable data, which has its own; leave train_sampling_strategy out, or give data with __len__ and "
             "__getitem__"
         )
+
+
+def _grouping(dataset: Any, args: TrainingArguments, collectives: Collectives, input_name: str) -> LengthGrouping:
+    _check_has_no_order(dataset, "group_by_length")
     show = collectives.rank == 0 and not args.disable_tqdm
     lengths = measure_lengths(dataset, args.length_column_name, input_name, show=show)
     return LengthGrouping(lengths, args.train_batch_size * args.gradient_accumulation_steps * collectives.world_size)
@@ -296,6 +313,7 @@ def _loader(
     seed: int,
     shuffle: bool,
     grouping: LengthGrouping | None = None,
+    computed: bool = False,
     own: Any = None,
     follows_epoch: bool = False,
 ) -> SeededLoader:
@@ -324,7 +342,8 @@ def _loader(
             collate.look_ahead(dataset)
         fixed: dict[str, Any] = {"seed": seed, "drop_last": drop_last, **ranks}
         if own is None:
-            sampler = EpochSampler(len(dataset), batch_size, shuffle=shuffle, grouping=grouping, **fixed)
+            order = {"shuffle": shuffle, "grouping": grouping, "computed": computed}
+            sampler = EpochSampler(len(dataset), batch_size, **order, **fixed)
         else:
             sampler = UserSampler(own, batch_size, **fixed)
         return SampledLoader(dataset, sampler, collate, follows_epoch=follows_epoch, **options)

@@ -7,12 +7,14 @@ run resumes at the same sample with another batch size or world size.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from tr_core.data.computed_order import ComputedOrder
 from tr_core.data.length_grouping import LengthGrouping
 from tr_core.random_state import derive_seed, find_generators, read_states, separate_randomness, write_states
 from tr_core.signatures import parameters_of
@@ -39,9 +41,17 @@ class Slice(NamedTuple):
 
 
 def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch, int64 of shape (samples,), as the reference Trainer's for the same seed."""
-    generator = torch.Generator().manual_seed(seed + epoch)
-    return torch.randperm(num_samples, generator=generator)
+    """Return the order of an epoch, of shape (samples,), as the reference Trainer's for the same seed.
+
+    The numbers are those of int64, in the half of its memory (int32) for fewer than 2**31 samples.
+    """
+    return draw_permutation(num_samples, torch.Generator().manual_seed(seed + epoch))
+
+
+def draw_permutation(num_samples: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Return `torch.randperm` of a generator, torch's own by default, in int32 if that holds all numbers."""
+    dtype = torch.int32 if num_samples < 2**31 else torch.int64
+    return torch.randperm(num_samples, generator=generator, dtype=dtype)
 
 
 def num_micro_batches(num_samples: int, per_step: int, drop_last: bool) -> int:
@@ -94,6 +104,7 @@ class EpochSampler(Sampler[list[int]]):
         num_samples: samples of the data set.
         batch_size: samples per rank and micro-batch.
         shuffle: permute by seed and epoch; else the data set's own order.
+        computed: permute as `ComputedOrder` does, without a list of all samples.
         grouping: brings shuffled samples of similar length together.
         seed: seed of the order and of random numbers while loading.
         drop_last: leave out a short last micro-batch.
@@ -112,10 +123,11 @@ class EpochSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         grouping: LengthGrouping | None = None,
+        computed: bool = False,
     ) -> None:
         self.num_samples, self.batch_size = num_samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.grouping = grouping
+        self.grouping, self.computed = grouping, computed
         self.rank, self.world_size = rank, world_size
         self.epoch, self.start = 0, 0
         self._names_epoch = False
@@ -143,14 +155,22 @@ class EpochSampler(Sampler[list[int]]):
         """The order's name in `train_sampling_strategy`."""
         if not self.shuffle:
             return "sequential"
+        if self.computed:
+            return "random_computed"
         return "random" if self.grouping is None else "group_by_length"
 
-    def order(self) -> torch.Tensor:
-        """Return all samples of the epoch in order, int64; the same on every rank and from every position."""
+    def order(self) -> range | memoryview | ComputedOrder:
+        """Return the samples of the epoch in order, to slice; the same on every rank and from every position.
+
+        A shuffled order is a list of all samples, of 4 bytes each (8 from 2**31 samples on). The others need no memory.
+        """
         if not self.shuffle:
-            return torch.arange(self.num_samples)
+            return range(self.num_samples)
+        if self.computed:
+            size, stride = self.batch_size, self.batch_size * self.world_size
+            return ComputedOrder(self.num_samples, self.seed, self.epoch, size, stride)
         shuffled = permutation(self.num_samples, self.seed, self.epoch)
-        return shuffled if self.grouping is None else self.grouping.arrange(shuffled)
+        return memoryview((shuffled if self.grouping is None else self.grouping.arrange(shuffled)).numpy())
 
     def drawn_from(self) -> dict[str, Any] | None:
         """Return the states of the order's generators; None if the order is a function of the arguments."""
@@ -160,7 +180,7 @@ class EpochSampler(Sampler[list[int]]):
         """Do nothing: there is nothing to restore."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self.order().numpy()  # shares the memory; a list of numbers would take 4 times as much
+        order = self.order()
         first_seed = derive_seed(self.seed, self.epoch)
         size, total, rank, world_size = self.batch_size, self.num_samples, self.rank, self.world_size
         for index in range(len(self)):
@@ -168,7 +188,7 @@ class EpochSampler(Sampler[list[int]]):
             upper = lower + size
             if upper + (world_size - rank - 1) * size > total:
                 lower, upper, *_ = take_slice(index, self.start, total, size, rank, world_size)
-            batch = Batch(order[lower:upper].tolist())
+            batch = Batch(order[lower:upper])
             batch.seed = first_seed + lower
             batch.epoch = self.epoch if self._names_epoch else None
             yield batch
@@ -329,8 +349,8 @@ class UserSampler(EpochSampler):
         """The order's name, in saved positions."""
         return f"own: {type(self._sampler).__name__}"
 
-    def order(self) -> torch.Tensor:
-        """Return all samples of the epoch in order, int64.
+    def order(self) -> memoryview:
+        """Return all samples of the epoch in order, of 8 bytes each.
 
         Raises:
             ValueError: their number differs from the sampler's length.
@@ -343,13 +363,13 @@ class UserSampler(EpochSampler):
         else:
             self._begun = {"epoch": self.epoch, "generators": read_states(generators)}
         with separate_randomness(derive_seed(self.seed, self.epoch)):
-            indices = [int(index) for index in self._sampler]
+            indices = array("q", map(int, self._sampler))
         if len(indices) != self.num_samples:
             raise ValueError(
                 f"{type(self._sampler).__name__} gave {len(indices)} samples in epoch {self.epoch} and has the length "
                 f"{self.num_samples}; both must be the same"
             )
-        return torch.tensor(indices, dtype=torch.int64)
+        return memoryview(indices)
 
     def drawn_from(self) -> dict[str, Any]:
         """Return the states of the sampler's own generators: the current ones and those at the start of the epoch."""

@@ -205,7 +205,7 @@ class Trainer(Running):
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return a sampler of the evaluation samples' indices, with a length; None uses every sample in order."""
-        return UsualOrder(eval_dataset, shuffle=False) if is_map_style(eval_dataset) else None
+        return UsualOrder(eval_dataset, "sequential") if is_map_style(eval_dataset) else None
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Build the loader of evaluation data; with persistent workers, reuse the last one.
