@@ -1,5 +1,6 @@
 """Data sets follow the epoch in every process, and errors of data name the samples."""
 
+import contextlib
 import traceback
 
 import pytest
@@ -18,7 +19,9 @@ from support.data import (
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset
 
 from tr_core import TrainerCallback
-from tr_core.data.fetch import MapFetch, StreamFetch, epoch_listeners, identity
+from tr_core.collators.padding import default_data_collator
+from tr_core.data import fetch
+from tr_core.data.fetch import KeepColumns, MapFetch, StreamFetch, epoch_listeners, identity
 from tr_core.data.sampler import Batch, EpochSampler, SampledBatches, take_slice
 
 
@@ -321,3 +324,47 @@ def test_a_stream_keeps_its_position_where_it_is_iterated_in_this_process():
     stream.seek(3, 4)
     assert dataset.epoch == 3
     assert [inputs for inputs, _ in stream][:3] == [None, None, [304, 305]]
+
+
+def swaps(monkeypatch):
+    """Return the list that gets the seed of every batch for which the generators are set aside."""
+    seeds, swap = [], fetch.swap_rng
+    monkeypatch.setattr(fetch, "swap_rng", lambda seed: (seeds.append(seed), swap(seed))[1])
+    return seeds
+
+
+class Counted(dict):
+    """A sample with code of its own."""
+
+
+def test_generators_are_set_aside_only_where_loading_could_draw_from_them(monkeypatch):
+    seeds = swaps(monkeypatch)
+    plain = [{"x": torch.ones(2), "labels": number} for number in range(4)]
+    batch = Batch([0, 3])
+    first = MapFetch(plain, default_data_collator).__getitems__(batch)
+    assert seeds == []
+    others = [*plain[:3], Counted(plain[3])], [*plain[:3], {**plain[3], "x": Shared()}], tuple(plain)
+    for data in others:
+        with contextlib.suppress(Exception):  # what the collator says of a value that cannot be stacked
+            MapFetch(data, default_data_collator).__getitems__(batch)
+    MapFetch(plain, lambda samples: default_data_collator(samples)).__getitems__(batch)
+    assert len(seeds) == len(others) + 1
+    narrowed = KeepColumns(default_data_collator, ["x", "labels"], "Model")
+    again = MapFetch(plain, narrowed).__getitems__(batch)
+    assert len(seeds) == len(others) + 1
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_missing_sample_of_a_plain_list_is_named(monkeypatch):
+    with pytest.raises(IndexError) as caught:
+        MapFetch([{"x": 1}], default_data_collator).__getitems__(Batch([0, 5]))
+    assert "raised by the data set list for sample 5" in caught.value.__notes__
+
+
+def test_batches_appear_in_a_profile_though_no_block_surrounds_them_without_one():
+    loader = DataLoader([{"x": torch.ones(1)}] * 4, batch_sampler=EpochSampler(4, 2, shuffle=False, seed=0))
+    batches = SampledBatches(loader, loader.batch_sampler)
+    assert len(list(batches.iterate(0, 0))) == 2
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert len(list(batches.iterate(0, 0))) == 2
+    assert any("DataLoader" in event.key for event in profile.key_averages())

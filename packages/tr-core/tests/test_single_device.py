@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tr_core import SingleDevice, Trainer, TrainingArguments
+from tr_core.loop import clear_gradients
 from tr_core.single_device import complete_strategy, warn_of_idle_devices
 from tr_core.testing import check_strategy
 
@@ -103,3 +104,60 @@ def test_a_strategy_that_defines_bind_optimizer_alone_is_said_to_bind_optimizers
     assert strategy.binds_optimizer is True
     strategy.bind_optimizer(None, "optimizer")
     assert bound == ["optimizer"]
+
+
+def gradients_of(kind):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3), torch.nn.Linear(3, 2))
+    if kind == "two types":
+        model[1].to(torch.float64)
+    if kind == "bfloat16":
+        model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    if kind == "one without":
+        model[0].weight.grad = None
+    return model
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "two types", "one without"])
+def test_gradients_are_clipped_as_by_torch_to_the_bit(kind, max_norm):
+    strategy, model, expected = SingleDevice(torch.device("cpu")), gradients_of(kind), gradients_of(kind)
+    strategy.prepare(model)
+    norm = strategy.clip_grad_norm(model, torch.optim.SGD(model.parameters()), max_norm)
+    by_torch = torch.nn.utils.clip_grad_norm_(expected.parameters(), float("inf") if max_norm is None else max_norm)
+    assert norm.equal(by_torch)
+    assert norm.dtype == by_torch.dtype
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        assert mine.grad is None or mine.grad.equal(other.grad)
+
+
+def test_without_any_gradient_the_norm_is_zero():
+    strategy, model = SingleDevice(torch.device("cpu")), torch.nn.Linear(2, 2)
+    strategy.prepare(model)
+    assert strategy.clip_grad_norm(model, torch.optim.SGD(model.parameters()), 1.0) == 0
+
+
+def test_gradients_are_cleared_by_an_optimizer_that_has_a_way_of_its_own():
+    class Own(torch.optim.SGD):
+        cleared = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.cleared += 1
+
+    model = gradients_of("float32")
+    own, assigned, plain = (
+        Own(model.parameters()),
+        torch.optim.SGD(model.parameters()),
+        torch.optim.SGD(model[:2].parameters()),
+    )
+    seen = []
+    assigned.zero_grad = lambda set_to_none: seen.append(set_to_none)
+    clear_gradients(own)
+    clear_gradients(assigned)
+    assert (own.cleared, seen) == (1, [True])
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    clear_gradients(plain)
+    assert [parameter.grad is None for parameter in model.parameters()] == [True] * 4 + [False] * 2

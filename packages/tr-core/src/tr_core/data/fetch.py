@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
+from tr_core.collators.padding import default_data_collator
 from tr_core.data.columns import NarrowedSample, required_columns
 from tr_core.data.sampler import Batch, take_slice
 from tr_core.random_state import derive_seed, restore_rng, seed_host_generators, separate_randomness, swap_rng
@@ -63,6 +65,8 @@ def epoch_listeners(dataset: Any) -> list[Any]:
 
 
 Collate = Callable[[list[Any]], Any]
+# Values that are stacked without running code of their own.
+_PLAIN = {torch.Tensor, np.ndarray, list, int, float, bool, str, type(None)}
 logger = get_logger("tr_core.data.fetch")
 
 
@@ -82,6 +86,9 @@ class KeepColumns:
         model_name: class name of the model, for messages.
         logged: sets of hidden columns that were logged already; new ones are added.
 
+    Attributes:
+        inner: the collator.
+
     Raises:
         ValueError: in a call, if no column is visible and the collator accessed no hidden one.
     """
@@ -89,7 +96,7 @@ class KeepColumns:
     def __init__(
         self, collate: Collate, columns: Collection[str], model_name: str, logged: set[frozenset[str]] | None = None
     ) -> None:
-        self._collate, self._columns, self._model_name = collate, sorted(set(columns)), model_name
+        self.inner, self._columns, self._model_name = collate, sorted(set(columns)), model_name
         self._shown = frozenset(columns) | required_columns(collate)
         self._logged = set() if logged is None else logged
         self.__qualname__ = getattr(collate, "__qualname__", type(collate).__name__)  # its name in errors
@@ -97,14 +104,14 @@ class KeepColumns:
     def __call__(self, samples: list[Any]) -> Any:
         """Collate the samples without the columns that the model does not take."""
         if not isinstance(samples[0], Mapping) or all(map(self._shown.issuperset, samples)):
-            return self._collate(samples)
+            return self.inner(samples)
         self._log_hidden(samples[0])
         asked: set[str] = set()
         narrowed = [NarrowedSample(sample, self._shown, asked) for sample in samples]
         if any(narrowed):
-            return self._collate(narrowed)
+            return self.inner(narrowed)
         try:
-            batch = self._collate(narrowed)
+            batch = self.inner(narrowed)
         except Exception as error:
             if asked:
                 raise
@@ -173,31 +180,54 @@ class MapFetch(Dataset[Any]):
         """Return the collated batch of `indices`."""
         if indices.epoch is not None and indices.epoch != self.epoch:
             self.set_epoch(indices.epoch)  # the copy in a persistent worker process
-        aside = None
-        if get_worker_info() is None:
-            aside = swap_rng(indices.seed)
-        else:
+        if get_worker_info() is not None:
             seed_host_generators(indices.seed)  # a worker's generators serve nothing else
+            return self._collated(self._samples(indices), indices)
+        if (samples := self._plain_samples(indices)) is not None:
+            return self._collated(samples, indices)
+        aside = swap_rng(indices.seed)
         try:
-            samples, index = [], None
-            try:
-                if self._get_many is not None:
-                    samples = self._get_many(indices)
-                else:
-                    for index in indices:
-                        samples.append(self.dataset[index])
-            except DATA_ERRORS as error:
-                which = f"samples {list(indices)}" if index is None else f"sample {index}"
-                explain_data_error(error, "the data set", self.dataset, which)
-                raise
-            try:
-                return self.collate(samples)
-            except DATA_ERRORS as error:
-                explain_data_error(error, "the data collator", self.collate, f"samples {list(indices)}")
-                raise
+            return self._collated(self._samples(indices), indices)
         finally:
-            if aside is not None:
-                restore_rng(aside)
+            restore_rng(aside)
+
+    def _plain_samples(self, indices: Batch) -> list[Any] | None:
+        """Return the samples if loading them runs no code that could draw random numbers, else None.
+
+        It is so for lists of plain dicts, stacked by the default collator. Setting the generators aside for them would
+        cost more than the batch itself.
+        """
+        collate, dataset = self.collate, self.dataset
+        inner = collate.inner if type(collate) is KeepColumns else collate
+        if inner is not default_data_collator or type(dataset) is not list:
+            return None
+        try:
+            samples = list(map(dataset.__getitem__, indices))
+        except IndexError:
+            return None  # it gets its explanation where samples of any kind are read
+        if not {dict}.issuperset(map(type, samples)):
+            return None
+        return samples if _PLAIN.issuperset(map(type, chain.from_iterable(map(dict.values, samples)))) else None
+
+    def _samples(self, indices: Batch) -> Any:
+        samples, index = [], None
+        try:
+            if self._get_many is not None:
+                return self._get_many(indices)
+            for index in indices:
+                samples.append(self.dataset[index])
+        except DATA_ERRORS as error:
+            which = f"samples {list(indices)}" if index is None else f"sample {index}"
+            explain_data_error(error, "the data set", self.dataset, which)
+            raise
+        return samples
+
+    def _collated(self, samples: Any, indices: Batch) -> Any:
+        try:
+            return self.collate(samples)
+        except DATA_ERRORS as error:
+            explain_data_error(error, "the data collator", self.collate, f"samples {list(indices)}")
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the bound method."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tr_core.data.computed_order import ComputedOrder
 from tr_core.data.length_grouping import LengthGrouping
@@ -210,6 +212,23 @@ class MicroBatch(NamedTuple):
     total: int | None
 
 
+def _iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Iterate over a loader, without torch's block around each batch while no profiler records it.
+
+    The block costs as much as a small batch itself. With worker processes the time is the workers'.
+    """
+    iterator: Any = iter(loader)
+    if type(iterator) is not _SingleProcessDataLoaderIter:
+        yield from iterator
+        return
+    while True:
+        try:
+            batch = next(iterator) if profiler._is_profiler_enabled else iterator._next_data()
+        except StopIteration:
+            return
+        yield batch
+
+
 class SampledBatches:
     """A map-style data set in the Trainer's own order: any position costs the same.
 
@@ -248,7 +267,7 @@ class SampledBatches:
         self._check_length(epoch)
         self._sampler.seek(epoch, position, names_epoch=self._set_epoch is not None)
         sampler, full = self._sampler, self.samples_per_micro_batch
-        for index, inputs in enumerate(self._loader):
+        for index, inputs in enumerate(_iterate(self._loader)):
             begin = position + index * full
             if begin + full <= sampler.num_samples:
                 yield MicroBatch(inputs, 1.0, begin + full, full)
