@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -213,20 +214,12 @@ class MicroBatch(NamedTuple):
 
 
 def _iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Iterate over a loader, without torch's block around each batch while no profiler records it.
-
-    The block costs as much as a small batch itself. With worker processes the time is the workers'.
-    """
+    """Iterate; without a profiler, leave out torch's block for it, which costs as much as a small batch."""
     iterator: Any = iter(loader)
-    if type(iterator) is not _SingleProcessDataLoaderIter:
-        yield from iterator
-        return
-    while True:
-        try:
-            batch = next(iterator) if profiler._is_profiler_enabled else iterator._next_data()
-        except StopIteration:
-            return
-        yield batch
+    is_here = type(iterator) is _SingleProcessDataLoaderIter
+    with suppress(StopIteration):
+        while True:
+            yield iterator._next_data() if is_here and not profiler._is_profiler_enabled else next(iterator)
 
 
 class SampledBatches:
