@@ -1,10 +1,12 @@
 """Folders that others make at the same time, and files written in blocks."""
 
 import hashlib
+import os
+import threading
 
 import pytest
 
-from tr_ckpt import files
+from tr_ckpt import background, files
 
 
 def test_folders_above_that_are_missing_are_made(tmp_path):
@@ -51,3 +53,54 @@ def test_a_file_of_several_real_blocks_has_the_digest_of_its_bytes(tmp_path):
     (tmp_path / "moved").write_bytes(moved)
     assert files.record(tmp_path / "file") == written
     assert files.record(tmp_path / "moved") != written
+
+
+def test_files_are_synced_and_removed_several_at_once(tmp_path, monkeypatch):
+    """The barrier lets nobody through who is alone."""
+    met = threading.Barrier(2, timeout=60)
+    for name in ("sync", "remove_file"):
+        operation = getattr(files, name)
+        monkeypatch.setattr(files, name, lambda *given, operation=operation: (met.wait(), operation(*given)))
+    unsynced = files.Unsynced()
+    (tmp_path / "folder").mkdir()
+    for number in range(2):
+        files.write_file(tmp_path / "folder" / str(number), [b"x"], unsynced=unsynced)
+    unsynced.sync()
+    files.remove_tree(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_of_many_files_few_are_open_and_each_is_synced_once(tmp_path, monkeypatch):
+    synced, most = [], 0
+    monkeypatch.setattr(files, "sync", lambda descriptor, path: (os.fstat(descriptor), synced.append(path)))
+    unsynced = files.Unsynced()
+    for number in range(150):
+        files.write_file(tmp_path / str(number), [b"x"], unsynced=unsynced)
+        most = max(most, len(unsynced._held))
+    unsynced.sync()
+    assert sorted(synced) == sorted(tmp_path.iterdir())
+    assert most < 64
+
+
+def test_a_sync_that_fails_is_raised_and_every_file_is_closed(tmp_path, monkeypatch):
+    def fail(descriptor, path):
+        raise OSError(5, "Input/output error", str(path))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(files, "sync", fail)
+    unsynced = files.Unsynced()
+    for number in range(3):
+        files.write_file(tmp_path / str(number), [b"x"], unsynced=unsynced)
+    with pytest.raises(OSError, match="Input/output error"):
+        unsynced.sync()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_where_no_thread_can_be_started_the_caller_does_all(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    background.for_each(done.append, range(5))
+    assert done == [0, 1, 2, 3, 4]

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from tr_ckpt import discovery, files, names, parts, reads, retention
 from tr_ckpt.background import Background
 from tr_ckpt.discovery import Found
-from tr_ckpt.errors import CheckpointError, FolderInUseError, UnreadableError
-from tr_ckpt.files import explain_save_errors
+from tr_ckpt.errors import CheckpointError, FolderInUseError, UnreadableError, explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository

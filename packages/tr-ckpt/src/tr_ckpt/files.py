@@ -1,7 +1,6 @@
 """Change the file system: every operation that changes it is a function of this file.
 
 `OPERATIONS` lists them. Each is looked up when it is called, so a test that replaces one sees every use of it.
-`explain_save_errors` says of a failed save what was not saved, why, and what to do about it.
 
 Some file systems that are mounted through FUSE, 9p or SMB support no fsync of folders, or no fsync at all. A save
 continues there, with a warning. Only a power cut can then do harm: it may find writes on the disk in another order. A
@@ -14,14 +13,12 @@ import errno
 import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import reads
-from tr_ckpt.errors import SaveError, UnreadableError
+from tr_ckpt import background, reads
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +111,8 @@ OPERATIONS = (
 )
 
 BLOCK_BYTES = 16 * 2**20
+
+_MOST_OPEN = 64  # files of one save; a process may open few
 
 # Enough to locate damage: the full digest decides whether a file is intact.
 DIGITS = 16
@@ -211,7 +210,45 @@ def remove_folder(path: Path) -> None:
     os.rmdir(path)
 
 
-def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[str, int] | None = None) -> FileRecord:
+class Unsynced:
+    """Written files that are synced together: the system then waits for the disk about once, not once a file."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[int, Path]] = []
+
+    def add(self, descriptor: int, path: Path) -> None:
+        """Take over the descriptor of a file: an error of the disk is reported to an open one."""
+        self._held.append((descriptor, path))
+        if len(self._held) >= _MOST_OPEN:
+            self.sync()
+
+    def sync(self, *folders: Path) -> None:
+        """Wait until these files, and the names in `folders`, are on the disk."""
+        try:
+            background.for_each(_wait, [*self._held, *((None, folder) for folder in folders)])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the files, whether they are synced or not."""
+        while self._held:
+            os.close(self._held.pop()[0])
+
+
+def _wait(written: tuple[int | None, Path]) -> None:
+    descriptor, path = written
+    if descriptor is None:
+        sync_folder(path)
+    else:
+        sync(descriptor, path)
+
+
+def write_file(
+    path: Path,
+    blocks: Iterable[bytes | memoryview],
+    ends: Mapping[str, int] | None = None,
+    unsynced: Unsynced | None = None,
+) -> FileRecord:
     """Write a new file and wait until it is on the disk.
 
     The digest is computed while writing, so that the file is not read again.
@@ -220,6 +257,7 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[s
         path: the file.
         blocks: its content.
         ends: the ends of its sections, by name, in the order of the file; each at the end of a block.
+        unsynced: syncs it later, with others; None waits here.
 
     Raises:
         OSError: the file exists or cannot be written.
@@ -239,10 +277,21 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], ends: Mapping[s
             while ahead and ahead[-1][1] <= size:
                 name, end = ahead.pop()
                 sections.append(Section(name, end, digest.hexdigest()[:DIGITS]))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _sync_and_close(descriptor, path, unsynced)
+    return FileRecord(size, digest.hexdigest(), tuple(sections))
+
+
+def _sync_and_close(descriptor: int, path: Path, unsynced: Unsynced | None) -> None:
+    if unsynced is not None:
+        unsynced.add(descriptor, path)
+        return
+    try:
         sync(descriptor, path)
     finally:
         os.close(descriptor)
-    return FileRecord(size, digest.hexdigest(), tuple(sections))
 
 
 @contextmanager
@@ -255,14 +304,10 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def seal_file(path: Path) -> FileRecord:
-    """Wait until a file of another writer is on the disk, and return its size and digest."""
+def seal_file(path: Path, unsynced: Unsynced | None = None) -> FileRecord:
+    """Wait until a file of another writer is on the disk, unless `unsynced` does; return its size and digest."""
     # The file may be read-only; only Windows needs it open for writing to sync it.
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        sync(descriptor, path)
-    finally:
-        os.close(descriptor)
+    _sync_and_close(os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY), path, unsynced)
     return record(path)
 
 
@@ -312,69 +357,11 @@ def remove_tree(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         remove_file(path)
         return
+    plain = []
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             remove_tree(Path(entry.path))
         else:
-            remove_file(Path(entry.path))
+            plain.append(Path(entry.path))
+    background.for_each(lambda each: remove_file(each), plain)  # looked up at each call
     remove_folder(path)
-
-
-@contextmanager
-def explain_save_errors(name: str, directory: Path) -> Iterator[None]:
-    """Turn an OS error inside the block into one of the same kind that says what was not saved.
-
-    Args:
-        name: the checkpoint.
-        directory: its folder.
-    """
-    try:
-        yield
-    except UnreadableError as error:
-        raise SaveError(f"{name} was not saved in {directory}: {error}") from error
-    except OSError as error:
-        if error.errno is None:  # raised by this package, and explained already
-            raise
-        raise OSError(error.errno, _explain(error, name, directory)) from error
-
-
-def _explain(error: OSError, name: str, directory: Path) -> str:
-    file = f" ({error.filename})" if error.filename else ""
-    text = f"{name} was not saved in {directory}: {os.strerror(error.errno or 0)}{file}"
-    remedy = _REMEDIES.get(error.errno or 0, "fix that, or save to another folder")
-    if error.errno in _DISK_FULL:
-        remedy += f" ({_free_space(directory)} are free)"
-    return f"{text} — {remedy}"
-
-
-def _free_space(directory: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(directory).free:,} bytes"
-    except OSError:
-        return "unknown bytes"
-
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-_REMEDIES = {
-    errno.ENOSPC: "free space there, keep fewer checkpoints, or save to another disk",
-    errno.EDQUOT: "the quota is used up: free space there, keep fewer checkpoints, or save to another disk",
-    errno.EROFS: "give a folder on a writable file system",
-    errno.EACCES: "give this user the right to write there, or save to another folder",
-    errno.EPERM: "give this user the right to write there, or save to another folder",
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save to another file system",
-    errno.EIO: "the disk or the connection to it is failing: look at the system's log, and save to another disk",
-    errno.ESTALE: "the shared file system was changed or mounted again: check it, then start the run again",
-    errno.ETIMEDOUT: "the shared file system does not answer: check it, then start the run again",
-    errno.EMFILE: "raise the limit on open files (ulimit -n), or close files that this program keeps open",
-    errno.ENFILE: "raise the machine's limit on open files (fs.file-max), or close files in other programs",
-    errno.ENOMEM: "the machine is out of memory: use less, or save to another file system",
-    errno.ENAMETOOLONG: "give an output folder with a shorter path",
-    errno.EXDEV: "the existing folder belongs to a lower layer of a container's file system and cannot be moved; save "
-    "to another folder, or to a volume",
-    errno.EEXIST: "another program made it at the same time: give this run a folder of its own",
-    errno.ENOTEMPTY: "another program put files there at the same time: give this run a folder of its own",
-    errno.ENOTDIR: "a file is in the place of a folder: move it, or save to another folder",
-    errno.ELOOP: "links there lead in a circle: fix them, or save to another folder",
-    errno.ENOENT: "it was removed while it was being written; keep other programs and clean-up jobs away from there",
-}

@@ -16,7 +16,7 @@ from typing import Any
 
 from tr_ckpt import files, reads, untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
-from tr_ckpt.files import FileRecord, Section
+from tr_ckpt.files import FileRecord, Section, Unsynced
 from tr_ckpt.names import MANIFEST
 
 FORMAT = 1
@@ -86,8 +86,11 @@ def versions() -> Mapping[str, str]:
     return MappingProxyType(found)
 
 
-def write(folder: Path, manifest: Manifest) -> FileRecord:
-    """Write `manifest.json` into `folder` with its own digest, so that every change of a byte is noticed."""
+def write(folder: Path, manifest: Manifest, unsynced: Unsynced | None = None) -> FileRecord:
+    """Write `manifest.json` into `folder` with its own digest, so that every change of a byte is noticed.
+
+    It is on the disk on return, unless `unsynced` syncs it.
+    """
     content = {
         "files": {name: {"bytes": record.bytes, "sha256": record.sha256} for name, record in manifest.files.items()},
         "format": FORMAT,
@@ -104,7 +107,8 @@ def write(folder: Path, manifest: Manifest) -> FileRecord:
     }
     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
     own = hashlib.sha256(text.encode()).hexdigest()
-    return files.write_file(folder / MANIFEST, [text.replace(_own_entry(_BLANK), _own_entry(own), 1).encode()])
+    whole = text.replace(_own_entry(_BLANK), _own_entry(own), 1).encode()
+    return files.write_file(folder / MANIFEST, [whole], unsynced=unsynced)
 
 
 def read(folder: Path) -> Manifest:

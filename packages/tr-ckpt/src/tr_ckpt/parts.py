@@ -27,7 +27,7 @@ import torch
 
 from tr_ckpt import codec, files, names, reads, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError, UnreadableError
-from tr_ckpt.files import FileRecord
+from tr_ckpt.files import FileRecord, Unsynced
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
 from tr_ckpt.sharded import reading
@@ -164,8 +164,11 @@ def stem(name: str, rank: int) -> str:
 class CapturedPart(Protocol):
     """This rank's share of a part's state, at one instant."""
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Write it into `folder` and return the records of its files by name; may run in another thread."""
+    def write(self, folder: Path, unsynced: Unsynced | None = None) -> dict[str, FileRecord]:
+        """Write it into `folder` and return the records of its files by name; may run in another thread.
+
+        The files are on the disk on return, unless `unsynced` syncs them.
+        """
         ...
 
 
@@ -183,7 +186,7 @@ class CapturedState:
     text: bytes
     tensors: Mapping[str, torch.Tensor]
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
+    def write(self, folder: Path, unsynced: Unsynced | None = None) -> dict[str, FileRecord]:
         """Write `STEM.json`, and `STEM.safetensors` if there are tensors.
 
         Raises:
@@ -192,9 +195,9 @@ class CapturedState:
         written = {}
         if self.tensors:
             file = f"{self.stem}.safetensors"
-            written[file] = tensor_file.write(folder / file, self.tensors)
+            written[file] = tensor_file.write(folder / file, self.tensors, unsynced)
         file = f"{self.stem}.json"
-        written[file] = files.write_file(folder / file, [self.text, b"\n"])
+        written[file] = files.write_file(folder / file, [self.text, b"\n"], unsynced=unsynced)
         return written
 
 

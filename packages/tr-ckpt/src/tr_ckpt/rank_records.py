@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tr_ckpt import files, manifest, names, reads, staging
-from tr_ckpt.errors import SaveError, UnreadableError
-from tr_ckpt.files import FileRecord, explain_save_errors
+from tr_ckpt.errors import SaveError, UnreadableError, explain_save_errors
+from tr_ckpt.files import FileRecord
 
 # What one rank wrote: its files by part.
 Written = dict[str, dict[str, FileRecord]]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tr_ckpt import discovery, manifest, names, parts, reads
-from tr_ckpt.errors import CheckpointError
-from tr_ckpt.files import explain_save_errors
+from tr_ckpt.errors import CheckpointError, explain_save_errors
+from tr_ckpt.files import Unsynced
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.parts import CapturedPart, HostBuffers
 from tr_ckpt.rank_records import RankRecords, Written
@@ -61,6 +61,7 @@ class Saving:
         self._added: list[str] = []
         self._records: RankRecords | None = None
         self._taken = TakenStates(ranks)
+        self._unsynced = Unsynced()
 
     def make(self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None) -> None:
         """Save the state of the parts `given`; at most one tensor is copied at a time.
@@ -176,10 +177,12 @@ class Saving:
         try:
             if self._staging is not None:
                 with explain_save_errors(self.name, self._directory):
-                    written[""] = self._staging.seal(self._added)
+                    written[""] = self._staging.seal(self._added, self._unsynced)
             for name, part in remaining:
                 with explain_save_errors(self.name, self._directory):
-                    written[name] = part.write(self._folder)
+                    written[name] = part.write(self._folder, self._unsynced)
+            with explain_save_errors(self.name, self._directory):
+                self._unsynced.sync()
         except Exception:
             with contextlib.suppress(Exception):  # report the first failure, not this one
                 for _ in remaining:  # other ranks call the remaining `state_dict`s, and may wait for this one
@@ -193,13 +196,14 @@ class Saving:
         with explain_save_errors(self.name, self._directory):
             sequence = discovery.next_sequence(self._directory, self._prefix, self._known.seen)
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
-            manifest.write(self._folder, described)
+            manifest.write(self._folder, described, self._unsynced)
             self._lock.check()
             self._known.saved.add((sequence, self._step))  # before the rename: an error may follow it
-            self._staging.commit()
+            self._staging.commit(self._unsynced)
             self.sequence = sequence
 
     def _discard(self) -> None:
+        self._unsynced.close()
         if self._staging is not None:
             self._staging.discard()
             if self._records is not None:

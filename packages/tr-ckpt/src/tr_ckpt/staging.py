@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tr_ckpt import discovery, files, manifest, names, reads
 from tr_ckpt.errors import CheckpointError, UnreadableError, printable
-from tr_ckpt.files import FileRecord
+from tr_ckpt.files import FileRecord, Unsynced
 
 logger = logging.getLogger(__name__)
 
@@ -132,28 +132,28 @@ class Staging:
         write_extra(self.folder)
         return self._added(self.folder)
 
-    def seal(self, added: Iterable[str]) -> dict[str, FileRecord]:
-        """Sync the files that the caller added, and return their records, by path.
+    def seal(self, added: Iterable[str], unsynced: Unsynced | None = None) -> dict[str, FileRecord]:
+        """Sync the files that the caller added, here or by `unsynced`, and return their records, by path.
 
         Raises:
             OSError: a file cannot be read or synced.
         """
         sealed, folders = {}, set()
         for name in added:
-            sealed[name] = files.seal_file(self.folder / name)
+            sealed[name] = files.seal_file(self.folder / name, unsynced)
             folders.update(Path(name).parents)
         for folder in sorted(folders - {Path()}, reverse=True):
             files.sync_folder(self.folder / folder)
         return sealed
 
-    def commit(self) -> Path:
-        """Rename the folder, which holds its manifest, to its final path, durably.
+    def commit(self, unsynced: Unsynced | None = None) -> Path:
+        """Rename the folder, which holds its manifest, to its final path, durably, once `unsynced` is synced.
 
         Raises:
             OSError: it failed; what was at that path is still there.
             UnreadableError: the final path cannot be read, and nothing was changed.
         """
-        files.sync_folder(self.folder)
+        (unsynced or Unsynced()).sync(self.folder)
         try:
             aside = self._step_aside() if reads.is_there(self.final, follow=False) else None
         except OSError as error:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from tr_ckpt import files, reads, untrusted
 from tr_ckpt.errors import CheckpointError
-from tr_ckpt.files import HEADER, FileRecord
+from tr_ckpt.files import HEADER, FileRecord, Unsynced
 
 _NAMES = {
     "float64": "F64",
@@ -50,23 +50,29 @@ MOST_BYTES_OF_HEADER = 100_000_000
 DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if name in vars(torch)}
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Write a new safetensors file that any reader of the format loads.
+def write(path: Path, tensors: Mapping[str, torch.Tensor], unsynced: Unsynced | None = None) -> FileRecord:
+    """Write a new safetensors file that any reader of the format loads; `unsynced` as in `files.write_file`.
 
     Raises:
         OSError: it cannot be written.
         CheckpointError: it could not be read back, or this machine stores numbers in big-endian order.
     """
-    return write_each(path, tensors, tensors.__getitem__)
+    return write_each(path, tensors, tensors.__getitem__, unsynced)
 
 
-def write_each(path: Path, like: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]) -> FileRecord:
+def write_each(
+    path: Path,
+    like: Mapping[str, torch.Tensor],
+    tensor: Callable[[str], torch.Tensor],
+    unsynced: Unsynced | None = None,
+) -> FileRecord:
     """Write a new safetensors file of tensors that are computed one after the other.
 
     Args:
         path: the file.
         like: tensors of the same shapes and dtypes, on any device.
         tensor: returns the tensor of a name; called once for each, in the order of the file.
+        unsynced: syncs the file later, with others; None waits here.
 
     Raises:
         OSError: it cannot be written.
@@ -85,7 +91,7 @@ def write_each(path: Path, like: Mapping[str, torch.Tensor], tensor: Callable[[s
             f"bytes, and safetensors reads at most {MOST_BYTES_OF_HEADER:,}; join tensors (torch.stack), give shorter "
             "names, or save the state as several parts"
         )
-    record = files.write_file(path, _blocks(header, map(tensor, ordered)), ends)
+    record = files.write_file(path, _blocks(header, map(tensor, ordered)), ends, unsynced)
     check(path)
     return record
 

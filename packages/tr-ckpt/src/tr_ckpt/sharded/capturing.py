@@ -18,7 +18,7 @@ import torch
 
 from tr_ckpt import files, names, parts, tensor_file
 from tr_ckpt.errors import CheckpointError
-from tr_ckpt.files import FileRecord
+from tr_ckpt.files import FileRecord, Unsynced
 from tr_ckpt.parts import CapturedPart, HostBuffers
 from tr_ckpt.sharded import shard_index
 from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
@@ -178,7 +178,7 @@ class CapturedShards:
     text: bytes | None = None
     index: Index | None = None
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
+    def write(self, folder: Path, unsynced: Unsynced | None = None) -> dict[str, FileRecord]:
         """Write `NAME-shard-RANK.safetensors`, and on rank 0 `NAME.json` and `NAME.shards.json`.
 
         Raises:
@@ -187,12 +187,12 @@ class CapturedShards:
         written = {}
         if self.tensors:
             file = names.shard_name(self.part, self.rank)
-            written[file] = tensor_file.write(folder / file, self.tensors)
+            written[file] = tensor_file.write(folder / file, self.tensors, unsynced)
         if self.text is not None and self.index is not None:
             file = names.index_name(self.part)
-            written[file] = files.write_file(folder / file, [shard_index.dump(self.index)])
+            written[file] = files.write_file(folder / file, [shard_index.dump(self.index)], unsynced=unsynced)
             file = f"{self.part}.json"
-            written[file] = files.write_file(folder / file, [self.text, b"\n"])
+            written[file] = files.write_file(folder / file, [self.text, b"\n"], unsynced=unsynced)
         return written
 
 
