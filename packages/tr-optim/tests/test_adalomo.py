@@ -16,6 +16,7 @@ from fused_models import (
     weights_of,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tr_optim import Adafactor, AdaLomo, Lomo
 
@@ -34,7 +35,10 @@ def adafactor(model, **options):
 )
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_and_states_are_those_of_adafactor(options, clip, dtype):
+@pytest.mark.parametrize("joined", [2**13, -1])
+def test_weights_and_states_are_those_of_adafactor(monkeypatch, options, clip, dtype, joined):
+    monkeypatch.setattr("tr_optim.engine.fused_passes._JOINED", joined)
+
     def batch(step):
         return Shapes.batch(step).to(dtype)
 
@@ -42,7 +46,6 @@ def test_weights_and_states_are_those_of_adafactor(options, clip, dtype):
     optimizer, plain = AdaLomo(ours.parameters(), lr=2e-2, clip_grad_norm=clip, **options), adafactor(theirs, **options)
     norms = train(ours, optimizer, 8, max_norm=clip, batch=batch)
     expected = train_plainly(theirs, plain, 8, max_norm=clip, batch=batch)
-    # In float32, eight steps of another order of operations add up to a few units in the last place.
     # In float32, eight steps of another order of operations add up to a few units in the last place.
     tolerance = 5e-7 if dtype == torch.float32 else 1e-12
     torch.testing.assert_close(weights_of(ours), weights_of(theirs), atol=tolerance, rtol=0)
@@ -61,6 +64,60 @@ def test_one_step_is_that_of_adafactor_to_the_last_places(clip):
     train(ours, AdaLomo(ours.parameters(), lr=2e-2, clip_grad_norm=clip), 1, max_norm=clip)
     train_plainly(theirs, adafactor(theirs), 1, max_norm=clip)
     assert greatest_difference(ours, theirs) <= 1e-7
+
+
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip_step"}, {"clip_grad_norm": 0.5}])
+def test_calls_do_not_grow_with_the_number_of_small_tensors(options):
+    class Calls(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += 1
+            return function(*args, **(kwargs or {}))
+
+    def calls(layers, optimizer_of):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        backward = optimizer_of(model.parameters())
+        for _ in range(2):
+            loss = model(torch.ones(2, 8)).square().mean()
+            with Calls() as counted:
+                backward(loss)
+            model.zero_grad()
+        return counted.number
+
+    def adalomo(parameters):
+        optimizer = AdaLomo(parameters, **options)
+
+        def backward(loss):
+            optimizer.backward(loss)
+            optimizer.step()
+
+        return backward
+
+    def beyond_plain(layers):
+        passes = 1 if options == {} else 2
+        return calls(layers, adalomo) - passes * calls(layers, lambda parameters: torch.Tensor.backward)
+
+    few, many = beyond_plain(10), beyond_plain(60)
+    # Where all is measured first, a call or two for the norm of each of a hundred more tensors.
+    assert many - few <= (200 if options else 0)
+
+
+def test_small_tensors_that_are_updated_together_have_the_bits_of_one_by_one(monkeypatch):
+    def trained(at_a_time):
+        monkeypatch.setattr("tr_optim.engine.fused_passes._JOINED_AT_A_TIME", at_a_time)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(12)))
+        optimizer = AdaLomo(model.parameters(), lr=2e-2, weight_decay=0.1)
+        for _ in range(3):
+            optimizer.backward(model(torch.ones(2, 10)).square().mean())
+            optimizer.step()
+        return weights_of(model)
+
+    assert_same_bits(trained(4), trained(128))
 
 
 def test_state_is_a_row_and_a_column_of_tensors():
@@ -99,6 +156,7 @@ def test_large_tensors_are_computed_in_pieces_to_the_same_weights(monkeypatch, c
         train(model, optimizer, 4, batch=lambda step: Shapes.batch(step).to(dtype))
         return model
 
+    monkeypatch.setattr("tr_optim.engine.fused_passes._JOINED", -1)
     whole = trained()
     monkeypatch.setattr("tr_optim.engine.precision.piece_size", lambda tensor: chunk)
     assert greatest_difference(trained(), whole) <= (2e-7 if dtype == torch.float32 else 2**-7)

@@ -11,9 +11,18 @@ import torch
 from tr_optim.engine.checks import check_shapes, checked_state_dict
 from tr_optim.engine.fused import FusedOptimizer
 from tr_optim.engine.fused_checks import fused_options
-from tr_optim.engine.precision import computing_dtype
+from tr_optim.engine.precision import computing_dtype, store_rounded
 from tr_optim.engine.shards import in_layout, local_part, out_of_layout
-from tr_optim.moments.adafactor import BlockedUpdate, check_ranges, is_divided, start, state_shapes
+from tr_optim.moments.adafactor import (
+    BlockedUpdate,
+    along,
+    check_ranges,
+    is_divided,
+    stacked_moments,
+    stacked_rms,
+    start,
+    state_shapes,
+)
 from tr_optim.moments.adam import check_rates
 from tr_optim.options import ADALOMO_OPTIONS
 
@@ -59,7 +68,7 @@ class AdaLomo(FusedOptimizer):
 
     ordinary = "adafactor"
     nonfinite_unscaled = "skip_tensor"
-    takes_shards = exchanges_statistics = True
+    takes_shards = exchanges_statistics = stacks_shapes = True
 
     def __init__(
         self,
@@ -152,6 +161,45 @@ class AdaLomo(FusedOptimizer):
         update.measure(state, group)
         update.take_in(state, group, leave_out)
         update.apply(group, leave_out, self._rounding.generator_of(self, parameter, group))
+
+    def update_all(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        factor: torch.Tensor | None,
+        leave_out: torch.Tensor | None,
+    ) -> None:
+        """Apply gradients to parameters of one shape: a fixed number of calls, whatever their number."""
+        if len(parameters) == 1 or parameters[0].numel() == 0:
+            super().update_all(parameters, gradients, factor, leave_out)
+            return
+        gradient = torch.stack(gradients).to(computing_dtype(parameters[0]))
+        group, states = self._group_of[id(parameters[0])], [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                start(state, parameter)
+        if factor is not None:
+            gradient.mul_(factor)
+        if self._max_value is not None:
+            gradient.clamp_(-self._max_value, self._max_value)
+        before = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+        after = stacked_moments(before, gradient, group)
+        weights = torch.stack(parameters).to(gradient.dtype)
+        rate = stacked_rms(weights).clamp_(min=group["eps"][1]) * group["lr"]
+        size = rate / (stacked_rms(gradient) / group["clip_threshold"]).clamp_(min=1.0)
+        kept = weights * (1 - rate * group["weight_decay"]) if group["weight_decay"] != 0 else weights
+        new = torch.addcmul(kept, gradient, size, value=-1)
+        if leave_out is not None:
+            leave_out = leave_out.expand(len(parameters))
+            new = torch.where(along(leave_out, new), weights, new)
+            after = {name: torch.where(along(leave_out, value), before[name], value) for name, value in after.items()}
+        for name, moments in after.items():
+            torch._foreach_copy_([state[name] for state in states], list(moments.unbind()))
+        if new.dtype == parameters[0].dtype:
+            torch._foreach_copy_(parameters, list(new.unbind()))
+            return
+        for parameter, own in zip(parameters, new.unbind(), strict=True):
+            store_rounded(parameter, own, self._rounding.generator_of(self, parameter, group))
 
     def update_parts(
         self,

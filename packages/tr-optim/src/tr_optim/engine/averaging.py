@@ -132,6 +132,9 @@ class RankAverage:
         parameters: the parameters with gradients, in the same order on all ranks.
         use: called with a parameter, its mean gradient, and a flag on the device that is True if no rank's loss uses
             the parameter, or None if this rank's does.
+
+    Attributes:
+        largest_in_order: elements of the largest gradients that are passed on in the same order on all ranks.
     """
 
     def __init__(self, collectives: Any, parameters: Iterable[torch.Tensor], use: Use) -> None:
@@ -139,6 +142,7 @@ class RankAverage:
         self._parameters = list(parameters)
         self._order = [p for p in reversed(self._parameters) if p.numel() >= _ALONE]
         self._small = [p for p in self._parameters if p.numel() < _ALONE]
+        self.largest_in_order = _ALONE - 1
         has_double = any(p.dtype == torch.float64 for p in self._small)
         self._dtype = torch.float64 if has_double else torch.float32  # in which the small ones travel
         self._in_background = dist.is_initialized() and dist.get_world_size() == collectives.world_size

@@ -45,6 +45,14 @@ class BackwardNorms:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._of[id(parameter)] = norm_of(gradient)
 
+    def add_alike(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Add the norms of several gradients of one shape, dtype and device, and return them in one tensor."""
+        norms = torch.linalg.vector_norm(
+            torch.stack(gradients).view(len(gradients), -1), dim=1, dtype=computing_dtype(gradients[0])
+        )
+        self._joint.append(torch.linalg.vector_norm(norms))
+        return norms
+
     def add_joint(self, gradients: Sequence[torch.Tensor]) -> None:
         """Add the joint norm of several gradients of one dtype and device, at a fixed cost for all."""
         joined = torch.cat([gradient.reshape(-1) for gradient in gradients])

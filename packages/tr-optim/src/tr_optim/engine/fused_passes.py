@@ -23,6 +23,11 @@ Tensors = list[torch.Tensor]
 Use = Callable[[Tensors, Tensors, torch.Tensor | None], None]
 
 
+def flags(leave_out: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
+    """Return a flag for each of several parameters, of one for all or of one for each; None is False for all."""
+    return [None] * count if leave_out is None else list(leave_out.expand(count).unbind())
+
+
 class ShardQueue:
     """Queue parts of gradients whose statistics over ranks are exchanged together.
 
@@ -60,38 +65,51 @@ class SmallGradientQueue:
     """Queue small gradients; used alone, each would need as many calls as a large one.
 
     Args:
-        largest: numbers of a gradient that waits, at most; -1 for none.
-        at_a_time: gradients that are used together, at most.
         group_of: the groups of parameters, by their ids.
-        use: called with parameters of one group, dtype and device, their gradients, and None.
+        use: called with parameters of one group, dtype and device, their gradients, and None or one flag for each.
+        by_shape: whether those that are used together have one shape too.
     """
 
-    def __init__(self, largest: int, at_a_time: int, group_of: Mapping[int, Any], use: Use) -> None:
-        self.largest = largest
-        self._at_a_time, self._group_of, self._use = at_a_time, group_of, use
+    def __init__(self, group_of: Mapping[int, Any], use: Use, *, by_shape: bool) -> None:
+        self._group_of, self._use, self._by_shape = group_of, use, by_shape
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unused: dict[int, torch.Tensor] = {}
+        self._count = 0
 
-    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take a gradient."""
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor, unused: torch.Tensor | None, size: int) -> None:
+        """Take a gradient of `size` numbers.
+
+        `unused` is whether no rank's loss uses its parameter; None if this rank's does.
+        """
         self._waiting.append((parameter, gradient))
-        if len(self._waiting) == self._at_a_time:
+        if unused is not None:
+            self._unused[id(parameter)] = unused
+        self._count += size
+        if self._count >= _WAITING or len(self._waiting) == _JOINED_AT_A_TIME:
             self.finish()
 
     def finish(self) -> None:
         """Use those that wait."""
         alike: dict[Any, tuple[Tensors, Tensors]] = {}
         for parameter, gradient in self._waiting:
-            kind = (id(self._group_of[id(parameter)]), gradient.dtype, gradient.device)
-            parameters, gradients = alike.setdefault(kind, ([], []))
-            parameters.append(parameter)
-            gradients.append(gradient)
-        self._waiting = []
+            shape = gradient.shape if self._by_shape else None
+            kind = (id(self._group_of[id(parameter)]), gradient.dtype, gradient.device, shape)
+            found = alike.get(kind)
+            if found is None:
+                found = alike[kind] = ([], [])
+            found[0].append(parameter)
+            found[1].append(gradient)
+        flags, self._waiting, self._unused, self._count = self._unused, [], {}, 0
         for parameters, gradients in alike.values():
-            self._use(parameters, gradients, None)
+            unused = None
+            if flags and any(id(parameter) in flags for parameter in parameters):
+                used = torch.zeros((), dtype=torch.bool, device=gradients[0].device)
+                unused = torch.stack([flags.get(id(parameter), used) for parameter in parameters])
+            self._use(parameters, gradients, unused)
 
 
-# Gradients of so few elements are used so many at a time, where that changes nothing.
-_JOINED, _JOINED_AT_A_TIME = 2**13, 64
+# Gradients of so few elements are used together: at most so many, and no more once they have so many elements in all.
+_JOINED, _JOINED_AT_A_TIME, _WAITING = 2**13, 128, 2**17
 
 
 class FusedPasses(Optimizer):
@@ -100,13 +118,14 @@ class FusedPasses(Optimizer):
     Attributes:
         nonfinite_unscaled: meaning of `nonfinite=None` without a loss scale; None applies all gradients.
         takes_shards: whether it can update sharded parameters, of which each rank holds some rows.
+        stacks_shapes: whether `update_all` takes parameters of one shape only.
         exchanges_statistics: whether it needs statistics of whole sharded parameters (see `update_parts`).
         ordinary: name of an optimizer that does the same with ordinary gradients.
     """
 
     ordinary = ""
     nonfinite_unscaled: str | None = None
-    takes_shards = exchanges_statistics = False
+    takes_shards = exchanges_statistics = stacks_shapes = False
 
     def __init__(
         self,
@@ -144,7 +163,7 @@ class FusedPasses(Optimizer):
         self._hooks: BackwardHooks | None = None
         self._hooked: list[torch.Tensor] = []
         self._sharded: dict[int, Shards] = {}
-        self._largest_part = 0
+        self._largest_part, self._largest_joined = 0, _JOINED
         self._group_of: dict[int, dict[str, Any]] = {}
         self._is_applied, self._num_stored, self._is_reentrant = False, 0, False
         self._norms = BackwardNorms()
@@ -177,9 +196,12 @@ class FusedPasses(Optimizer):
     def update_all(
         self, parameters: Tensors, gradients: Tensors, factor: torch.Tensor | None, leave_out: torch.Tensor | None
     ) -> None:
-        """Apply gradients to parameters of one group, dtype and device; see `update`."""
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            self.update(parameter, gradient, factor, leave_out)
+        """Apply gradients to parameters of one group, dtype and device; `leave_out` may have a flag for each.
+
+        If `stacks_shapes`, they have one shape.
+        """
+        for parameter, gradient, leave_it in zip(parameters, gradients, flags(leave_out, len(parameters)), strict=True):
+            self.update(parameter, gradient, factor, leave_it)
 
     def update_parts(
         self,
@@ -236,33 +258,37 @@ class FusedPasses(Optimizer):
 
     def _begin_pass(self, use: Any) -> None:
         self._use, self._norms = use, BackwardNorms()
-        # Where single tensors are left out, or ranks might get them in different orders, each norm is needed by itself.
-        by_itself = self._skips() == "skip_tensor"
-        joins = self._average is None and not self._sharded and not by_itself
-        self._small = SmallGradientQueue(_JOINED if joins else -1, _JOINED_AT_A_TIME, self._group_of, use)
-        self._parts = ShardQueue(self._largest_part if self.exchanges_statistics or by_itself else 0, use)
+        # Ranks join what they have in one order.
+        self._largest_joined = _JOINED if self._average is None else min(_JOINED, self._average.largest_in_order)
+        by_shape = self.stacks_shapes or self._skips() == "skip_tensor"
+        self._small = SmallGradientQueue(self._group_of, use, by_shape=by_shape)
+        # Where single tensors are left out, all ranks ask at the same time whether a part is not finite.
+        together = self.exchanges_statistics or self._skips() == "skip_tensor"
+        self._parts = ShardQueue(self._largest_part if together else 0, use)
 
     @torch.no_grad()
     def _finish_pass(self) -> None:
-        self._small.finish()
         self._parts.finish()
         if self._average is not None:
             self._average.finish()
+        self._small.finish()
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.is_sparse or gradient.is_complex():
             check_dense_and_real(gradient, type(self).__name__)
-        if gradient.numel() <= self._small.largest:
-            self._small.add(parameter, gradient)
-        elif id(parameter) in self._sharded:
+        if id(parameter) in self._sharded:
             self._parts.add(parameter, local_part(gradient))  # its mean was taken when it was divided
         elif self._average is None:
-            self._use([parameter], [gradient], None)
+            self._hand_on(parameter, gradient, None)
         else:
             self._average.add(parameter, gradient)
 
     def _hand_on(self, parameter: torch.Tensor, gradient: torch.Tensor, unused: torch.Tensor | None) -> None:
-        self._use([parameter], [gradient], unused)
+        size = gradient.numel()
+        if size <= self._largest_joined:
+            self._small.add(parameter, gradient, unused, size)
+        else:
+            self._use([parameter], [gradient], unused)
 
     def _measure(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
         if len(parameters) == 1 or self._max_norm is not None or id(parameters[0]) in self._sharded:
@@ -274,14 +300,19 @@ class FusedPasses(Optimizer):
         self._update(parameters, gradients, logical_or(self._leave_out, unused))
 
     def _measure_and_apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
-        self._measure(parameters, gradients, unused)
-        bad = self._norms.are_bad(parameters, self._sharded) if self._skips() == "skip_tensor" else None
+        bad = None
+        if self._skips() != "skip_tensor":
+            self._measure(parameters, gradients, unused)
+        elif id(parameters[0]) in self._sharded or len(parameters) == 1:
+            self._norms.add(parameters, gradients)
+            bad = self._norms.are_bad(parameters, self._sharded)
+        else:
+            bad = ~self._norms.add_alike(gradients).isfinite()
         self._update(parameters, gradients, logical_or(bad, unused))
 
     def _update(self, parameters: Tensors, gradients: Tensors, leave_out: torch.Tensor | None) -> None:
         if id(parameters[0]) in self._sharded:
-            flags = [None] * len(parameters) if leave_out is None else leave_out.expand(len(parameters)).unbind()
-            self.update_parts(parameters, gradients, self._factor, list(flags))
+            self.update_parts(parameters, gradients, self._factor, flags(leave_out, len(parameters)))
         else:
             self.update_all(parameters, gradients, self._factor, leave_out)
 

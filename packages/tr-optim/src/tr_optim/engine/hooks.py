@@ -164,7 +164,7 @@ class BackwardHooks:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         number = id(parameter)
-        if not self._is_armed or number in self._shared_ids:
+        if number in self._shared_ids:
             return
         if number in self._seen:
             raise RuntimeError(
@@ -174,17 +174,16 @@ class BackwardHooks:
                 "(gradient_checkpointing_kwargs={'use_reentrant': False}), or turn it on from the beginning"
             )
         self._seen.add(number)
-        self._hand_over(parameter)
+        # Within a backward pass no graph is recorded, and calls for each tensor add up.
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._consume(parameter, gradient)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        if torch.is_grad_enabled():  # not within a backward pass, where it only costs time
+        if gradient is not None:
             with torch.no_grad():
                 self._consume(parameter, gradient)
-        else:
-            self._consume(parameter, gradient)
 
 
 def find_repeated(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -208,7 +207,7 @@ def find_repeated(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> lis
 def _hook(this: Callable[[], BackwardHooks | None]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         hooks = this()
-        if hooks is not None:
+        if hooks is not None and hooks._is_armed:
             hooks._on_gradient(parameter)
 
     return hook

@@ -134,6 +134,40 @@ def normalised(
     return torch.mul(row_factor, column.rsqrt().unsqueeze(-2)).mul_(gradient)
 
 
+def stacked_moments(
+    before: dict[str, torch.Tensor], gradient: torch.Tensor, group: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the new moments of parameters of one shape, and turn their gradients into updates before their limit.
+
+    Args:
+        before: their states, stacked; are not changed.
+        gradient: their gradients, stacked; becomes the updates.
+        group: their group.
+    """
+    step, squares, eps = before["step"] + 1, gradient.square(), group["eps"][0]
+    share = step.pow(group["decay_rate"])
+    if gradient.dim() < 3:
+        moment = torch.lerp(before["exp_avg_sq"], squares.add_(eps), along(share, squares))
+        gradient.mul_(moment.rsqrt())
+        return {"step": step, "exp_avg_sq": moment}
+    row, column = squares.mean(dim=-1).add_(eps), squares.mean(dim=-2).add_(eps)
+    row = torch.lerp(before["exp_avg_sq_row"], row, along(share, row))
+    column = torch.lerp(before["exp_avg_sq_col"], column, along(share, column))
+    gradient.mul_((row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)).mul_(column.rsqrt().unsqueeze(-2))
+    return {"step": step, "exp_avg_sq_row": row, "exp_avg_sq_col": column}
+
+
+def stacked_rms(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of each tensor in a stack, to be broadcast."""
+    each = tensor.view(len(tensor), -1)
+    return along(torch.linalg.vector_norm(each, dim=1).div_(each.shape[1] ** 0.5), tensor)
+
+
+def along(values: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
+    """Return one value for each tensor in a stack, to be broadcast."""
+    return values.view(-1, *(1 for _ in stack.shape[1:]))
+
+
 def step_size(
     weights: torch.Tensor, group: dict[str, Any], step: torch.Tensor, size: torch.Tensor | None = None
 ) -> float | torch.Tensor:
