@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tr_dist import DDP
 from tr_dist.fake_ranks import fake_rank
 from tr_dist.fsdp import FSDP, Sharding
+from tr_dist.process_group import ProcessGroup
 
 LAYERS, WIDTH, VOCABULARY = 3, 24, 100
 BY_LAYER = {"wrap": "TRANSFORMER_BASED_WRAP", "layer_classes": ("Layer",)}
@@ -168,3 +170,15 @@ def test_a_rank_that_cannot_be_is_refused(rank, ranks, local):
 def test_a_process_that_has_a_group_cannot_play_another():
     with fake_rank(0, 2), pytest.raises(RuntimeError, match="has a process group already"), fake_rank(0, 2):
         pass
+
+
+@pytest.mark.parametrize("parameters", [1, 300])
+def test_the_check_that_replicas_are_equal_exchanges_eight_bytes_a_rank(parameters, monkeypatch):
+    model, gathered, gather = nn.Sequential(*[nn.Linear(2, 2) for _ in range(parameters)]), [], ProcessGroup.gather
+    monkeypatch.setattr(ProcessGroup, "gather", lambda self, mine: gathered.append(mine.nbytes) or gather(self, mine))
+    with (
+        fake_rank(1023, 1024, local_world_size=8),
+        DDP(use_cpu=True) as strategy,
+        strategy.accumulate(strategy.prepare(model), sync=False),
+    ):
+        assert gathered == [8]

@@ -260,6 +260,15 @@ def test_all_that_opened_a_board_go_on_with_it_when_its_name_is_gone(tmp_path):
     boards[1].close()
 
 
+def test_after_the_start_only_the_notes_of_this_machine_are_read(tmp_path, monkeypatch):
+    read, board = [], Board(tmp_path / "board", 1024)
+    monkeypatch.setattr(Board, "_read", lambda self, place: read.append(place))
+    board.notes()
+    board.close_to([8, 9])
+    board.notes()
+    assert read == [*range(1024), 8, 9]
+
+
 def test_a_note_that_is_being_replaced_is_left_out_and_one_too_long_is_shortened(tmp_path):
     board = Board(tmp_path / "board", 2)
     board.put(Note(0, "here", 5))

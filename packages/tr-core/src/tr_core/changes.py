@@ -238,6 +238,8 @@ def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
     Raises:
         ValueError: the message names the value and what each rank has.
     """
+    if all(map(values[0].__eq__, values)):
+        return
     for name in values[0]:
         found = [of_rank.get(name) for of_rank in values]
         if any(value != found[0] for value in found):

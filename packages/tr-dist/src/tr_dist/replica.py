@@ -312,7 +312,7 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
-    """Check that every rank holds bit for bit the same parameters. One sync.
+    """Check that every rank holds bit for bit the same parameters. One sync, and 8 bytes a rank where they do.
 
     It compares digests of the parameters' bit patterns and positions, in integers that wrap: exact on every device,
     whatever the order of the sum. The numbers are mixed before the sum, so that differences do not cancel. Plain bit
@@ -323,10 +323,11 @@ def check_replicas_equal(module: nn.Module, group: ProcessGroup) -> None:
     """
     named = list(module.named_parameters())
     mine = torch.stack([_digest(p) for _, p in named])
-    sums = group.gather(mine.unsqueeze(0)).cpu()  # sync: once, before the first step
-    differs = (sums != sums[0]).any(dim=0)
-    if not bool(differs.any()):
+    wholes = group.gather(_digest(mine).reshape(1))
+    if bool((wholes == wholes[0]).all()):  # sync: once, before the first step
         return
+    sums = group.gather(mine.unsqueeze(0)).cpu()
+    differs = (sums != sums[0]).any(dim=0)
     name = named[int(differs.int().argmax())][0]
     column = sums[:, int(differs.int().argmax())]
     ranks = [rank for rank in range(group.world_size) if column[rank] != column[0]]

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class Board:
 
     def __init__(self, path: Path, world_size: int) -> None:
         self._path, self._size = path, world_size
+        self._ranks: Sequence[int] = range(world_size)
         self._file = self._open()
 
     def put(self, note: Note) -> None:
@@ -89,10 +90,14 @@ class Board:
     def notes(self) -> list[Note]:
         """Return the notes of all ranks that have written one here, in rank order."""
         found = []
-        for text in map(self._read, range(self._size)):
+        for text in map(self._read, self._ranks):
             with contextlib.suppress(ValueError, TypeError):
                 found += [] if text is None else [Note(**json.loads(text))]
         return found
+
+    def close_to(self, ranks: Sequence[int]) -> None:
+        """Look for notes of these ranks only from now on: those of this machine, once each has written one."""
+        self._ranks = ranks
 
     def post(self, name: str, text: str) -> bool:
         """Write a text, unless there is one with this name. Returns whether it was written."""

@@ -106,6 +106,7 @@ class HangWatch:
         keys = gather(min(here, default=self.rank))
         if self._board is None or not here:
             return
+        self._board.close_to(here)  # a job of many machines has many ranks elsewhere
         self._board.hide()
         if len(here) < self.world_size and isinstance(store, dist.TCPStore):
             others = [f"{name}/{key}" for key in sorted(set(keys)) if key != min(here)]
