@@ -1,5 +1,6 @@
 """An order that is computed for a place: every sample once, mixed as a random permutation is, at no cost of its own."""
 
+import copy
 import math
 import tracemalloc
 from collections import Counter
@@ -273,3 +274,36 @@ def test_a_loader_of_ones_own_gets_torchs_order(make_trainer):
     found = list(sampler)
     torch.manual_seed(5)
     assert found == list(torch.utils.data.RandomSampler(data))
+
+
+@pytest.mark.parametrize("strategy", ["random_computed", "sequential"])
+def test_a_run_goes_on_exactly_at_sample_a_billion_of_a_pass(make_trainer, monkeypatch, strategy):
+    """What a checkpoint there would hold is put into one of step 2: no test trains so long."""
+    kept, steps, number = MemoryCheckpointer(), BILLION // 4, 3 * BILLION + 1
+    monkeypatch.setattr(Classifier, "main_input_name", "x", raising=False)
+    options = {
+        "train_sampling_strategy": strategy,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "include_num_input_tokens_seen": "all",
+        "logging_steps": 1,
+        "checkpointer": kept,
+    }
+    with pytest.raises(Stop):
+        make_trainer(train_dataset=Rows(number), max_steps=steps + 3, callbacks=[StopAt(2)], **options).train()
+    saved, seen = copy.deepcopy(kept.saved[2]), 2**53 + 1
+    saved["run"]["samples"], saved["run"]["last_logged_step"] = BILLION, steps
+    saved["trainer_state"] |= {"global_step": steps, "epoch": BILLION / number, "num_input_tokens_seen": seen}
+    kept.saved = {steps: saved}
+    trainer = make_trainer(train_dataset=Rows(number), max_steps=steps + 3, **options)
+    trainer.train(resume_from_checkpoint=True)
+    first = np.arange(BILLION, BILLION + 12)
+    expected = first if strategy == "sequential" else ComputedOrder(number, trainer.args.seed, 0).at(first)
+    assert trainer.train_dataset.asked == expected.tolist()
+    assert trainer.state.global_step == steps + 3
+    assert kept.saved[steps + 3]["run"]["samples"] == BILLION + 12
+    assert trainer.state.num_input_tokens_seen == seen + 12 * 8
+    epochs = [entry["epoch"] for entry in trainer.state.log_history if entry["step"] > steps and "loss" in entry]
+    assert epochs == [(steps + more) / -(-number // 4) for more in (1, 2, 3)]
+    assert len(set(epochs)) == 3
