@@ -59,6 +59,25 @@ def test_help_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
+WITHOUT_TORCH = """
+import contextlib, io, sys
+from tr_all.cli import commands, main
+mistakes = ["nonsense", "launch --bad x", "launch", "ckpt ls --bad", "check --bad", "config --bad", "doctor --bad"]
+for line in [*(f"{name} --help" for name in commands()), *mistakes]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            code = main(line.split())
+        except SystemExit as end:
+            code = end.code or 0
+    assert code == (0 if "--help" in line else 2), (line, code)
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_the_help_and_the_errors_of_every_command_come_without_torch():
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, timeout=120)
+
+
 def test_a_command_gets_the_words_after_its_name_and_gives_the_exit_code(install, capsys):
     source = "def main(argv):\n    print(argv)\n    return len(argv)\n"
     install("counter", "count", "counter_commands:main", counter_commands=source)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tr_dist import doctor
+from tr_dist import doctor, machine
 
 
 def test_doctor_prints_what_there_is_and_finds_no_problem(capsys):
@@ -49,7 +49,7 @@ def test_doctor_explains_itself(capsys):
 def mac(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "_computes", lambda device, problems: "computes")
+    monkeypatch.setattr(machine, "_computes", lambda device, problems: "computes")
 
 
 @pytest.mark.parametrize(("value", "shown"), [(None, "not set"), ("1", "1")])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils import _foreach_utils
 from tr_args import parse_optim_args
 from tr_args.fields.training import OptimizerFields
 from tr_core import plugins
+from tr_core.first_use import without_collection
 from tr_core.optim.parameter_rules import Groups, Rule, assign, check_groups_on_load, groups_of, resolve_options
 
 # Weight decay excludes biases and the scales of norms: whole LayerNorm modules, and other norms by name.
@@ -117,7 +120,9 @@ def build_optimizer(
     options = dict(options)
     for name in ("params", "model", "optimizer_dict"):
         groups = options.pop(name, groups)
-    optimizer = kind(groups, **options)
+    # The first optimizer of a process imports torch's compiler, which takes longer than anything here.
+    with nullcontext() if "torch._dynamo" in sys.modules else without_collection():
+        optimizer = kind(groups, **options)
     resolve_options(optimizer, rules)
     check_groups_on_load(optimizer)
     return optimizer

@@ -3,8 +3,9 @@
 Use `trainer check SCRIPT|CONFIG` on a command line, and `check(trainer)` in a notebook.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tr_core.first_use import on_first_use
 
 if TYPE_CHECKING:
     from tr_core.preflight.checks import check
@@ -12,11 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CODES", "Problem", "Report", "check"]
 
-# Imported on first use: a run only checks whether a preflight is requested.
-_ORIGINS = {"CODES": "report", "Problem": "report", "Report": "report", "check": "checks"}
+# A run only checks whether a preflight is requested.
+_REPORT = "tr_core.preflight.report"
+_ORIGINS = {"CODES": _REPORT, "Problem": _REPORT, "Report": _REPORT, "check": "tr_core.preflight.checks"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _ORIGINS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_ORIGINS[name]}"), name)
+__getattr__, __dir__ = on_first_use(__name__, _ORIGINS)

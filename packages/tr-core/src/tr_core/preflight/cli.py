@@ -13,14 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from tr_args import ArgumentParser, ArgumentsError, Seq2SeqTrainingArguments, TrainingArguments
 from tr_args.files import read_mapping
 from tr_args.flags import FlagTable
 from tr_args.schema import schema
 from tr_core.plugins import PluginError
-from tr_core.preflight.checks import check_arguments
 from tr_core.preflight.origins import (
     Origins,
     argument_problems,
@@ -148,6 +145,8 @@ def check_config(path: Path, words: Sequence[str], dataclasses: Sequence[type] =
         words: further arguments, which override the file's values, as on a script's command line.
         dataclasses: further dataclasses whose options the file may hold.
     """
+    from tr_core.preflight.checks import check_arguments  # late, so that help and a mistyped word come at once
+
     classes = (_arguments_class(path), *dataclasses)
     try:
         parsed = ArgumentParser(classes).parse_args_into_dataclasses(
@@ -283,6 +282,8 @@ def _no_step() -> Iterator[None]:
         if all(parameter.device.type == "meta" for group in optimizer.param_groups for parameter in group["params"]):
             return  # the preflight's own step, which measures the size of an optimizer's state
         raise OwnLoopError(1)
+
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     handle = register_optimizer_step_pre_hook(refuse)
     try:

@@ -1,0 +1,114 @@
+"""What a process imports before its first step, and that a collection of garbage does not fall into it."""
+
+import ast
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tr_core
+from tr_core.first_use import on_first_use, without_collection
+
+HEAVY = """
+accelerate asyncio html http multiprocessing.managers rich sympy tensorboard tr_core.preflight.checks tr_log.notebook
+tr_log.report.page tr_log.screen torch._dynamo torch._inductor torch.distributed.checkpoint torch.distributed.elastic
+torch.distributed.fsdp torch.distributed.tensor torch.nn.parallel.distributed torch.onnx torch.testing transformers
+unittest wandb yaml
+"""
+ADDED = """
+import sys, torch
+before = set(sys.modules)
+{code}
+added = set(sys.modules) - before
+print(len(added), *sorted(added & set(sys.argv[1:])))
+"""
+TRAINING = """
+model = torch.nn.Linear(4, 2)
+torch.optim.AdamW(model.parameters()).step()  # torch's own optimizers import torch._dynamo
+before = set(sys.modules)
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        raise KeyboardInterrupt
+from tr_core import Trainer, TrainingArguments
+args = TrainingArguments(sys.argv.pop(), use_cpu=True, max_steps=1)
+try:
+    Trainer(Model(4, 2), args, train_dataset=[{"x": torch.zeros(4)}] * 8).train()
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def added_modules(code, *words):
+    command = [sys.executable, "-c", ADDED.format(code=code), *HEAVY.split(), *words]
+    number, *heavy = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
+    return int(number), heavy
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, tr_core; dir(tr_core); from tr_core import TrainingArguments; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_trainer_is_imported_with_few_modules_and_no_heavy_one():
+    number, heavy = added_modules("from tr_core import *")
+    assert heavy == []
+    assert number <= 180
+
+
+def test_a_training_imports_no_heavy_module_before_its_first_step(tmp_path):
+    number, heavy = added_modules(TRAINING, str(tmp_path / "out"))
+    assert heavy == ["html", "tr_log.report.page"]  # of the report at the end
+    assert number <= 215
+
+
+def test_every_public_name_is_that_of_its_module_and_type_checkers_see_the_same():
+    tree = ast.parse(Path(tr_core.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    shown = {alias.name: node.module for node in block.body for alias in node.names}
+    assert shown == tr_core._ORIGINS
+    assert sorted(shown) == sorted(tr_core.__all__)
+    assert all(getattr(tr_core, name) is getattr(sys.modules[shown[name]], name) for name in shown)
+    assert set(shown) <= set(dir(tr_core))
+
+
+def test_a_wrong_name_is_refused_with_those_there_are():
+    with pytest.raises(AttributeError, match=r"no attribute 'Trianer'; it has .*Trainer, "):
+        _ = tr_core.Trianer
+
+
+def test_a_name_is_kept_after_its_first_use():
+    get, names = on_first_use(__name__, {"sqrt": "math"})
+    assert {"sqrt", "HEAVY"} <= set(names())
+    assert get("sqrt")(4.0) == 2.0
+    assert globals().pop("sqrt")(9.0) == 3.0
+
+
+def test_no_collection_falls_into_imports_nor_comes_because_of_them():
+    gc.collect()
+    with without_collection():
+        made = [[] for _ in range(50_000)]
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_count()[0] < 5_000
+    assert gc.get_freeze_count() == 0
+    del made
+
+
+def test_a_collector_that_is_off_or_keeps_objects_frozen_stays_so():
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with without_collection():
+            pass
+        assert gc.get_freeze_count() >= frozen - 10 > 0
+    finally:
+        gc.unfreeze()
