@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_smi import A100, T4, install, machine
 
-from tr_dist import doctor, machine
+from tr_dist import doctor
 from tr_dist.gpus import SmiError, number_gpus, read_physical_gpus
 
 MIG = """
@@ -208,7 +208,7 @@ def test_doctor_goes_by_what_torch_sees_where_it_sees_devices(capsys, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
-    monkeypatch.setattr(machine, "_computes", lambda device, problems: "computes")
+    monkeypatch.setattr("tr_dist.machine._computes", lambda device, problems: "computes")
     shown = [line.rpartition(": ")[2] for line in examined(capsys).splitlines() if line.startswith("  GPU ")]
     assert shown == ["hidden", "cuda:0"]
 
