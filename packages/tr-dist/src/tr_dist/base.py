@@ -234,13 +234,14 @@ class OnDevice:
         """Scale full gradients down to a total norm, unless it is None, and return the norm before."""
         self._precision.unscale(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = total_norm(gradients, self.device)
-        if max_norm is None:
+        if not are_of_one_kind(gradients):
+            norm = total_norm(gradients, self.device)
+            if max_norm is not None:
+                nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
             return norm
-        if are_of_one_kind(gradients):
+        norm = _norm_together(gradients).to(self.device)
+        if max_norm is not None:
             clip_to_norm(gradients, max_norm, norm)
-        else:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
 
@@ -262,9 +263,13 @@ def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch
     """Return the 2-norm of all numbers of gradients, a scalar tensor on `device`; zero if there are none."""
     if not gradients:
         return torch.zeros((), device=device)
-    if are_of_one_kind(gradients):
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).to(device)
-    return nn.utils.get_total_norm(gradients).to(device)
+    together = are_of_one_kind(gradients)
+    return (_norm_together(gradients) if together else nn.utils.get_total_norm(gradients)).to(device)
+
+
+@torch.no_grad()
+def _norm_together(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,6 +84,21 @@ _KNOWN_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN_OPTIONS else "broadcast_buffers"
 
 
+@dataclass(slots=True)
+class _Pass:
+    """What is known of the current micro-batch, apart from the module: assigning to a module costs ten times as much.
+
+    Attributes:
+        forwarded: whether a forward went through the replica.
+        witnessed: the gradients before it.
+        num_averaged: micro-batches that averaged gradients.
+    """
+
+    forwarded: bool = False
+    witnessed: Sequence[object] = ()
+    num_averaged: int = 0
+
+
 class _OnFirstUse:
     """An attribute of a replica that is made together with its buckets; after that it is an ordinary one."""
 
@@ -115,7 +132,6 @@ class Replica(DistributedDataParallel):
 
     Attributes:
         compared: whether the ranks' parameters have been found equal.
-        num_averaged: how many micro-batches averaged gradients.
         all_parameters: the module's parameters, listed once: walking the modules costs more than the
             gradients' norm.
 
@@ -136,15 +152,13 @@ class Replica(DistributedDataParallel):
         super().__init__(module, **options)
         del self.logger  # it is None so far
         self.compared = False
-        self.num_averaged = 0
+        self._pass = _Pass()
         self.all_parameters = tuple(module.parameters())
         # A backward shows in the gradients: in any one of them, unless parameters may be unused.
         trainable = [p for p in self.all_parameters if p.requires_grad]
         self._frozen = [p for p in self.all_parameters if not p.requires_grad]
         may_be_unused = options.get("find_unused_parameters") or options.get("static_graph")
         self._witnesses = trainable if may_be_unused else trainable[:1]
-        self._witnessed: list[object] = []
-        self._forwarded = False
         # Until the end of the first step; for a static graph torch itself counts the parts.
         counts = not options.get("static_graph") and dist.get_world_size(self.process_group) > 1
         self._parts = GradientParts(trainable) if counts else None
@@ -156,6 +170,11 @@ class Replica(DistributedDataParallel):
     def _set_static_graph(self) -> None:
         """Defer to `allocate_buckets`: the reducer does not exist yet."""
         self.static_graph = True
+
+    @property
+    def num_averaged(self) -> int:
+        """How many micro-batches averaged gradients."""
+        return self._pass.num_averaged
 
     @property
     def has_buckets(self) -> bool:
@@ -187,7 +206,7 @@ class Replica(DistributedDataParallel):
         """Call the module with its usual arguments."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        self._forwarded = True
+        self._pass.forwarded = True
         if not self.has_buckets and not self.require_backward_grad_sync:  # like the base without its reducer
             if self.will_sync_module_buffers():
                 self._sync_buffers()
@@ -199,8 +218,7 @@ class Replica(DistributedDataParallel):
     def expect_averaging(self) -> None:
         """Begin a micro-batch that `check_averaged` will end."""
         self.allocate_buckets()
-        self._forwarded = False
-        self._witnessed = self._witness()
+        self._pass.forwarded, self._pass.witnessed = False, self._witness()
         if self._parts is not None:
             self._parts.begin(self.module)
 
@@ -214,7 +232,7 @@ class Replica(DistributedDataParallel):
         Raises:
             RuntimeError: it did not; the message gives the reason.
         """
-        if not self._forwarded:
+        if not self._pass.forwarded:
             raise RuntimeError(
                 "no forward went through the module that prepare() returned, so this rank's gradients were "
                 "not averaged with the others'; call that module instead of the one given to prepare()"
@@ -223,11 +241,11 @@ class Replica(DistributedDataParallel):
             self._check_reducer_finalized()
         except RuntimeError as error:
             raise RuntimeError(self._why_not_averaged()) from error
-        if self._witness() == self._witnessed:
+        if self._witness() == self._pass.witnessed:
             raise RuntimeError(_NO_BACKWARD)
         if any(p.grad is not None for p in self._frozen):
             raise RuntimeError(self._what_was_unfrozen())
-        self.num_averaged += 1
+        self._pass.num_averaged += 1
         if self._parts is not None:
             self._parts.end()
             self._parts = None
@@ -244,6 +262,8 @@ class Replica(DistributedDataParallel):
 
     def share_buffers(self) -> None:
         """Copy the buffers of rank 0 to all ranks, if enabled, instead of in the next forward. Collective."""
+        if not self.modules_buffers:
+            return
         self.require_forward_param_sync = True  # a micro-batch without averaging has left it False
         if self.will_sync_module_buffers():
             self._sync_buffers()
