@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from ckpt_faults import ERRNOS, BadReads, Faults
-from ckpt_parts import flip, number_of, parts, save_steps
+from ckpt_parts import flip, number_of, parts, rewritten, save_steps
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError, discovery, files, reads, retention
 
@@ -286,3 +286,48 @@ def test_the_reads_of_a_save_are_no_more_than_two_a_file_and_checkpoint(earlier)
         keeper.save(40, parts(40))
     opened = counted.log.count("open_file")
     assert opened <= 2 * 4 + 5 + 1  # each manifest for the sequence and the limit, and the new checkpoint read back
+
+
+def reads_of_a_save(directory, number, **options):
+    keeper = Checkpointer(directory, **options)
+    for step in range(number):
+        shutil.copytree(directory / "checkpoint-1000000", directory / f"checkpoint-{step}")
+        rewritten(directory / f"checkpoint-{step}", step=step, sequence=step + 2)
+    keeper._known.restored = (10**6, 0)  # as if it had resumed from a newer one
+    keeper.save(10**6 + 1, parts(1))
+    with BadReads(errno.EIO, after=10**9) as counted:
+        keeper.save(10**6 + 2, parts(2))
+    return counted.log.count("open_file")
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_a_save_opens_as_many_files_whatever_the_number_of_kept_checkpoints(tmp_path, limit):
+    opened = []
+    for number in (30, 90):
+        directory = tmp_path / str(number)
+        Checkpointer(directory).save(10**6, parts(1))
+        opened.append(reads_of_a_save(directory, number, keep_last=limit))
+    assert opened[0] == opened[1]
+
+
+def test_one_that_is_exchanged_during_the_run_is_read_again_and_the_next_save_is_newer(tmp_path):
+    keeper, other = Checkpointer(tmp_path / "run"), Checkpointer(tmp_path / "other")
+    for step in (1, 2):
+        keeper.save(step, parts(step))
+    for _ in range(9):
+        other.save(1, parts(9))
+    shutil.rmtree(keeper.path(1))
+    shutil.copytree(other.path(1), keeper.path(1))
+    keeper.save(3, parts(3))
+    assert discovery.by_age(tmp_path / "run", "checkpoint")[-1].step == 3
+
+
+def test_one_that_loses_a_file_during_the_run_counts_no_longer(tmp_path):
+    keeper = Checkpointer(tmp_path, keep_last=20)
+    for step in range(20):
+        keeper.save(step, parts(step))
+    (keeper.path(2) / "model.json").unlink()
+    keeper.save(20, parts(20))
+    assert keeper.steps() == [step for step in range(21) if step != 2]
+    keeper.save(21, parts(21))
+    assert keeper.steps() == [step for step in range(1, 22) if step != 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from tr_ckpt import files, manifest, names, reads, untrusted
 from tr_ckpt.errors import DamagedCheckpointError, UnreadableError
 from tr_ckpt.files import HEADER, Section
 from tr_ckpt.manifest import Manifest
+from tr_ckpt.reads import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +39,93 @@ class Found:
     path: Path
 
 
-def find(directory: Path, prefix: str) -> list[Found]:
+@dataclass
+class Entry:
+    """What was read of a checkpoint, which holds until its folder changes.
+
+    Attributes:
+        found: the checkpoint.
+        identity: of its folder, from before the rest was read.
+        age: from its manifest.
+        is_complete: whether every file had its size.
+    """
+
+    found: Found
+    identity: Identity
+    age: Age
+    is_complete: bool = False
+
+
+class Seen:
+    """What was read earlier of the checkpoints in a folder, so that a save does not read all of them again.
+
+    A folder that was replaced, or in which a name changed, is read again. A file that was changed in place is not
+    noticed here.
+
+    Attributes:
+        entries: by name.
+        apart: those of which nothing could be kept, at the last look.
+        checked: names of those whose files were looked at for the last limit.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.apart: list[Found] = []
+        self.checked: set[str] = set()
+
+    def look(self, directory: Path, prefix: str) -> tuple[list[Entry], list[Found]]:
+        """Return what did not change, and the checkpoints to read. Lists the folder, and reads no file.
+
+        Raises:
+            UnreadableError: the directory cannot be read.
+        """
+        self.apart = []
+        unchanged: list[Entry] = []
+        others: list[str] = []
+        listed = reads.names_in(directory)
+        is_usual = not any(left.kind == "replaced" for left in names.temporaries(directory, listed))
+        for name in listed:
+            entry = self.entries.get(name) if is_usual else None
+            if entry is not None and reads.identity(f"{directory}{os.sep}{name}") == entry.identity:
+                unchanged.append(entry)
+            else:
+                others.append(name)
+        if len(self.entries) > len(unchanged):
+            there = set(listed)
+            self.entries = {name: entry for name, entry in self.entries.items() if name in there}
+        return unchanged, find(directory, prefix, others)
+
+    def note(self, found: Found, identity: Identity | None, age: Age | None, *, is_complete: bool = False) -> None:
+        """Keep what was read of a checkpoint after its `identity`."""
+        if age is None or identity is None or found.path.name != found.name:
+            self.entries.pop(found.name, None)
+            self.apart.append(found)
+        else:
+            self.entries[found.name] = Entry(found, identity, age, is_complete)
+
+
+def find(directory: Path, prefix: str, listed: Iterable[str] | None = None) -> list[Found]:
     """Return the checkpoints in `directory` by ascending step; none if the directory does not exist.
+
+    Args:
+        directory: the folder to look in.
+        prefix: the first part of the names of checkpoints.
+        listed: the names in it that count, sorted; None reads them.
 
     Raises:
         UnreadableError: the directory cannot be read.
     """
     found: dict[int, Found] = {}
-    for left in names.temporaries(directory):
+    listed = reads.names_in(directory) if listed is None else listed
+    for left in names.temporaries(directory, listed):
         step = names.step_of(left.target, prefix)
         if left.kind == "replaced" and step is not None:
             found[step] = Found(step, left.target, left.path)
-    for name in reads.names_in(directory):
-        step, path = names.step_of(name, prefix), directory / name
-        if step is not None and reads.is_folder(path) and (step not in found or not _is_being_removed(path)):
+    for name in listed:
+        if (step := names.step_of(name, prefix)) is None:
+            continue
+        path = directory / name
+        if reads.is_folder(path) and (step not in found or not _is_being_removed(path)):
             found[step] = Found(step, name, path)
     return [found[step] for step in sorted(found)]
 
@@ -80,32 +155,33 @@ def by_age(directory: Path, prefix: str) -> list[Found]:
     return sorted(found, key=key)
 
 
-def next_sequence(directory: Path, prefix: str, seen: dict[str, Age] | None = None) -> int:
+def next_sequence(directory: Path, prefix: str, seen: Seen | None = None) -> int:
     """Return the sequence of the next save: one higher than any in `directory`.
 
     Args:
         directory: the folder to save to.
         prefix: the first part of the names of checkpoints.
-        seen: ages that were read earlier, by name, for checkpoints that cannot be read at present. Updated in place.
+        seen: what was read earlier, also for checkpoints that cannot be read at present. Updated in place.
 
     Raises:
         UnreadableError: a checkpoint without a known age cannot be read; its sequence could be any.
     """
-    seen = {} if seen is None else seen
-    ages = [_age_or_seen(found, seen) for found in find(directory, prefix)]
+    seen = Seen() if seen is None else seen
+    unchanged, others = seen.look(directory, prefix)
+    ages = [entry.age for entry in unchanged] + [_age_or_seen(found, seen) for found in others]
     return 1 + max((age[0] for age in ages if age is not None), default=0)
 
 
-def _age_or_seen(found: Found, seen: dict[str, Age]) -> Age | None:
+def _age_or_seen(found: Found, seen: Seen) -> Age | None:
+    identity, known = reads.identity(str(found.path)), seen.entries.get(found.name)
     try:
-        with reads.at_once() if found.name in seen else nullcontext():
+        with reads.at_once() if known is not None else nullcontext():
             age = _age(found)
     except UnreadableError:
-        if found.name not in seen:
+        if known is None:
             raise
-        return seen[found.name]
-    if age is not None:
-        seen[found.name] = age
+        return known.age
+    seen.note(found, identity, age)
     return age
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,15 +211,19 @@ def release(path: Path) -> None:
     _IN_USE.discard(path.name)
 
 
-def temporaries(directory: Path) -> list[Temporary]:
+def temporaries(directory: Path, listed: Iterable[str] | None = None) -> list[Temporary]:
     """Return the temporary folders in `directory`, by name; none if the directory does not exist.
+
+    Args:
+        directory: the folder to look in.
+        listed: the names in it, sorted; None reads them.
 
     Raises:
         UnreadableError: it cannot be listed.
     """
     found = []
-    for name in reads.names_in(directory):
-        if match := _TEMPORARY.fullmatch(name):
+    for name in reads.names_in(directory) if listed is None else listed:
+        if name.startswith(".tmp-") and (match := _TEMPORARY.fullmatch(name)):
             process = match["host"], int(match["pid"]), match["numbering"] or ""
             found.append(Temporary(directory / name, match["kind"], match["target"], *process))
     return found

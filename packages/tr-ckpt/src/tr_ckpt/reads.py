@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Identity = tuple[int, int, int]  # inode and times of a folder
+
 READS = ("list_folder", "look", "follow", "open_file", "read_block", "open_tensors")
 
 # Waited before each further try. Most passing errors have passed after the first wait.
@@ -63,7 +65,7 @@ def list_folder(path: Path) -> list[str]:
     return os.listdir(path)
 
 
-def look(path: Path, *, follow: bool) -> os.stat_result:
+def look(path: Path | str, *, follow: bool) -> os.stat_result:
     """Return the system's record of a path; of a link itself unless `follow`."""
     return os.stat(path, follow_symlinks=follow)
 
@@ -126,6 +128,15 @@ def status(path: Path, *, follow: bool = True) -> os.stat_result:
         UnreadableError: it cannot be read.
     """
     return _tried(path, lambda: look(path, follow=follow))
+
+
+def identity(path: str) -> Identity | None:
+    """Return what changes when a folder is replaced, or a name in it changes; None if it cannot be read now."""
+    try:
+        found = look(path, follow=True)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def resolved(path: Path) -> Path:

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tr_ckpt import discovery, files, names, part_files, reads, staging
-from tr_ckpt.discovery import Age, Found
+from tr_ckpt.discovery import Age, Found, Seen
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError, first_three
 
 logger = logging.getLogger(__name__)
+
+_CHECKED_AGAIN = 8  # so many of the newest checkpoints at each save, whatever is known of them
 
 
 @dataclass
@@ -27,13 +29,13 @@ class Known:
     Attributes:
         restored: age of the one it resumed from; None if that is not in this folder.
         saved: ages of those it saved.
-        seen: the last known age of each, by name.
+        seen: what was read of them.
         has_said: whether the warning about kept ones was logged.
     """
 
     restored: Age | None = None
     saved: set[Age] = field(default_factory=set)
-    seen: dict[str, Age] = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
     has_said: bool = False
 
     def may_go(self, age: Age) -> bool:
@@ -53,22 +55,47 @@ class Known:
         )
 
 
-def complete(directory: Path, prefix: str) -> list[tuple[Age, Found]]:
+def complete(
+    directory: Path, prefix: str, seen: Seen | None = None, saved: Found | None = None
+) -> list[tuple[Age, Found]]:
     """Return the complete checkpoints in `directory` with their ages, the oldest first.
 
     Damaged and unreadable ones and those of another program are left out.
 
+    Args:
+        directory: the folder to look in.
+        prefix: the first part of the names of checkpoints.
+        seen: what was read earlier. Of what did not change only the newest are checked again. Updated in place.
+        saved: the only one that is new since the folder was last listed for `seen`; None lists it again.
+
     Raises:
         UnreadableError: the folder cannot be listed.
     """
-    listed = []
-    for found in discovery.find(directory, prefix):
-        try:
-            described = discovery.check_quickly(found)
-        except CheckpointError:
-            continue
-        listed.append(((described.sequence, described.step), found))
+    seen = Seen() if seen is None else seen
+    if saved is None:
+        unchanged, others = seen.look(directory, prefix)
+    else:
+        unchanged = [entry for name, entry in seen.entries.items() if name != saved.name]
+        others = [*(found for found in seen.apart if found.name != saved.name), saved]
+    unchanged.sort(key=lambda entry: entry.age)
+    older, newest = unchanged[:-_CHECKED_AGAIN], unchanged[-_CHECKED_AGAIN:]
+    listed = [(entry.age, entry.found) for entry in older if entry.is_complete]
+    to_check = [entry.found for entry in (*(each for each in older if not each.is_complete), *newest)]
+    seen.checked = {found.name for found in (*to_check, *others)}
+    for found in (*to_check, *others):
+        identity = reads.identity(str(found.path))
+        if (age := _age_if_complete(found)) is not None:
+            listed.append((age, found))
+            seen.note(found, identity, age, is_complete=True)
     return sorted(listed, key=lambda each: each[0])
+
+
+def _age_if_complete(found: Found) -> Age | None:
+    try:
+        described = discovery.check_quickly(found)
+    except CheckpointError:
+        return None
+    return described.sequence, described.step
 
 
 def superfluous(
@@ -142,7 +169,7 @@ def prune(
         return
     try:
         with reads.at_once():
-            surplus = _surplus(saved.path.parent, prefix, known, keep_last, saved.step, protected, keep_every)
+            surplus = _surplus(saved, prefix, known, keep_last, protected, keep_every)
             if surplus:
                 part_files.verify(saved.path, discovery.check_quickly(saved))
     except UnreadableError as error:
@@ -158,17 +185,19 @@ def prune(
             logger.error("%s could not be removed (%s); the next save tries again", found.name, error)
 
 
-def _surplus(  # noqa: PLR0917  what `prune` was given
-    directory: Path,
+def _surplus(
+    saved: Found,
     prefix: str,
     known: Known,
     keep_last: int,
-    newest: int,
     protected: Collection[int],
     keep_every: int | None,
 ) -> list[Found]:
-    listed = complete(directory, prefix)
+    directory, newest = saved.path.parent, saved.step
+    assert newest is not None  # it was saved by its step
+    listed = complete(directory, prefix, known.seen, saved)
     own = [found for age, found in listed if known.may_go(age)]
-    if len(listed) > keep_last:
+    if len(listed) > keep_last and not known.has_said:
         known.say_what_stays(directory, [found for age, found in listed if not known.may_go(age)])
-    return superfluous(own, keep_last, newest, protected, keep_every)
+    surplus = superfluous(own, keep_last, newest, protected, keep_every)
+    return [found for found in surplus if found.name in known.seen.checked or _age_if_complete(found) is not None]

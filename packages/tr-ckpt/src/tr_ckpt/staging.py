@@ -125,7 +125,7 @@ class Staging:
         there = reads.names_in(self.directory)
         if not any(reads.is_there(self.directory / name / names.MANIFEST) for name in there):
             files.fsync_parents(self.directory)  # otherwise the first save here has done it
-        clear_abandoned(self.directory)
+        clear_abandoned(self.directory, there)
         files.make_folder(self.folder)
         if write_extra is None:
             return []
@@ -238,15 +238,19 @@ def discard(folder: Path) -> None:
     names.release(folder)
 
 
-def clear_abandoned(directory: Path) -> None:
+def clear_abandoned(directory: Path, listed: Iterable[str] | None = None) -> None:
     """Clear away leftovers of dead processes: restore a checkpoint that was being replaced, remove the rest.
+
+    Args:
+        directory: the folder of the checkpoints.
+        listed: the names in it, sorted; None reads them.
 
     Raises:
         OSError: a checkpoint could not be restored.
         UnreadableError: a leftover could not be read.
     """
     synced = False
-    for left in names.temporaries(directory):
+    for left in names.temporaries(directory, listed):
         if not left.is_abandoned():
             continue
         if left.kind == "emptied":  # sorted before the checkpoints that wait for its path

@@ -152,8 +152,10 @@ def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
 
 def _record_best_checkpoint(state: TrainerState, checkpointer: Checkpointer, best: int) -> None:
     try:
-        if best == state.global_step or best in checkpointer.steps():
-            state.best_model_checkpoint = str(checkpointer.path(best))
+        path = str(checkpointer.path(best))
+        # Not looked up again once it is known: that reads every kept checkpoint.
+        if path != state.best_model_checkpoint and (best == state.global_step or best in checkpointer.steps()):
+            state.best_model_checkpoint = path
     except ValueError as error:  # a read error must not stop the save
         logger.warning("where the checkpoint of the best step %d is was not looked up: %s", best, error)
 
