@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.data import samples
 
 import tr_core
-from tr_core.first_use import on_first_use, without_collection
+from tr_core import Trainer, TrainingArguments, start
+from tr_core.start import FIRST_BATCH, STAGES, begin_run, log_at_first, on_first_use, stage, without_collection
 
 HEAVY = """
 accelerate asyncio html http multiprocessing.managers rich sympy tensorboard tr_core.preflight.checks tr_log.notebook
@@ -112,3 +114,43 @@ def test_a_collector_that_is_off_or_keeps_objects_frozen_stays_so():
         assert gc.get_freeze_count() >= frozen - 10 > 0
     finally:
         gc.unfreeze()
+
+
+def test_the_stages_of_a_start_are_logged_at_the_level_debug(tmp_path, model, caplog):
+    def train(level, **options):
+        caplog.clear()
+        args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=3, save_steps=3, log_level=level, **options)
+        with caplog.at_level(level.upper(), "tr_core.trainer"):
+            Trainer(model, args, train_dataset=samples(8)).train()
+        return [record.getMessage() for record in caplog.records if record.getMessage().startswith("start: ")]
+
+    (line,) = train("debug", per_device_train_batch_size=2, num_train_epochs=2)  # two epochs, one start
+    names = [part.rsplit(" ", 2)[0] for part in line.removeprefix("start: ").partition(";")[0].split(", ")]
+    assert names == [*STAGES, FIRST_BATCH]
+    assert line.endswith(" s from train() to the first batch")
+    assert train("info") == []
+
+
+def test_the_time_of_a_stage_does_not_count_a_stage_inside(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 10.0])
+    monkeypatch.setattr("tr_core.start.perf_counter", lambda: next(now))
+    monkeypatch.setattr("tr_core.start._start.seconds", {})
+    with stage("outer"), stage("inner"):
+        pass
+    assert start._start.seconds == {"inner": 3.0, "outer": 7.0}
+
+
+def test_batches_are_taken_one_at_a_time_also_where_the_first_is_measured(caplog):
+    taken = []
+    begin_run(0.5)
+    with caplog.at_level("DEBUG", "tr_core.trainer"):
+        batches = log_at_first(taken.append(n) or n for n in range(3))
+        assert taken == []
+        assert next(batches) == 0
+        assert taken == [0]
+        assert list(batches) == [1, 2]
+        begin_run(0.5)
+        assert list(log_at_first(iter(()))) == []
+    assert sum("arguments 0.500 s" in record.getMessage() for record in caplog.records) == 1
+    begin_run(0.0)
+    assert next(log_at_first(iter([1]))) == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -191,9 +192,11 @@ class Checked(metaclass=CheckedType):
     Attributes:
         num_assignments: values assigned since the object was built. A reader compares it to see that some may have
             changed.
+        build_s: seconds that building and checking the object took.
     """
 
     num_assignments: ClassVar[int] = 0
+    build_s: ClassVar[float] = 0.0
     _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -281,7 +284,7 @@ def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] =
     Raises:
         ArgumentsError: with every problem of the values, alone and together.
     """
-    problems: list[Problem] = []
+    problems, since_s = list[Problem](), perf_counter()
     values, origins, complete = resolve(cls, given, problems, positional=positional)
     if not complete:
         raise ArgumentsError(problems)
@@ -304,6 +307,7 @@ def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] =
     del instance.__dict__["_building"]
     if problems:
         raise ArgumentsError(problems)
+    instance.__dict__["build_s"] = perf_counter() - since_s
     return instance
 
 

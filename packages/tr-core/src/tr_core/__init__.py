@@ -5,7 +5,7 @@ Names are imported on first use: what needs no torch, such as arguments or a com
 
 from typing import TYPE_CHECKING
 
-from tr_core.first_use import on_first_use
+from tr_core.start import on_first_use
 
 if TYPE_CHECKING:
     from tr_args import Seq2SeqTrainingArguments, TrainingArguments

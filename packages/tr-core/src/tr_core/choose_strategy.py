@@ -19,6 +19,7 @@ from tr_args.process import read_topology
 from tr_core import plugins
 from tr_core.protocols import Strategy
 from tr_core.single_device import choose_device, complete_strategy
+from tr_core.start import stage
 from tr_log import get_logger, info_once
 
 
@@ -43,6 +44,7 @@ def choose_strategy(args: TrainingArguments) -> Strategy:
     return plugins.load("tr.strategies", name)(args)
 
 
+@stage("strategy")
 def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
     """Return a given strategy, or the one that the arguments request, completed by `complete_strategy`.
 

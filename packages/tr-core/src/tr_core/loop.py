@@ -19,6 +19,7 @@ from tr_core.data.batches import AskedBatches, TakeBatches
 from tr_core.data.sampler import MicroBatch
 from tr_core.evaluation.best_metric import watched_metric
 from tr_core.run import Run
+from tr_core.start import log_at_first
 from tr_log.phases import CHECKPOINT, EVALUATION, phase
 
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
@@ -188,7 +189,7 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
     if run.take_batches is not None:
         yield from _steps_of_override(run, run.take_batches, epoch, position)
         return
-    accumulation, batches = run.plan.accumulation, run.data.iterate(epoch, position)
+    accumulation, batches = run.plan.accumulation, log_at_first(run.data.iterate(epoch, position))
     remaining = run.data.remaining(position)
     while remaining is None or remaining > 0:
         size = accumulation if remaining is None else min(accumulation, remaining)
@@ -210,7 +211,7 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
 
 def _steps_of_override(run: Run, take: TakeBatches, epoch: int, position: int) -> Iterator[StepData]:
     """Yield the steps of an epoch whose batches an override takes."""
-    batches = AskedBatches(run.data.iterate(epoch, position), run.strategy.device)
+    batches = AskedBatches(log_at_first(run.data.iterate(epoch, position)), run.strategy.device)
     accumulation, remaining = run.plan.accumulation, run.data.remaining(position)
     while remaining is None or remaining > 0:
         size = accumulation if remaining is None else min(accumulation, remaining)

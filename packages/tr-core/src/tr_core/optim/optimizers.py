@@ -16,8 +16,8 @@ from torch.utils import _foreach_utils
 from tr_args import parse_optim_args
 from tr_args.fields.training import OptimizerFields
 from tr_core import plugins
-from tr_core.first_use import without_collection
 from tr_core.optim.parameter_rules import Groups, Rule, assign, check_groups_on_load, groups_of, resolve_options
+from tr_core.start import without_collection
 
 # Weight decay excludes biases and the scales of norms: whole LayerNorm modules, and other norms by name.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)

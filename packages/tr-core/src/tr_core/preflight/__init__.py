@@ -5,7 +5,7 @@ Use `trainer check SCRIPT|CONFIG` on a command line, and `check(trainer)` in a n
 
 from typing import TYPE_CHECKING
 
-from tr_core.first_use import on_first_use
+from tr_core.start import on_first_use
 
 if TYPE_CHECKING:
     from tr_core.preflight.checks import check

@@ -36,6 +36,7 @@ from tr_core.session import (
     summarize,
     warn_of_earlier,
 )
+from tr_core.start import begin_run, stage
 from tr_core.state import TrainerState
 from tr_core.trainer.hooks import OwnClipping
 from tr_core.trainer.hub_methods import Publishing
@@ -56,6 +57,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
     def _run(self, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
         """Run training from its beginning or from a checkpoint to its end. `on_train_end` fires in any case."""
         # Ranks have different seeds, so that dropout differs. Weights do not: a strategy synchronises them.
+        begin_run(self.args.build_s)
         seed = self.args.seed + self.strategy.rank
         set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
         self.renew_model()
@@ -117,7 +119,8 @@ class Running(Stepping, Publishing, Optimizing, Searching):
     def _begin_run(self, resume: Resume, ignore_keys: list[str] | None) -> Run:
         """Prepare model, optimizer and data, and restore the checkpoint, if any."""
         args, strategy = self.args, self.strategy
-        self.prepare()
+        with stage("model to device"):
+            self.prepare()
         self.check_setup()
         if not self.has_own_checkpointer:  # a user's checkpointer has its own folder
             check_output_dir(args, args.output_dir, strategy)
@@ -125,11 +128,13 @@ class Running(Stepping, Publishing, Optimizing, Searching):
             lock_output_dir(self.checkpointer())
         if type(self) is not self.own_class and strategy.rank == 0 and not args.fast_dev_run:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # overrides may write there
-        loader = self.get_train_dataloader()
-        data = training_batches(loader, args, strategy.world_size)
-        plan = make_plan(args, data)
-        optimizer, schedule = self.renew_optimizer(plan.max_steps)
-        strategy.bind_optimizer(self.model_wrapped, optimizer)
+        with stage("data"):
+            loader = self.get_train_dataloader()
+            data = training_batches(loader, args, strategy.world_size)
+            plan = make_plan(args, data)
+        with stage("optimizer"):
+            optimizer, schedule = self.renew_optimizer(plan.max_steps)
+            strategy.bind_optimizer(self.model_wrapped, optimizer)
         self.state = self._fresh_state(plan)
         self.loaders["train_dataloader"] = loader
         self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
@@ -138,7 +143,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         run.settings = Settings(run)
         resumed = None
         if resume not in (None, False):
-            with self.loading(optimizer, schedule) as load_by_overrides:
+            with stage("resume"), self.loading(optimizer, schedule) as load_by_overrides:
                 resumed = resume_run(run, resume, self._fresh_state(plan))
                 if resumed is not None:
                     load_by_overrides(str(resumed))
@@ -173,7 +178,8 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         self.is_in_train, self.metric_window = True, means
         error: BaseException | None = None
         try:
-            self.fire("on_train_begin")
+            with stage("callbacks"):
+                self.fire("on_train_begin")
             if (clock := active_clock()) is not None and clock.phase == START:
                 clock.switch(COMPUTE)
             yield
