@@ -11,6 +11,23 @@ from fuzz_models import model_of
 from fuzz_optimizers import optimizer_of, schedule_of
 from fuzz_trace import Trace, figures
 
+GOLDEN, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+
+
+def mixed(state):
+    """Mix 64 bits, as SplitMix64 does."""
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
+    return state ^ state >> 31
+
+
+def computed_order(length, seed, epoch):
+    """Return the computed order of few samples: they are sorted by numbers mixed from seed, epoch and sample."""
+    state = GOLDEN
+    for number in (seed, epoch, 1):
+        state = mixed(state + number * GOLDEN & MASK)
+    return sorted(range(length), key=lambda sample: mixed(sample * GOLDEN + (state >> 2) & MASK) >> 1)
+
 
 class ByHand:
     """A run, with those attributes of a Trainer that habits touch; `tell` has them act at an event."""
@@ -59,9 +76,11 @@ class ByHand:
             yield from islice(self.loader, len(self.loader))
             return
         seed = run.seed if run.data_seed is None else run.data_seed
-        shuffles = run.order == "random" and not run.is_stream
-        count = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(run.length, generator=count).tolist() if shuffles else range(run.length)
+        order = range(run.length)
+        if run.order == "random_computed":
+            order = computed_order(run.length, seed, epoch)
+        elif run.order == "random" and not run.is_stream:
+            order = torch.randperm(run.length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         rows = list(data) if run.is_stream else data
         for first in range(0, run.batches_per_epoch * run.batch, run.batch):
             yield self.data_collator([rows[index] for index in order[first : first + run.batch]])

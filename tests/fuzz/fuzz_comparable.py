@@ -58,6 +58,7 @@ REASONS = (
     lambda run: run.loader == "own_list",
     lambda run: any(not HABITS[name].reference for name, _ in run.habits),
     lambda run: run.ranks > 1,
+    lambda run: run.order == "random_computed",  # it has no such order
     lambda run: run.save != "no" and run.model == "mlp_tied",  # it cannot save it
     lambda run: run.model in LANGUAGE_MODELS and run.data == "epochs",
 )

@@ -125,7 +125,7 @@ def _data(rng, run):
     run = replace(
         run, data=rng.choice(["torch", "epochs", "arrow", "stream", "stream", "sized_stream", "sized_stream"])
     )
-    order = rng.choice(["random", "random", "sequential"])
+    order = rng.choice(["random", "random", "random", "sequential", "sequential", "random_computed"])
     return replace(
         run, order=order, drop_last=rng.random() < 0.3, epochs=rng.choice([1, 2, 2.5, 3]), length=rng.randint(1, 40)
     )
@@ -260,6 +260,7 @@ def _ranks(rng, run):
     if not run.divides:  # a mean over a batch: two ranks' means of unequal numbers of targets are not the mean of all
         run = replace(run, ragged=False)
     run = replace(run, batch=2 * rng.randint(1, 3), length=rng.randint(2, 20), epochs=2, max_steps=-1)
+    run = replace(run, order=rng.choice(["random", "random_computed"]))
     if rng.random() < 0.3:
         run = replace(run, stops=(("callback", 2, "on_step_end"),), save="steps", max_steps=3, habits=())
     return run
