@@ -85,7 +85,7 @@ def test_the_error_says_what_to_give_instead(saved):
     with pytest.raises(DamagedCheckpointError) as caught:
         saved.restore(parts(), saved.path(30))
     assert str(caught.value) == (
-        f"checkpoint-30: model.json is 1 bytes short — give another checkpoint, "
+        f"{saved.path(30)}: model.json is 1 bytes short — give another checkpoint, "
         f"or {saved.directory} for the newest valid one in it; a change on purpose is accepted by "
         f"`trainer ckpt seal {saved.path(30)}`"
     )
@@ -178,7 +178,7 @@ def test_every_byte_that_changes_in_any_file_is_found_and_its_tensor_named(layer
         for at in range(len(content)):
             path.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
             said = damage_named(checkpointer, folder)
-            assert said.startswith(f"checkpoint-2: {path.name} ")
+            assert said.startswith(f"{path.parent}: {path.name} ")
             named = [f", first in {name} (bytes {a:,} to {b:,})" for name, a, b in sections if a <= at < b]
             assert said.endswith(f"its SHA-256 differs{''.join(named)}") or path.suffix == ".json"
             count += 1
@@ -196,11 +196,11 @@ def test_every_length_that_a_file_is_cut_to_is_found_and_the_first_tensor_that_i
         for length in range(len(content)):
             path.write_bytes(content[:length])
             said = damage_named(checkpointer, folder)
-            assert said.startswith(f"checkpoint-2: {path.name} ")
+            assert said.startswith(f"{path.parent}: {path.name} ")
             if path.name == "manifest.json":
                 continue
             named = [f": cut in {name} (bytes {a:,} to {b:,})" for name, a, b in sections if length < b][:1]
-            assert said == f"checkpoint-2: {path.name} is {len(content) - length:,} bytes short{''.join(named)}"
+            assert said == f"{path.parent}: {path.name} is {len(content) - length:,} bytes short{''.join(named)}"
         path.write_bytes(content)
 
 

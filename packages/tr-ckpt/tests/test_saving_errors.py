@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ckpt_parts import parts
 
-from tr_ckpt import Checkpointer, files, names, rank_records, staging
+from tr_ckpt import Checkpointer, CheckpointError, files, names, rank_records, staging
 from tr_ckpt.rank_records import RankRecords
 
 
@@ -37,6 +37,24 @@ def test_what_failed_first_is_raised_though_its_folder_cannot_be_looked_at(tmp_p
     failing("exists", ".tmp-writing-")
     with pytest.raises(OSError, match="No space left on device"):
         Checkpointer(tmp_path).save(1, parts(1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_file_that_is_damaged_while_it_is_saved_is_named_with_its_checkpoint(tmp_path, monkeypatch, asynchronous):
+    really = files.write_file
+
+    def damaged(path, *arguments):
+        record = really(path, *arguments)
+        if path.name == "model.safetensors":
+            path.write_bytes(b"")
+        return record
+
+    monkeypatch.setattr(files, "write_file", damaged)
+    checkpointer = Checkpointer(tmp_path, asynchronous=asynchronous)
+    said = rf"checkpoint-1 was not saved in {tmp_path}: model.safetensors is no valid safetensors file: "
+    with pytest.raises(CheckpointError, match=said):  # noqa: PT012 - either may raise it
+        checkpointer.save(1, parts(1))
+        checkpointer.wait()
 
 
 def test_a_folder_that_is_gone_is_discarded_in_silence(tmp_path, caplog):

@@ -87,7 +87,7 @@ class FolderInUseError(OSError):
 
 @contextmanager
 def explain_save_errors(name: str, directory: Path) -> Iterator[None]:
-    """Turn an OS error inside the block into one of the same kind that says what was not saved.
+    """Turn an error inside the block into one of the same kind that says what was not saved, and where.
 
     Args:
         name: the checkpoint.
@@ -97,6 +97,8 @@ def explain_save_errors(name: str, directory: Path) -> Iterator[None]:
         yield
     except UnreadableError as error:
         raise SaveError(f"{name} was not saved in {directory}: {error}") from error
+    except CheckpointError as error:
+        raise type(error)(f"{name} was not saved in {directory}: {error}") from error
     except OSError as error:
         if error.errno is None:  # raised by this package, and explained already
             raise

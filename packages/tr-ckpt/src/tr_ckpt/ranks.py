@@ -242,9 +242,9 @@ def check_same_checkpoint(ranks: Ranks, found: Found) -> None:
     """
     if not ranks.is_one_of_several:
         return
-    seen = ranks.together(f"{found.name} was not restored", lambda: _identity(found), failure=CheckpointError)[0]
+    seen = ranks.together(f"{found.path} was not restored", lambda: _identity(found), failure=CheckpointError)[0]
     if len(set(ranks.across(seen)) - {None}) > 1:
-        raise CheckpointError(f"{found.name} is not the same on every machine; name the checkpoint of one step and run")
+        raise CheckpointError(f"{found.path} is not the same on every machine; name the checkpoint of one step and run")
 
 
 def _identity(found: Found) -> str | None:

@@ -116,9 +116,9 @@ class Restoring:
                     self._name_later(found, fresh)
                     return step
                 except DamagedCheckpointError as error:
-                    self._skipped.append(str(error))
+                    self._skipped.append(str(error).removeprefix(os.path.join(found.path.parent, "")))
                     if self._ranks.rank == 0:
-                        logger.warning("skipped %s", error)
+                        logger.warning("skipped %s", self._skipped[-1])
             tried.update(found.name for found in fresh)
         return None
 
@@ -174,14 +174,14 @@ class Restoring:
         return step
 
     def _load(self, found: Found) -> int:
-        what = f"{found.name} was not restored"
+        what = f"{found.path} was not restored"
         states: dict[str, Any] = {}
         answers = self._read_alike(found, states)
         found_here = [damage for _, damage in answers if damage]
         everywhere = [damage for machine in self._ranks.across(found_here) for damage in machine]
         if damages := dict.fromkeys(everywhere):  # most ranks report the same
-            raise DamagedCheckpointError(f"{found.name}: {'; '.join(damages)}")
-        self._ranks.together(what, lambda: self._hand_out(found.name, states), failure=CheckpointError)
+            raise DamagedCheckpointError(f"{found.path}: {'; '.join(damages)}")
+        self._ranks.together(what, lambda: self._hand_out(found.path, states), failure=CheckpointError)
         self._loaded = self._read_last
         self._taken = answers[0][0], found.path
         return answers[0][0]
@@ -192,7 +192,7 @@ class Restoring:
         Returns:
             The result of each rank of this machine.
         """
-        what = f"{found.name} was not restored"
+        what = f"{found.path} was not restored"
         # Files that one machine wrote may appear on another with a delay.
         problems: list[str] = []
         for delay_s in (*reads.DELAYS_S[-2:], None):
@@ -223,7 +223,7 @@ class Restoring:
                 return -1, _REMOVED
             if isinstance(error, DamagedCheckpointError):
                 return -1, str(error)
-            raise CheckpointError(f"{found.name}: {error}") from error
+            raise CheckpointError(f"{found.path}: {error}") from error
 
     def _take_over(self, found: Found, states: dict[str, Any]) -> int:
         rank = self._ranks.number
@@ -265,7 +265,7 @@ class Restoring:
         discovery.raise_if_damaged(discovery.damages(found.path, described, wanted))
         return described
 
-    def _hand_out(self, name: str, states: dict[str, Any]) -> None:
+    def _hand_out(self, path: Path, states: dict[str, Any]) -> None:
         # Random states last: loading another part may use random numbers.
         for part in sorted(states, key=lambda name: name in parts.PER_RANK):
             if part in self._only_read:
@@ -276,7 +276,7 @@ class Restoring:
                 self._handed_out.add(part)
             except Exception as error:
                 # Any exception of a part means that this checkpoint does not fit it.
-                raise CheckpointError(f"{name} does not fit: part {part!r} refused its state: {error}") from error
+                raise CheckpointError(f"{path} does not fit: part {part!r} refused its state: {error}") from error
 
     def _require_parts(self, described: Manifest) -> None:
         missing = [part for part in self._targets if part not in described.parts and part not in self._optional]

@@ -146,9 +146,9 @@ def _checked(source: Path, part: str) -> tuple[Manifest, Index]:
         discovery.raise_if_damaged(discovery.damages(source, described, wanted))
         index = reading.read_index(source, part, described.parts[part])
     except CheckpointError as error:
-        raise type(error)(f"{source.name}: {error}") from error
+        raise type(error)(f"{source}: {error}") from error
     if not index:
-        raise CheckpointError(f"{source.name}: the part {part!r} holds no tensors")
+        raise CheckpointError(f"{source}: the part {part!r} holds no tensors")
     return described, index
 
 
