@@ -78,7 +78,7 @@ class Strategy(Collectives, Protocol):
     After the backward of the last micro-batch (`sync=True`) the gradients are the *mean* over the ranks of each rank's
     gradients.
 
-    The Trainer adds what a strategy lacks of `tr_core.single_device.StrategyDefaults`.
+    It may leave out what is in `tr_core.single_device.StrategyDefaults`, which the Trainer adds.
 
     Attributes:
         acts_on: which of the arguments `fsdp` and `deepspeed` it applies. A Trainer refuses the others.
