@@ -17,6 +17,9 @@ import torch
 import transformers
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.documented_logging import LOGGING
+
 LIBRARIES = ("my_app", "tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist", "transformers", "datasets")
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -54,16 +57,9 @@ def as_at_first(verbosity):
 
 def as_documented(training_args):
     """Set levels by the lines of the documentation."""
-    logger = logging.getLogger("my_app")
-    logging.basicConfig(
-        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
-        datefmt="%m/%d/%Y %H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
-    )
-    log_level = training_args.get_process_log_level()
-    logger.setLevel(log_level)
-    datasets.utils.logging.set_verbosity(log_level)
-    transformers.utils.logging.set_verbosity(log_level)
+    lines = LOGGING.partition("trainer =")[0]
+    names = {"logging": logging, "sys": sys, "datasets": datasets, "transformers": transformers}
+    exec(lines, {"__name__": "my_app", "training_args": training_args, **names})
 
 
 def run(kind, folder, setting):

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from two_blocks import make_network
+
 AT_STEP = 2
 FOREVER_S = 600
 
@@ -193,7 +195,7 @@ def train(options: argparse.Namespace, plant: Plant) -> None:
         plant.reach("metrics")
         return {"rows": float(len(prediction.predictions))}
 
-    model, rows = make_network(plant), make_rows(plant)
+    model, rows = make_network(plant.reach), make_rows(plant)
     trainer = Trainer(
         model, TrainingArguments(**settings), train_dataset=rows, eval_dataset=make_rows(None, rows=8, pause_s=PAUSE_S),
         callbacks=[Steps()], compute_metrics=measure,
@@ -222,37 +224,6 @@ def train_early_end(options: argparse.Namespace, plant: Plant) -> None:
                     strategy.backward(model(torch.randn(2, 4)).sum())
                 step += 1
                 time.sleep(STEP_S)
-
-
-def make_network(plant: Plant) -> Any:
-    """Return a model of two blocks, in which a rank may hang."""
-    import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.dense(x))
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second, self.head = Block(), Block(), nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            if self.training:
-                plant.reach("forward")
-            hidden = self.first(x)
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: plant.reach("backward"))
-            logits = self.head(self.second(hidden))
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    return Network()
 
 
 def make_rows(plant: Plant | None, rows: int = 64, pause_s: float = 0.0) -> Any:

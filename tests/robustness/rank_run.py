@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from two_blocks import make_network
+
 PLACES = (
     "begin", "dataset", "forward", "backward", "exchanged", "step", "log", "evaluation", "file", "file done", "saved",
     "end",
@@ -137,7 +139,7 @@ def train(options: argparse.Namespace) -> None:
     }
     watch = make_watch(fault, record, options.step_s)
     trainer = Trainer(
-        make_network(fault, record, options.dropout),
+        make_network(fault.reach, options.dropout, lambda numbers: record.rows.extend(numbers)),
         TrainingArguments(**settings),
         train_dataset=make_rows(options.rows, fault),
         eval_dataset=make_rows(4),
@@ -165,39 +167,6 @@ def leave(options: argparse.Namespace, strategy: Any) -> None:
         dist.destroy_process_group()
     elif options.close:
         strategy.close()
-
-
-def make_network(fault: Fault, record: Record, dropout: float) -> Any:
-    """Return a model of two blocks, which tells where it is and which rows it is given."""
-    import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.dense(x))
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.dropout, self.second = Block(), nn.Dropout(dropout), Block()
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
-            if self.training:
-                record.rows += number.tolist()
-                fault.reach("forward")
-            hidden = self.dropout(self.first(x))
-            if hidden.requires_grad:  # in the backward the later layers' gradients are under way by then
-                hidden.register_hook(lambda gradient: fault.reach("backward"))
-            logits = self.head(self.second(hidden))
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    return Network()
 
 
 def make_rows(count: int, fault: Fault | None = None) -> Any:

@@ -3,22 +3,12 @@
 import sys
 
 import torch
-from torch import nn
+from reported_run import Line
 
 from tr_core import Trainer, TrainingArguments
 from tr_log.accelerate_tracker import AccelerateTracker
 
 KINDS = {kind.name: kind for kind in AccelerateTracker.__subclasses__()}
-
-
-class Line(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x, labels):
-        return {"loss": (self.layer(x) - labels).square().mean()}
 
 
 if __name__ == "__main__":

@@ -114,14 +114,8 @@ class DDP(Ranks):
         }
         environment = read_environment()
         device = rank_device(environment, use_cpu=use_cpu)
-        super().__init__(
-            environment,
-            device,
-            precision=precision,
-            backend=backend,
-            timeout_s=timeout_s,
-            hang_timeout_s=hang_timeout_s,
-        )
+        group = {"timeout_s": timeout_s, "hang_timeout_s": hang_timeout_s}
+        super().__init__(environment, device, precision=precision, backend=backend, **group)
 
     @classmethod
     def from_arguments(cls, args: Any) -> DDP:

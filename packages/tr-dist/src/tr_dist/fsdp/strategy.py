@@ -103,14 +103,8 @@ class FSDP(Ranks):
             )
         environment = read_environment()
         device = rank_device(environment, use_cpu=use_cpu)
-        super().__init__(
-            environment,
-            device,
-            precision=precision,
-            backend=backend,
-            timeout_s=timeout_s,
-            hang_timeout_s=hang_timeout_s,
-        )
+        group = {"timeout_s": timeout_s, "hang_timeout_s": hang_timeout_s}
+        super().__init__(environment, device, precision=precision, backend=backend, **group)
         self.mesh = self._make_mesh(environment)
         self._syncs: bool | None = None
 
