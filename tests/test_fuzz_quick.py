@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 FUZZ = Path(__file__).parent / "fuzz" / "run.py"
 
 
@@ -26,12 +24,14 @@ def test_200_random_runs_are_those_that_were_described():
         assert int(compared[oracle]) >= 15
 
 
+@pytest.mark.slow
 def test_one_run_is_repeated_from_its_line():
     done = fuzz("--repeat", "Run(model='mlp', accumulation=2, habits=(('halve_the_weights', 1),))")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "compared with: transformers, by hand" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["Run(habits=(('no_such_habit', 0),))", "Run(model='none')"])
 def test_a_run_that_is_none_is_an_error(line):
     done = fuzz("--repeat", line)

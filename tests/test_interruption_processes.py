@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
+SLOW = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "interrupted_run.py"
 LIMIT_S = 150
@@ -123,8 +123,8 @@ def assert_goes_on_to(whole, folder, *arguments):
     ("number", "code", "how"),
     [
         (signal.SIGTERM, 143, []),
-        (signal.SIGTERM, 143, ["--save_async"]),
-        (signal.SIGUSR1, 138, []),
+        pytest.param(signal.SIGTERM, 143, ["--save_async"], marks=SLOW),
+        pytest.param(signal.SIGUSR1, 138, [], marks=SLOW),
         (signal.SIGINT, 130, []),
     ],
 )
@@ -144,7 +144,9 @@ def test_a_signalled_process_saves_and_ends_with_its_exit_code(tmp_path, whole, 
         assert_goes_on_to(whole, tmp_path, *how)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW), pytest.param(signal.SIGUSR1, marks=SLOW)]
+)
 def test_a_signal_to_the_whole_group_leaves_the_workers_to_their_parent(tmp_path, whole, number):
     with Process(tmp_path, "--workers", 2, "--wait_at", 3) as run:
         line, _ = run.wait_for("begin 3")
@@ -164,9 +166,9 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_to_their_parent(tmp_path
 @pytest.mark.parametrize(
     ("first", "second", "apart_s"),
     [
-        (signal.SIGTERM, signal.SIGTERM, 1.5),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, 1.5, marks=SLOW),
         (signal.SIGINT, signal.SIGINT, 0.5),
-        (signal.SIGUSR1, signal.SIGTERM, 0.5),
+        pytest.param(signal.SIGUSR1, signal.SIGTERM, 0.5, marks=SLOW),
     ],
 )
 def test_a_second_signal_ends_the_process_and_its_workers_at_once(tmp_path, first, second, apart_s):
@@ -196,7 +198,7 @@ def two_ranks(folder, *arguments):
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("signalled", [pytest.param(0, marks=SLOW), 1])
 def test_a_signal_to_one_process_of_two_ends_both_with_one_checkpoint_and_its_code(tmp_path, signalled):
     with two_ranks(tmp_path, "--wait_at", 3) as ranks:
         for rank in ranks:
@@ -211,6 +213,7 @@ def test_a_signal_to_one_process_of_two_ends_both_with_one_checkpoint_and_its_co
 
 
 @pytest.mark.launcher
+@SLOW
 def test_torchrun_that_is_told_to_stop_leaves_one_checkpoint_of_one_step(tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT))
     with Process(tmp_path / "out", "--workers", 1, "--step_s", 0.3, command=torchrun) as run:

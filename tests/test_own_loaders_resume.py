@@ -36,7 +36,9 @@ def test_a_run_killed_after_any_step_goes_on_bit_equal(kind, tmp_path):
     assert_goes_on(kind, tmp_path, range(1, LAST))
 
 
-@pytest.mark.parametrize("kind", WITH_WORKERS)
+@pytest.mark.parametrize(
+    "kind", ["workers", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*WITH_WORKERS][1:])]
+)
 def test_a_run_whose_loader_has_workers_goes_on_bit_equal(kind, tmp_path):
     assert_goes_on(kind, tmp_path, (3, 6, 8, 17))
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forks of a process that has everything imported"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "fork"), reason="ranks are forks of a process that has everything imported"
+)
 
 FOLDER = Path(__file__).parent / "robustness"
 
@@ -31,5 +30,6 @@ def test_a_failing_rank_ends_all_and_says_why_first():
     assert last_line("failures.py", "--every", 7) == "4 failures, 0 judged wrong"
 
 
+@pytest.mark.slow
 def test_a_run_of_which_a_rank_was_killed_ends_as_one_left_alone():
     assert last_line("kills.py", "--every", 18, "--way", "saving") == "4 kills, 0 judged wrong"

@@ -60,6 +60,7 @@ def check_all_is_there(folder):
     assert "train_runtime" in json.loads((folder / "train_results.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_ends_well_whatever_becomes_of_its_streams(tmp_path):
     words = [sys.executable, str(SCRIPT), str(tmp_path)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, timeout=4 * LIMIT_S, check=True)

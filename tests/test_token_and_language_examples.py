@@ -176,7 +176,9 @@ def test_each_model_has_its_settings_and_the_command_line_goes_before_them():
         language_modeling.parse(["--model", "smollm2", "--max_stepz", "1"])
 
 
-@pytest.mark.parametrize("method", ["galore", "adalomo", "adamw"])
+@pytest.mark.parametrize(
+    "method", ["galore", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adalomo", "adamw"))]
+)
 def test_all_weights_are_trained_and_their_memory_is_told(bible, tiny_base, tmp_path, method):
     words = ["--method", method, "--base_folder", tiny_base, "--block_length", "32", "--max_steps", "30"]
     metrics = whole_model.main([*words, *QUIET, "--output_dir", "out", "--learning_rate", "2e-2"])

