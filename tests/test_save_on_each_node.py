@@ -7,7 +7,7 @@ from shared.callbacks import Stop, StopAt
 from shared.data import rows
 from shared.models import Classifier
 
-from tr_ckpt import folder_lock
+from tr_ckpt.testing import give_owners
 from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
@@ -66,7 +66,7 @@ def test_a_run_on_two_machines_goes_on_from_the_newest_step_that_both_have(tmp_p
 
 
 def train_in_one_folder(folder):
-    folder_lock.ENDING_S = 0.5  # how long the other machine gets to end
+    give_owners(ending_s=0.5)
     args = TrainingArguments(
         output_dir=folder, max_steps=2, save_steps=1, save_on_each_node=True, disable_tqdm=True, use_cpu=True
     )

@@ -11,10 +11,10 @@ PROGRAM = """
 import sys
 import torch
 from torch import nn
-from tr_ckpt import folder_lock
+from tr_ckpt.testing import give_owners
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 
-folder_lock.ENDING_S = 0.5
+give_owners(ending_s=0.5)
 folder, wait_at, save_strategy, *_ = *sys.argv[1:], "steps"
 
 

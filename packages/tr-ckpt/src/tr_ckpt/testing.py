@@ -13,7 +13,18 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import discovery, files, manifest, part_files, parts, rank_records, reads, tensor_file, untrusted
+from tr_ckpt import (
+    discovery,
+    files,
+    folder_lock,
+    manifest,
+    part_files,
+    parts,
+    rank_records,
+    reads,
+    tensor_file,
+    untrusted,
+)
 from tr_ckpt.command import selection
 from tr_ckpt.command.comparing import compare_values
 from tr_ckpt.errors import CheckpointError, PushError
@@ -31,6 +42,7 @@ __all__ = [
     "check_answers",
     "compare_state",
     "config_with_dtype",
+    "give_owners",
     "is_allowed_name",
     "operation",
     "read_archive",
@@ -99,6 +111,11 @@ def shorten_waits(retry_delays_s: tuple[float, ...], rank_limit_s: float | None 
 
     put(retry_delays_s, before[1] if rank_limit_s is None else rank_limit_s)
     return lambda: put(*before)
+
+
+def give_owners(ending_s: float) -> None:
+    """Set how long a save of this process waits for a living owner of its folder to end."""
+    folder_lock.ENDING_S = ending_s
 
 
 def set_hub_delays(repository: HubRepository, delays_s: tuple[float, ...]) -> None:
