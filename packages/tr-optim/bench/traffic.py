@@ -30,7 +30,10 @@ WORLD_SIZE = 2
 SIZES = {"usual": (1024, 4096), "small": (128, 512)}
 GALORE = "galore_adamw_layerwise"
 WITHOUT_NORM = " without a norm"
-CONTESTANTS = ("adamw under DDP", GALORE + WITHOUT_NORM, GALORE, f"{GALORE}:reduction=whole", "lomo", "adalomo")
+CONTESTANTS = (
+    *("adamw under DDP", GALORE + WITHOUT_NORM, GALORE, f"{GALORE}:exchange_dtype=bfloat16"),
+    *(f"{GALORE}:reduction=whole", "lomo", "adalomo"),
+)
 
 
 class Counted:

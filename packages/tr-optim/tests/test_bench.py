@@ -56,12 +56,13 @@ def test_hooks_are_timed_beside_a_plain_backward_pass(script, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(("clip", "besides"), [(0.0, 0), (1.0, 64 * 64 * 4)])
-def test_ranks_exchange_a_quarter_at_a_quarter_of_the_rank_and_one_sketch_to_clip_by(script, clip, besides):
+@pytest.mark.parametrize(("options", "part"), [("", 1), (":exchange_dtype=bfloat16", 2)])
+def test_ranks_exchange_a_quarter_at_a_quarter_of_the_rank_and_one_sketch(script, clip, besides, options, part):
     traffic = script("traffic")
     model = traffic.Layers(*traffic.SIZES["small"])
     whole = sum(p.numel() for p in model.parameters()) * 4
-    found = traffic.on_two_ranks(("galore_adamw_layerwise", "small", 3, 16, clip))
-    assert min(found[1:]) == whole // 4 + besides
+    found = traffic.on_two_ranks((f"galore_adamw_layerwise{options}", "small", 3, 16, clip))
+    assert min(found[1:]) == (whole // 4 + besides) // part
 
 
 def test_with_lomo_less_is_alive_than_all_gradients_would_be(script):

@@ -317,6 +317,7 @@ def test_a_gradient_of_earlier_micro_batches_alone_is_applied_too(mode, refresh_
         ({"reduction": "none"}, "reduction='none' is not known; it is one of projected, whole"),
         ({"refresh_from": "last"}, "refresh_from='last' is not known; it is one of all, first"),
         ({"compat": "galore"}, "compat='galore' is not known; it is one of None, galore-torch"),
+        ({"exchange_dtype": "float16"}, "exchange_dtype='float16' is not known; it is one of float32, bfloat16"),
         ({"sketch_rows": 0}, "sketch_rows=0 must be at least 1"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be two numbers"),
         ({"eps": -1.0}, "eps=-1 must not be negative"),
@@ -441,3 +442,41 @@ def test_only_the_first_basis_is_of_the_first_micro_batch_where_that_is_asked_fo
     from_the_first = run("deferred", micro_batches=4, refresh_from="all_but_first")
     assert 1e-4 < distance(from_the_first, run()) < 0.1
     assert distance(from_the_first, run("deferred", micro_batches=4, refresh_from="first")) > 1e-4
+
+
+class EqualRanks:
+    """Two ranks with the same gradients."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self):
+        self.dtypes = set()
+
+    def sum(self, tensor):
+        self.dtypes.add(tensor.dtype)
+        return tensor * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_exchange_values_of_the_dtype_that_is_asked_for(dtype):
+    def trained(**options):
+        torch.manual_seed(0)
+        model, ranks = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 10)), EqualRanks()
+        groups = [{"params": [layer.weight for layer in model], "rank": 4}, {"params": [layer.bias for layer in model]}]
+        optimizer = GaLoreAdamW(groups, lr=1e-2, mode="deferred", update_proj_gap=2, **options)
+        if options:
+            optimizer.bind(ranks)
+        norms = []
+        for step in range(4):
+            data = torch.randn(16, 12, generator=torch.Generator().manual_seed(step))
+            optimizer.backward(model(data).square().mean())
+            norms.append(optimizer.clip_grad_norm(1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()], norms, ranks.dtypes
+
+    (alone, exact, _), (found, estimated, dtypes) = trained(), trained(exchange_dtype=dtype)
+    assert dtypes == {getattr(torch, dtype)}
+    tolerance = 1e-6 if dtype == "float32" else 5e-3  # of steps of 1e-2
+    torch.testing.assert_close(found, alone, rtol=0, atol=tolerance)
+    assert estimated == pytest.approx(exact, rel=0.2), "of two small matrices"

@@ -82,6 +82,8 @@ class GaLoreAdamW(ProjectedOptimizer):
             except for the subspaces of the first `update_proj_gap` steps.
         sketch_rows: rows and columns of the random mixtures of gradients that estimate the norm. When the norm is
             requested, ranks exchange their squared number for the whole model.
+        exchange_dtype: what ranks of replicas exchange in `backward`: `float32`, or `bfloat16` in half the bytes, as
+            DDP's `bf16_compress_hook`. Ranks stay equal bit for bit; sums have a relative error of up to 2^-8.
         refresh: `fixed` finds a matrix's basis every `update_proj_gap` steps; `lazy` doubles that gap with each refresh
             while bases hardly change, as Q-GaLore does (see `tr_optim.projection.refresh.LazyRefresh`).
         refresh_cosine: with `lazy`, mean cosine of successive bases from which the gap doubles; 1 is no change.

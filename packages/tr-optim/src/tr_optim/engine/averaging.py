@@ -30,15 +30,18 @@ class Averaging:
 
     Args:
         collectives: exchanges values between them.
+        dtype: what values are exchanged in; None for their own.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
+        self._collectives, self._dtype = collectives, dtype
         self.world_size = collectives.world_size
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the mean of a contiguous tensor over all ranks, a new one."""
-        return self._collectives.sum(tensor) / self.world_size
+        if self._dtype is None:
+            return self._collectives.sum(tensor) / self.world_size
+        return self._collectives.sum(tensor.to(self._dtype)).to(tensor.dtype) / self.world_size
 
     def average_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means, many in one exchange. Collective: same shapes in the same order."""

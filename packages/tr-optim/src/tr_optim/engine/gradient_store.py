@@ -75,7 +75,8 @@ class GradientStore:
     def bind(self, collectives: Collectives) -> None:
         """Average over the ranks, if there are several."""
         self._is_bound = True
-        self._averaging = Averaging(collectives) if collectives.world_size > 1 else None
+        dtype = torch.bfloat16 if self._projection.exchange_dtype == "bfloat16" else None
+        self._averaging = Averaging(collectives, dtype) if collectives.world_size > 1 else None
 
     def forget(self) -> None:
         """Drop the step's gradients."""

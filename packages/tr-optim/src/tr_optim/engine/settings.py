@@ -22,6 +22,7 @@ _CHOICES = {
     "refresh_from": ("all", "first", "all_but_first"),
     "refresh": ("fixed", "lazy"),
     "basis_dtype": FORMS,
+    "exchange_dtype": ("float32", "bfloat16"),
 }
 
 
@@ -103,6 +104,7 @@ class GaLoreOptions(ProjectionOptions, total=False):
     reduction: str
     refresh_from: str
     sketch_rows: int
+    exchange_dtype: str
     refresh: str
     refresh_cosine: float
     refresh_window: int
@@ -129,6 +131,7 @@ class Projection:
     reduction: str = "projected"
     refresh_from: str = "all"
     sketch_rows: int = 64
+    exchange_dtype: str = "float32"
     refresh: str = "fixed"
     refresh_cosine: float = REFRESH_COSINE
     refresh_window: int = REFRESH_WINDOW
