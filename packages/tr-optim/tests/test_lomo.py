@@ -17,7 +17,7 @@ from fused_models import (
 )
 from torch import nn
 
-from tr_optim import Lomo, parameter_groups
+from tr_optim import AdaLomo, Lomo, parameter_groups
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -512,3 +512,24 @@ def test_training_arguments_that_it_cannot_follow_are_refused():
         ValueError, match="lomo does not take 'momentum'; it takes accumulate, clip_grad_value, nonfinite"
     ):
         from_arguments(optim_args="momentum=0.9")
+
+
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+def test_nothing_small_is_made_and_kept_between_large_gradients(monkeypatch, kind):
+    """It would keep the allocator from joining the memory that these leave behind."""
+    kept = []
+
+    class Watched(kind):
+        def update(self, parameter, gradient, factor, leave_out):
+            super().update(parameter, gradient, factor, leave_out)
+            kept.append((parameter.numel(), len(self._small._waiting), len(self._norms._of)))
+
+    monkeypatch.setattr("tr_optim.engine.fused_passes._JOINED", 99)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)))
+    optimizer = Watched(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        kept.clear()
+        optimizer.backward(model(torch.ones(2, 10)).square().mean())
+        assert [waiting + norms for size, waiting, norms in kept if size == 100] == [0] * 4
+        optimizer.step()

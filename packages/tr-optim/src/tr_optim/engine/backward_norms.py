@@ -34,29 +34,59 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 class BackwardNorms:
-    """Compute the norm of each gradient as it comes, in float32 at least, and the total at the end."""
+    """Compute the norm of each gradient as it comes, in float32 at least, and the total at the end.
 
-    def __init__(self) -> None:
+    The norms of whole gradients have places of their own before a backward pass begins. A new small tensor for each
+    would lie between the large ones of the pass, and keep the allocator from joining what these leave behind.
+
+    Args:
+        parameters: those whose gradients may be added.
+        sharded: those of which each rank adds its part, by id.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], sharded: Mapping[int, Shards]) -> None:
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for parameter in parameters:
+            if id(parameter) not in sharded:
+                alike.setdefault((parameter.device, computing_dtype(parameter)), []).append(id(parameter))
+        self._places: dict[int, torch.Tensor] = {}
+        self._all: list[torch.Tensor] = []
+        for (device, dtype), ids in alike.items():
+            self._all.append(torch.zeros(len(ids), device=device, dtype=dtype))
+            self._places.update((number, self._all[-1][place]) for place, number in enumerate(ids))
         self._of: dict[int, torch.Tensor] = {}
-        self._joint: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Forget the gradients of another pass."""
+        self._of = {}
+        for norms in self._all:
+            norms.zero_()
 
     def add(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Add the norm of each parameter's gradient."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            self._of[id(parameter)] = norm_of(gradient)
+            place = self._place(parameter, gradient)
+            if place is None:
+                self._of[id(parameter)] = norm_of(gradient)
+            else:
+                torch.linalg.vector_norm(gradient, dtype=place.dtype, out=place)
 
-    def add_alike(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def add_alike(self, parameters: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
         """Add the norms of several gradients of one shape, dtype and device, and return them in one tensor."""
-        norms = torch.linalg.vector_norm(
-            torch.stack(gradients).view(len(gradients), -1), dim=1, dtype=computing_dtype(gradients[0])
-        )
-        self._joint.append(torch.linalg.vector_norm(norms))
+        joined = torch.stack(gradients).view(len(gradients), -1)
+        norms = torch.linalg.vector_norm(joined, dim=1, dtype=computing_dtype(joined))
+        self.add(parameters[:1], [norms])
         return norms
 
-    def add_joint(self, gradients: Sequence[torch.Tensor]) -> None:
+    def add_joint(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Add the joint norm of several gradients of one dtype and device, at a fixed cost for all."""
-        joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._joint.append(torch.linalg.vector_norm(joined, dtype=computing_dtype(joined)))
+        self.add(parameters[:1], [torch.cat([gradient.reshape(-1) for gradient in gradients])])
+
+    def _place(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the place of a gradient's norm; None if the gradient is a part, or the model was moved since."""
+        place = self._places.get(id(parameter))
+        has_place = place is not None and (place.device, place.dtype) == (gradient.device, computing_dtype(gradient))
+        return place if has_place else None
 
     def are_bad(self, parameters: Sequence[torch.Tensor], sharded: Mapping[int, Shards]) -> torch.Tensor:
         """Return whether gradients that were added are not finite, on their device.
@@ -68,7 +98,7 @@ class BackwardNorms:
         Returns:
             A scalar, or of parts as many flags, equal on all ranks.
         """
-        norms = [self._of[id(parameter)] for parameter in parameters]
+        norms = [self._of[i] if i in self._of else self._places[i] for i in map(id, parameters)]
         shards = sharded.get(id(parameters[0]))
         if shards is None:
             return ~norms[0].isfinite()
@@ -82,8 +112,8 @@ class BackwardNorms:
                 ranks.
             sharded: those of which each rank has added its part, by id.
         """
-        parts: list[list[torch.Tensor]] = [[*self._joint], []]  # of whole gradients, and of parts
-        for parameter in parameters:
+        parts: list[list[torch.Tensor]] = [[torch.linalg.vector_norm(norms) for norms in self._all], []]
+        for parameter in parameters:  # parts of gradients, and what has no place
             if id(parameter) in self._of:
                 parts[id(parameter) in sharded].append(self._of[id(parameter)])
         device = local_part(parameters[0]).device if parameters else None

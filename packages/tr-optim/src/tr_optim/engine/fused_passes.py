@@ -166,7 +166,7 @@ class FusedPasses(Optimizer):
         self._largest_part, self._largest_joined = 0, _JOINED
         self._group_of: dict[int, dict[str, Any]] = {}
         self._is_applied, self._num_stored, self._is_reentrant = False, 0, False
-        self._norms = BackwardNorms()
+        self._norms = BackwardNorms((), {})
         self._norm: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
         self._leave_out: torch.Tensor | None = None
@@ -230,6 +230,7 @@ class FusedPasses(Optimizer):
         takes, name = self.takes_shards, type(self).__name__
         self._sharded = sharded_parameters(trainable, name, takes=takes, instead=words.no_shards(self.ordinary))
         self._largest_part = max((p.numel() for p in trainable if id(p) in self._sharded), default=0)
+        self._norms = BackwardNorms(trainable, self._sharded)
         self._is_reentrant = is_reentrant(loss)
         repeated = repeated_parameters(loss, trainable) if self._is_reentrant else []
         self._hooks = BackwardHooks(trainable, self._take, shared=repeated)
@@ -257,7 +258,8 @@ class FusedPasses(Optimizer):
             raise
 
     def _begin_pass(self, use: Any) -> None:
-        self._use, self._norms = use, BackwardNorms()
+        self._use = use
+        self._norms.begin()
         # Ranks join what they have in one order.
         self._largest_joined = _JOINED if self._average is None else min(_JOINED, self._average.largest_in_order)
         by_shape = self.stacks_shapes or self._skips() == "skip_tensor"
@@ -288,13 +290,15 @@ class FusedPasses(Optimizer):
         if size <= self._largest_joined:
             self._small.add(parameter, gradient, unused, size)
         else:
+            # Small gradients that lie between large ones keep the allocator from joining what these leave behind.
+            self._small.finish()
             self._use([parameter], [gradient], unused)
 
     def _measure(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
         if len(parameters) == 1 or self._max_norm is not None or id(parameters[0]) in self._sharded:
             self._norms.add(parameters, gradients)
         else:
-            self._norms.add_joint(gradients)
+            self._norms.add_joint(parameters, gradients)
 
     def _apply(self, parameters: Tensors, gradients: Tensors, unused: torch.Tensor | None) -> None:
         self._update(parameters, gradients, logical_or(self._leave_out, unused))
@@ -307,7 +311,7 @@ class FusedPasses(Optimizer):
             self._norms.add(parameters, gradients)
             bad = self._norms.are_bad(parameters, self._sharded)
         else:
-            bad = ~self._norms.add_alike(gradients).isfinite()
+            bad = ~self._norms.add_alike(parameters, gradients).isfinite()
         self._update(parameters, gradients, logical_or(bad, unused))
 
     def _update(self, parameters: Tensors, gradients: Tensors, leave_out: torch.Tensor | None) -> None:
