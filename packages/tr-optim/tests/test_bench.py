@@ -57,7 +57,9 @@ def test_hooks_are_timed_beside_a_plain_backward_pass(script, monkeypatch, capsy
 
 @pytest.mark.parametrize(("clip", "besides"), [(0.0, 0), (1.0, 64 * 64 * 4)])
 @pytest.mark.parametrize(("options", "part"), [("", 1), (":exchange_dtype=bfloat16", 2)])
-def test_ranks_exchange_a_quarter_at_a_quarter_of_the_rank_and_one_sketch(script, clip, besides, options, part):
+def test_ranks_exchange_a_quarter_at_a_quarter_of_the_rank_and_one_sketch_to_clip_by(
+    script, clip, besides, options, part
+):
     traffic = script("traffic")
     model = traffic.Layers(*traffic.SIZES["small"])
     whole = sum(p.numel() for p in model.parameters()) * 4
