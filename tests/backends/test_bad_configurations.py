@@ -153,6 +153,8 @@ def join(kind):
     if kind == "existing group":
         rank, store = int(os.environ["RANK"]), torch.distributed.FileStore(os.environ["TR_RENDEZVOUS_FILE"], 2)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        store.set(f"{rank} is in", "")
+        store.wait(["0 is in", "1 is in"])  # or one ends while the other connects to it
         os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     if kind == "one GPU":
         torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)

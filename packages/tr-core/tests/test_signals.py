@@ -129,6 +129,7 @@ def test_one_that_comes_later_or_another_one_is_the_second(saving, monkeypatch, 
     codes, clock = [], iter([100.0, 100.0 + after_s])
     monkeypatch.setattr(signals.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(signals.os, "_exit", codes.append)
+    monkeypatch.setattr(signals.multiprocessing, "active_children", list)  # those of other tests live on
     with signals.StopSignals(lambda: None) as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(second)
