@@ -77,8 +77,8 @@ def train(model: Spent, data: list, *, with_defaults: bool) -> None:
     trainer.train()
 
 
-def measure(title: str, rounds: int, steps: int) -> None:
-    """Print the ratio of a step with all defaults to one without, for one size."""
+def measure(title: str, rounds: int, steps: int) -> dict[str, float]:
+    """Print and return the ratio of a step with all defaults to one without, for one size."""
     width, depth = SIZES[title]
     data = rows(width, steps * BATCH)
     spent: dict[bool, list[float]] = {True: [], False: []}
@@ -97,9 +97,10 @@ def measure(title: str, rounds: int, steps: int) -> None:
         file=sys.__stdout__,
         flush=True,
     )
+    return {"ratio": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
 
 
-def main(rounds: int, steps: int) -> None:
+def main(rounds: int, steps: int) -> dict[str, dict[str, float]]:
+    """Print and return what the defaults cost, by size."""
     print(f"{rounds} interleaved rounds of {steps} steps, a log every 500, the default\n")
-    for title in SIZES:
-        measure(title, rounds, steps)
+    return {title: measure(title, rounds, steps) for title in SIZES}

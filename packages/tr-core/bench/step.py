@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import itertools
+import json
 import logging
 import os
 import platform
@@ -21,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="times that each one runs (default 7)")
     parser.add_argument("--steps", type=int, default=400, help="steps of each run (default 400)")
     parser.add_argument("--defaults", action="store_true", help="what the default callbacks cost a step instead")
+    parser.add_argument("--json", type=Path, help="also write the ratios to this file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -164,22 +167,31 @@ def main() -> None:
     if options.defaults:
         import defaults
 
-        defaults.main(options.rounds, options.steps)
+        write(options.json, defaults.main(options.rounds, options.steps))
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread, CPU")
-    print(f"{options.rounds} interleaved rounds of {options.steps} steps, batch {BATCH}; medians of medians\n")
+    print(f"{options.rounds} interleaved rounds of {options.steps} steps, batch {BATCH}; medians\n")
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for title, size in SIZES.items():
-        found = measure(size, options.rounds, options.steps)
+        found, results[title] = measure(size, options.rounds, options.steps), {}
         base = statistics.median(found["by hand"])
         print(f"{title}\n  {'':14}  {'step':>9}  {'over by hand':>12}  {'ratio':>6}  {'of rounds':>13}")
         for name, times in found.items():
             middle = statistics.median(times)
             # Each round's own ratio: what disturbs a round disturbs all of it.
             ratios = sorted(mine / hand for mine, hand in zip(times, found["by hand"], strict=True))
-            spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
+            ratio, spread = statistics.median(ratios), f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
             over = (middle - base) * 1e3
-            print(f"  {name:14}  {middle * 1e3:6.3f} ms  {over:9.3f} ms  {middle / base:6.2f}  {spread:>13}")
+            print(f"  {name:14}  {middle * 1e3:6.3f} ms  {over:9.3f} ms  {ratio:6.2f}  {spread:>13}")
+            results[title][name] = {"ratio": ratio, "lowest": ratios[0], "highest": ratios[-1], "step_s": middle}
         print(flush=True)
+    write(options.json, results)
+
+
+def write(path: Path | None, results: object) -> None:
+    """Write results to a file, if there is one."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import itertools
+import json
 import logging
 import os
 import platform
@@ -22,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,9 +207,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="times that each one runs (default 5)")
     parser.add_argument("--steps", type=int, default=300, help="steps of each run (default 300)")
+    parser.add_argument("--json", type=Path, help="also write the ratios to this file")
     options = parser.parse_args()
+    results: dict[str, dict[str, dict[str, float]]] = {}
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {RANKS} ranks of one thread, gloo")
-    print(f"{options.rounds} interleaved rounds of {options.steps} steps, batch {BATCH}; medians of medians\n")
+    print(f"{options.rounds} interleaved rounds of {options.steps} steps, batch {BATCH}; medians\n")
     for table, (title, size) in itertools.product(TABLES, SIZES.items()):
         found = measure(table, size, options.rounds, options.steps)
         base = statistics.median(found["by hand"])
@@ -216,10 +220,14 @@ def main() -> None:
             middle = statistics.median(times)
             # Each round's own ratio: what disturbs a round disturbs all of it.
             ratios = sorted(mine / hand for mine, hand in zip(times, found["by hand"], strict=True))
-            spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
+            ratio, spread = statistics.median(ratios), f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
             over = (middle - base) * 1e3
-            print(f"  {name:14}  {middle * 1e3:6.3f} ms  {over:9.3f} ms  {middle / base:6.2f}  {spread:>13}")
+            print(f"  {name:14}  {middle * 1e3:6.3f} ms  {over:9.3f} ms  {ratio:6.2f}  {spread:>13}")
+            of_size = results.setdefault(f"{table}, {title}", {})
+            of_size[name] = {"ratio": ratio, "lowest": ratios[0], "highest": ratios[-1], "step_s": middle}
         print(flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
