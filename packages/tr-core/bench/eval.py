@@ -10,7 +10,7 @@ and what other programs do meanwhile counts little.
 The reference joins every batch to all before it, so its time grows like the square of the samples: it is measured up to
 `--reference-limit` only.
 
-Run: nox -s bench-eval [-- --rounds 5 --reference-limit 16000]
+Run: nox -s bench -- evaluation [--rounds 5 --reference-limit 16000]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ All train the same model on the same rows in one process, in turn, several round
 forward inside the model itself, so that nothing of a framework's start or end counts. Read the ratios: absolute times
 are those of this machine now.
 
-Run: nox -s bench-step [-- --rounds 9 --steps 400], or with `-- --defaults` for `defaults.py`
+Run: nox -s bench -- step [--rounds 9 --steps 400], or with `-- defaults` for `defaults.py`
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two processes train the same model on the same rows over gloo; every contender h
 rounds. A step is timed from forward to forward inside the model itself, on the first rank, so that nothing of a
 framework's start or end counts. Read the ratios: absolute times are those of this machine now.
 
-Run: nox -s bench-dist [-- step --rounds 5 --steps 300]
+Run: nox -s bench -- two-ranks [--rounds 5 --steps 300]
 """
 
 from __future__ import annotations
