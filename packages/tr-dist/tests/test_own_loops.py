@@ -1,5 +1,8 @@
 """A loop written by hand, with four lines changed: the numbers of one process, every row once, refusals."""
 
+import itertools
+import tracemalloc
+
 import pytest
 import torch
 from loop_runs import Rows, Stream, Uneven, distributed, network, plain, strategy_named
@@ -8,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from tr_dist import DDP, Loop
-from tr_dist.own_loops.loader import rows_of, share_of
+from tr_dist.own_loops.loader import RankBatches, rows_of, share_of
 from tr_dist.testing import run_ranks
 
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over two epochs of Adam
@@ -231,6 +234,29 @@ def test_shares_are_even_where_batches_are_missing():
     assert [rows_of(share_of([2], 3), rank) for rank in range(3)] == [slice(0, 1), slice(1, 2), slice(1, 2)]
     assert [share_of([2], 3).weight(rank) for rank in range(3)] == [1.5, 1.5, 0.0]
     assert list(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False)) == [[0, 1], [2]]
+
+
+class Played:
+    """The exchange of rank 0 with ranks that have nothing to give."""
+
+    device, rank, world_size = torch.device("cpu"), 0, 1024
+
+    def sum(self, tensor):
+        return tensor.clone()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_order_of_many_rows_takes_8_bytes_each_and_the_shares_of_many_ranks_none(drop_last):
+    number = 2**18 + 5000
+    batches = RankBatches(BatchSampler(SequentialSampler(range(number)), 8, False), Played(), drop_last=drop_last)
+    tracemalloc.start()
+    taken = list(itertools.islice(batches, 3))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken == [list(range(8192 * step, 8192 * step + 8)) for step in range(3)]
+    assert peak < 4 * 8 * number  # copies for the exchange included; a list of lists took 44 bytes a row
+    assert len(list(batches)) == len(list(batches.shares())) == len(batches) == (32 if drop_last else 33)
+    assert next(batches.shares()).counts == (8,) * 1024
 
 
 def read_a_stream(number, fewer, workers, accumulation):

@@ -6,6 +6,7 @@ Every sample is used once.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -78,49 +79,65 @@ class RankBatches:
 
     def __init__(self, batch_sampler: Any, exchange: Exchange, *, drop_last: bool) -> None:
         self._sampler, self._exchange, self._drop_last = batch_sampler, exchange, drop_last
-        self.shares: list[Share] = []
+        self._sizes: Rows = []
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self._sampler), self._exchange.world_size)
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self._order()
-        world_size, rank = self._exchange.world_size, self._exchange.rank
-        groups = [batches[start : start + world_size] for start in range(0, len(batches), world_size)]
-        if self._drop_last and groups and len(groups[-1]) < world_size:
-            groups.pop()
-        self.shares = [share_of([len(batch) for batch in group], world_size) for group in groups]
-        for group, share in zip(groups, list(self.shares), strict=True):
-            yield list(itertools.chain.from_iterable(group))[rows_of(share, rank)]
+        rows, self._sizes = self._order()
+        begin = 0
+        for share in self.shares():
+            wanted = rows_of(share, self._exchange.rank)
+            yield _listed(rows[begin + wanted.start : begin + wanted.stop])
+            begin += share.total
 
-    def _order(self) -> list[list[int]]:
-        """Return the batches of rank 0. Two all-reduces, of 8 bytes for each sample and each batch."""
+    def shares(self) -> Iterator[Share]:
+        """Yield the shares of the micro-batches in the order that was drawn last."""
+        sizes, world_size = self._sizes, self._exchange.world_size
+        for start in range(0, len(sizes), world_size):
+            group = _listed(sizes[start : start + world_size])
+            if len(group) == world_size or not self._drop_last:
+                yield share_of(group, world_size)
+
+    def _order(self) -> tuple[Rows, Rows]:
+        """Return the rows of rank 0's batches, and the sizes of these. Two all-reduces, of 8 bytes for each."""
         exchange = self._exchange
-        batches = [list(batch) for batch in self._sampler] if exchange.rank == 0 else []
         if exchange.world_size == 1:
-            return batches
-        flat = [index for batch in batches for index in batch]
-        is_numbers = all(isinstance(index, int) for index in flat)
-        sizes = [len(flat), len(batches), int(not is_numbers)]
+            batches = [list(batch) for batch in self._sampler]
+            return list(itertools.chain.from_iterable(batches)), [len(batch) for batch in batches]
+        rows, sizes, is_other = array("q"), array("q"), 0  # a list of numbers would take 4 times as much
+        for batch in self._sampler if exchange.rank == 0 else ():
+            found = list(batch)
+            is_other |= not all(isinstance(index, int) for index in found)
+            if not is_other:
+                rows.extend(found)
+                sizes.append(len(found))
         # sync: once an epoch, before its first batch
-        num_rows, num_batches, is_other = exchange.sum(self._tensor(sizes, 3)).tolist()
+        num_rows, num_batches, is_other = self._sum(array("q", [len(rows), len(sizes), is_other]), 3).tolist()
         if is_other:
             raise TypeError(
                 "the loader's sampler gives something else than whole numbers, which the ranks cannot exchange; give "
                 "samples numbers, and look the keys up in the data set"
             )
-        own = [*flat, *map(len, batches)] if exchange.rank == 0 else []
-        found = exchange.sum(self._tensor(own, num_rows + num_batches)).tolist()  # sync: as above
-        rows = iter(found[:num_rows])
-        return [list(itertools.islice(rows, size)) for size in found[num_rows:]]
+        both = self._sum(rows + sizes, num_rows + num_batches).cpu()  # sync: as above
+        return both[:num_rows], both[num_rows:]
 
-    def _tensor(self, values: list[int], size: int) -> torch.Tensor:
-        """Return rank 0's numbers; zeros on the others."""
-        device = self._exchange.device
-        if self._exchange.rank:
-            return torch.zeros(size, dtype=torch.int64, device=device)
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def _sum(self, values: array[int], size: int) -> torch.Tensor:
+        """Return rank 0's numbers on every rank."""
+        own = torch.zeros(size, dtype=torch.int64)
+        if self._exchange.rank == 0 and size:
+            own = torch.frombuffer(values, dtype=torch.int64)
+        return self._exchange.sum(own.to(self._exchange.device))
+
+
+Rows = torch.Tensor | list[Any]
+"""Rows of all batches, one after the other; or the sizes of the batches."""
+
+
+def _listed(part: Rows) -> list[Any]:
+    return part.tolist() if isinstance(part, torch.Tensor) else part
 
 
 @dataclass(frozen=True)
@@ -251,7 +268,7 @@ class PreparedLoader:
             return iter(self._loader)
         batches = iter(self._loader)  # draws the order
         first = next(batches, _NONE)
-        shares = cast("RankBatches", self._loader.batch_sampler).shares
+        shares = cast("RankBatches", self._loader.batch_sampler).shares()
         return zip(shares, itertools.chain([first], batches)) if first is not _NONE else iter(())  # noqa: B905
 
 
