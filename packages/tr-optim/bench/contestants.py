@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import json
+import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +107,13 @@ def stepper(name: str, model: nn.Module, lr: float, *, rank: int) -> tuple[Calla
         return _lomo_optim(model, lr, is_adaptive=name.endswith("adalomo"))
     optimizer = build(name, model, lr, rank=rank)
     return lambda loss: update(optimizer, model, loss), [optimizer]
+
+
+def write_json(path: Path | None, results: dict[str, Any]) -> None:
+    """Write results with the versions and the machine that they are of; None writes nothing."""
+    if path is not None:
+        about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+        path.write_text(json.dumps({**about, "threads": torch.get_num_threads(), **results}, indent=2) + "\n")
 
 
 def state_bytes(optimizers: Any) -> int:

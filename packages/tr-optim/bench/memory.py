@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 import torch
-from contestants import UPSTREAM, state_bytes, stepper
+from contestants import UPSTREAM, state_bytes, stepper, write_json
 from language_model import LanguageModel
 from torch.profiler import ProfilerActivity, profile
 
@@ -102,6 +102,7 @@ def compare(options: argparse.Namespace) -> None:
     print(
         f"{'':26}{'tensors':>8}{'resident':>18}{'limit':>7}{'as it is':>18}{'state':>8}{'first step':>12}{'later':>9}"
     )
+    results = {}
     for name in options.optimizers:
         tensors = in_new_process(name, options.size, {}, profiled=True)["tensors"]
         found = {
@@ -114,11 +115,14 @@ def compare(options: argparse.Namespace) -> None:
             for key, values in peaks.items()
         }
         any_run = found["fixed"][0]
+        results[name] = {"tensors_mib": tensors, "resident_mib": peaks["fixed"], "as_it_is_mib": peaks["as it is"]}
+        results[name] |= {"state_mib": any_run["state"], "limit_mib": LIMITS_MIB.get(name)}
         print(
             f"{name:26}{tensors:8.0f}{spread['fixed']:>18}{LIMITS_MIB.get(name, ''):>7}{spread['as it is']:>18}"
             f"{any_run['state']:8.1f}{any_run['first_s']:10.2f} s{any_run['later_s']:7.2f} s",
             flush=True,
         )
+    write_json(options.json, {"size": options.size, "optimizers": results})
 
 
 def main() -> None:
@@ -128,6 +132,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="processes for each figure (default 3)")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(options.measure, options.size, profiled=options.profiled)))

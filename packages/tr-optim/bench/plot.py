@@ -13,6 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from contestants import write_json
 from quality import RESULTS, read_results
 
 # Names of the runs, in the order in which they are shown, with the colours of Okabe and Ito, which all can tell apart.
@@ -101,10 +102,16 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path, default=RESULTS.with_suffix(".svg"))
     parser.add_argument("--table-only", action="store_true", help="draw nothing")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     results = read_results(options.results)
     found = chosen(results)
     print_table(results, found)
+    rows = {
+        name: {"lr": runs[0]["lr"], "mean": mean_loss(runs), "losses": [run["validation_loss"] for run in runs]}
+        for name, runs in found.items()
+    }
+    write_json(options.json, {"most_apart": MOST_APART, "losses": rows})
     if not options.table_only:
         draw(found, options.output)
 

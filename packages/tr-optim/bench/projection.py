@@ -14,9 +14,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from contestants import galore_torch_module
+from contestants import galore_torch_module, write_json
 from torch.utils.flop_counter import FlopCounterMode
 
 from tr_optim.projection.basis import Basis, find_basis
@@ -97,7 +98,10 @@ def ways(gradient: torch.Tensor, old: torch.Tensor, rank: int, *, upstream: bool
     return found
 
 
-def refreshes(rounds: int, shapes: tuple[tuple[int, int, int], ...], *, upstream: bool) -> None:
+def refreshes(
+    rounds: int, shapes: tuple[tuple[int, int, int], ...], *, upstream: bool
+) -> dict[str, dict[str, dict[str, float]]]:
+    results: dict[str, dict[str, dict[str, float]]] = {}
     print("A basis of one matrix. Energy: what it holds of the gradient's, as a share of the most that is possible.\n")
     for rows, columns, rank in shapes:
         torch.manual_seed(0)
@@ -112,12 +116,19 @@ def refreshes(rounds: int, shapes: tuple[tuple[int, int, int], ...], *, upstream
         print(f"{rows} x {columns}, rank {rank}; the best basis holds {most:.3f}, and the old one {kept} of that")
         for name, way in found.items():
             ratios = [slow / quick for slow, quick in zip(full, way.times, strict=True)]
+            share = energy(gradient, way.find()) / most
+            results.setdefault(f"{rows} x {columns}, rank {rank}", {})[name] = {
+                "cpu_s": statistics.median(way.times),
+                "times_cheaper": statistics.median(ratios),
+                "energy": share,
+            }
             print(
                 f"  {name:28}{statistics.median(way.times) * 1e3:9.1f} ms {statistics.median(ratios):7.1f} times "
-                f"cheaper ({min(ratios):.1f} - {max(ratios):.1f})   energy {_share(gradient, way.find(), most)}",
+                f"cheaper ({min(ratios):.1f} - {max(ratios):.1f})   energy {share:.4f}",
                 flush=True,
             )
     print(f"\nThe goal at 1024 x 4096: warm at least {GOAL_RATIO} times cheaper, with energy {GOAL_ENERGY} at least.\n")
+    return results
 
 
 def _share(gradient: torch.Tensor, columns: torch.Tensor, most: float) -> str:
@@ -169,10 +180,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=128, help="at the start (default 128)")
     parser.add_argument("--without-upstream", action="store_true", help="without galore-torch")
     parser.add_argument("--small", action="store_true", help="small shapes, to try this script")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     upstream = not options.without_upstream
-    refreshes(options.rounds, ((64, 96, 16),) if options.small else SHAPES, upstream=upstream)
+    found = refreshes(options.rounds, ((64, 96, 16),) if options.small else SHAPES, upstream=upstream)
+    write_json(options.json, {"goal_times_cheaper": GOAL_RATIO, "goal_energy": GOAL_ENERGY, "bases": found})
     start_up(8 if options.small else options.rank, 64 if options.small else 1)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contestants import build, update
+from contestants import build, update, write_json
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -137,7 +137,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small matrices, to try this script")
     parser.add_argument("--gap", type=int, default=16, help="steps from one basis of a matrix to the next (default 16)")
     parser.add_argument("--optimizers", nargs="+", default=list(CONTESTANTS))
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
+    shares = {}
     size = "small" if options.small else "usual"
     width, inner = SIZES[size]
     elements = sum(p.numel() for p in Layers(width, inner).parameters())
@@ -153,12 +155,14 @@ def main() -> None:
         first, *cycle = (given / (elements * 4) for given in found)
         # In one cycle every matrix gets one new basis.
         mean = min(cycle) + (sum(cycle) / len(cycle) - min(cycle)) * options.gap / USUAL_GAP
+        shares[name] = {"first_step": first, "step": min(cycle), "step_with_new_basis": max(cycle), "mean": mean}
         renewed = f"{max(cycle):.4f}" if max(cycle) > min(cycle) else ""
         print(f"  {name:40}{first:12.5f}{min(cycle):10.5f}{renewed:>18}{mean:9.4f}", flush=True)
     print(
         f"\nThe goal is {GOAL} in a step. The sketch for the norm, 16 KiB in any model, is "
         f"{64 * 64 / elements:.5f} here, and {64 * 64 / 6.7e9:.0e} with 6.7 billion parameters."
     )
+    write_json(options.json, {"elements": elements, "gap": USUAL_GAP, "goal": GOAL, "shares": shares})
 
 
 if __name__ == "__main__":

@@ -41,15 +41,22 @@ def test_a_first_basis_takes_two_iterations_of_two_products_and_little_else(scri
     assert 1 <= counted / (2 * 2 * 2 * rows * columns * rank) < 1.05
 
 
-def test_bases_are_timed_beside_full_svd(script, monkeypatch, capsys):
-    run(script, "projection", monkeypatch, "--small", "--rounds", 1, "--without-upstream")
+def test_bases_are_timed_beside_full_svd(script, monkeypatch, tmp_path, capsys):
+    found = tmp_path / "found.json"
+    run(script, "projection", monkeypatch, "--small", "--rounds", 1, "--without-upstream", "--json", found)
+    (ways,) = json.loads(found.read_text())["bases"].values()
+    assert ways["warm (each refresh)"]["energy"] > 0.9
     printed = capsys.readouterr().out
     assert "method=svd, full SVD" in printed
     assert "Gemma 2B's 126 matrices" in printed
 
 
-def test_hooks_are_timed_beside_a_plain_backward_pass(script, monkeypatch, capsys):
-    run(script, "hooks", monkeypatch, "--width", 8, "--layers", 3, "--rounds", 2, "--without-upstream")
+def test_hooks_are_timed_beside_a_plain_backward_pass(script, monkeypatch, tmp_path, capsys):
+    found, small = tmp_path / "found.json", ("--width", 8, "--layers", 3, "--rounds", 2)
+    run(script, "hooks", monkeypatch, *small, "--without-upstream", "--json", found)
+    results = json.loads(found.read_text())
+    assert results["goals"]["adalomo"] == 3.0
+    assert results["width 8"]["adalomo"]["ratio"] > 0
     printed = capsys.readouterr().out
     assert printed.startswith("6 tensors, 3 matrices of 8 x 8; 2 rounds")
     assert all(name in printed for name in ("plain", "lomo", "galore_adamw_layerwise"))
