@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from waits import wait_for
 
 from tr_dist import DDP, LaunchEnvironment, ProcessGroup
 from tr_dist.testing import run_ranks
@@ -44,21 +45,22 @@ def test_ranks_can_join_again_after_leaving():
     assert run_ranks(_join_again, 2) == [[3, 3, 3]] * 2
 
 
-def _leave_alone(failed):
+def _leave(left, failed):
     strategy = DDP(use_cpu=True)
-    started = time.monotonic()
     if strategy.rank == 0:
         strategy.close(failed=failed)
-        return time.monotonic() - started
-    time.sleep(3)
-    if not failed:
+        left.touch()
+    elif failed:
+        wait_for(left)
+    else:
+        time.sleep(0.5)
+        assert not left.exists()
         strategy.close()
-    return None
 
 
-def test_a_failed_rank_waits_for_nobody_and_a_sound_one_for_all():
-    assert run_ranks(_leave_alone, 2, True)[0] < 2
-    assert run_ranks(_leave_alone, 2, False)[0] > 2
+def test_a_failed_rank_waits_for_nobody_and_a_sound_one_for_all(tmp_path):
+    run_ranks(_leave, 2, tmp_path / "failed", True)
+    run_ranks(_leave, 2, tmp_path / "sound", False)
 
 
 def test_a_backend_that_cannot_be_left_is_abandoned(monkeypatch):

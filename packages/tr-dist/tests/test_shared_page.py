@@ -6,10 +6,10 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from waits import wait_for
 
 from tr_dist import DDP, shared_page
 from tr_dist.shared_page import SharedPage
@@ -32,11 +32,7 @@ def _many(steps):
             while reads and (len(reads) > 6 or pauses.random() < 0.7):  # sometimes more are open than there is room for
                 results.append(reads.pop(0)())
         results += [read() for read in reads]
-        return results, isinstance(strategy._group._agreeing, SharedPage), list_of_pages()
-
-
-def list_of_pages():
-    return list(Path("/dev/shm").glob("tr-ranks-*"))
+        return results, isinstance(strategy._group._agreeing, SharedPage)
 
 
 def test_every_exchange_gives_all_ranks_the_largest_values_however_late_each_comes():
@@ -44,7 +40,7 @@ def test_every_exchange_gives_all_ranks_the_largest_values_however_late_each_com
     expected = [
         [max(of_ranks) for of_ranks in zip(*(_values(r, n) for r in range(3)), strict=True)] for n in range(steps)
     ]
-    for results, has_page, _ in run_ranks(_many, 3, steps):
+    for results, has_page in run_ranks(_many, 3, steps):
         assert results == expected
         assert has_page
 
@@ -81,50 +77,49 @@ def test_a_page_for_which_there_is_no_room_is_not_made(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def _ends(way):
+def _ends(way, seen):
     strategy = DDP(use_cpu=True)
     strategy.all_reduce_max([1])()
     if strategy.rank == 1:
         if way == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         strategy.close(failed=True)
-        time.sleep(3)
-        return ""
+        wait_for(seen)
+        return
     try:
         strategy.all_reduce_max([1])()
     except RuntimeError as error:
+        seen.write_text(str(error))
         strategy.close(failed=True)
-        if way == "killed":
-            Path(os.environ["SEEN"]).write_text(str(error))
-        return str(error)
 
 
-def test_a_rank_that_left_is_not_waited_for():
-    assert run_ranks(_ends, 2, "left")[0].startswith("rank 1 has ended, and rank 0 waits for it")
+def test_a_rank_that_left_is_not_waited_for(tmp_path):
+    run_ranks(_ends, 2, "left", tmp_path / "seen")
+    assert (tmp_path / "seen").read_text().startswith("rank 1 has ended, and rank 0 waits for it")
 
 
-def test_a_rank_that_was_killed_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+def test_a_rank_that_was_killed_is_not_waited_for(tmp_path):
     with pytest.raises(Exception, match="1"):
-        run_ranks(_ends, 2, "killed")
+        run_ranks(_ends, 2, "killed", tmp_path / "seen")
     assert (tmp_path / "seen").read_text().startswith("rank 1 has ended")
 
 
-def _late(timeout_s):
+def _late(timeout_s, seen):
     strategy = DDP(use_cpu=True, timeout_s=timeout_s)
     if strategy.rank == 1:
-        time.sleep(4)
+        wait_for(seen)
         strategy.close(failed=True)
-        return ""
+        return
     try:
         strategy.all_reduce_max([1])()
     except RuntimeError as error:
+        seen.write_text(str(error))
         strategy.close(failed=True)
-        return str(error)
 
 
-def test_a_rank_that_does_not_come_is_waited_for_as_long_as_for_any_exchange():
-    assert run_ranks(_late, 2, 2.0)[0].startswith("rank 0 waited 2 s for rank 1, which runs but did not come")
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_for_any_exchange(tmp_path):
+    run_ranks(_late, 2, 2.0, tmp_path / "seen")
+    assert (tmp_path / "seen").read_text().startswith("rank 0 waited 2 s for rank 1, which runs but did not come")
 
 
 def _twice():
@@ -139,7 +134,12 @@ def test_a_later_group_of_the_same_processes_has_a_page_of_its_own():
     assert run_ranks(_twice, 2) == [([[1], [1]], False)] * 2
 
 
-def test_no_file_is_left():
-    before = set(list_of_pages())
-    run_ranks(_more_than_fit, 2)
-    assert set(list_of_pages()) <= before
+def _in(folder):
+    shared_page._SHARED_FOLDER = folder
+    with DDP(use_cpu=True) as strategy:
+        strategy.gather_objects(None)
+        return isinstance(strategy._group._agreeing, SharedPage), list(folder.iterdir())
+
+
+def test_no_file_is_left(tmp_path):
+    assert run_ranks(_in, 2, tmp_path) == [(True, [])] * 2
