@@ -36,7 +36,7 @@ KNOW_THE_INSIDE = {
     "fuzz/faults.py": "plants faults in training",
     "test_files_visited.py": "counts files from where a save and a resume begin",
 }
-MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 343, 117, 43_800, 6
+MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 350, 124, 44_700, 6
 
 
 def sources(folder: Path) -> list[Path]:

@@ -237,6 +237,10 @@ class CallbackList(EventMethods):
             self._last[event].remove(method)
             self._index()
 
+    def listeners(self, event: str) -> list[Callable[..., Any]]:
+        """Return the methods that `fire` calls for an event."""
+        return self._listeners[event]
+
     def fire(self, event: str, **extra: Any) -> None:
         """Clear the flags of `event`, call every method that defines it, and apply what each returns.
 

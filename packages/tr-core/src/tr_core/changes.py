@@ -99,6 +99,7 @@ _PARTS = (
     "report_to",
     "run_name",
     "skip_memory_metrics",
+    "step_compile",
     "strategy",
     "torch_compile",
     "torch_compile_backend",

@@ -56,6 +56,7 @@ class LossRule:
 
     Attributes:
         observed: whether the last loss that could be checked depended on the count; None before the first.
+        division: what the last loss that was looked at was divided by.
         is_own_loss: set by `Trainer.compute_loss`: the Trainer computes the loss, not only an override.
     """
 
@@ -80,6 +81,7 @@ class LossRule:
         self._evaluated: tuple[bool | None, ...] = ()
         self._watches_aliases = False
         self.observed: bool | None = None
+        self.division = Division.MEAN
         self.is_own_loss = False
 
     @property

@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from tr_core.capture.conditions import refused, why_not_captured
+from tr_core.capture.steps import StepCapture
 from tr_core.changes import ChangeWatch, check_same_on_all_ranks, values_of_all_ranks
 from tr_core.data.batches import Batches, TakeBatches
 from tr_core.data.position import DataPosition, derive_position
@@ -44,6 +46,7 @@ class Run:
         mode: which modules of the model are in training mode.
         watch: the last recorded values of what a user may change during the run.
         updates: clips and applies gradients: the strategy, or a guard around it.
+        capture: captures and replays steps; None with `step_compile="off"`.
         position: where in the data the run is.
         count_targets: counts the targets of a step; None where nothing needs the count.
         take_batches: takes the batches of a step by an override; None without one.
@@ -66,6 +69,7 @@ class Run:
     mode: TrainingMode
     watch: ChangeWatch
     updates: Strategy | UpdateGuard
+    capture: StepCapture | None = None
     position: DataPosition = field(default_factory=DataPosition)
     count_targets: Callable[[list[MicroBatch]], torch.Tensor | None] | None = None
     take_batches: TakeBatches | None = None
@@ -97,6 +101,8 @@ class Run:
         watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
         mode = TrainingMode(model, wrapped)
         run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, updates)
+        if args.step_compile != "off":
+            run.capture_steps()
         run.take_settings()
         window.clock.exchanged_s = run.exchange_s
         return run
@@ -139,12 +145,33 @@ class Run:
             self.updates = choose_updates(
                 str(args.on_nonfinite), self.strategy, self.window, self.optimizer, methods.model_wrapped
             )
+            if self.capture is not None:
+                self.capture_steps()
         self.take_settings()
+        if self.capture is not None:
+            self.capture.settle(self._why_not_captured())
         if self.settings is not None:
             self.settings.record_changes()
         methods.has_assignments = False
         if "max_grad_norm" in changed and kind(self.optimizer) == "backward-update":
             cast("Any", self.optimizer).clip_to(self.plan.max_grad_norm)
+
+    def capture_steps(self) -> None:
+        """Begin to capture steps, and replay them where they fit."""
+        methods = self.methods
+
+        def max_norm() -> float | None:
+            return self.plan.max_grad_norm
+
+        why_not = self._why_not_captured()
+        if why_not is not None and self.capture is None and methods.args.step_compile == "graph":
+            raise ValueError(refused(why_not))
+        self.capture = StepCapture(methods, self.strategy, self.optimizer, self.updates, max_norm, why_not)
+        self.updates = cast("UpdateGuard", self.capture.updates)
+
+    def _why_not_captured(self) -> str | None:
+        methods = self.methods
+        return why_not_captured(methods.args, self.strategy, methods.model, methods.overrides, self.optimizer)
 
     def check_length(self) -> None:
         """Raise if a callback made the run longer: epochs and schedule were planned for its first length.

@@ -42,6 +42,8 @@ class RunMethods(Protocol):
         search: the search whose trial this run is; None for any other run.
         trial: the trial of that search.
         has_assignments: whether an assignment acts from the next step.
+        loss_is_scaled_for_ga: what an override of `compute_loss` returns; see `Trainer`.
+        loss_context: returns the block for forward and loss of a micro-batch.
         has_own_layout: whether an override writes the model's files of a checkpoint.
     """
 
@@ -62,6 +64,17 @@ class RunMethods(Protocol):
     search: Any
     trial: Any
     has_assignments: bool
+
+    loss_is_scaled_for_ga: bool | None
+    loss_context: Callable[[], AbstractContextManager[object]]
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *, num_items_in_batch: torch.Tensor | None = None) -> Any:
+        """Compute the loss of one batch."""
+        ...
+
+    def overrides(self, *names: str) -> bool:
+        """Whether a user replaced one of these methods."""
+        ...
 
     @property
     def has_own_layout(self) -> bool:

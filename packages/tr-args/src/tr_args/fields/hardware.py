@@ -91,6 +91,10 @@ class PrecisionFields:
     torch_compile_mode: Annotated[str | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
     """Mode of inductor, such as max-autotune; setting it turns compilation on."""
 
+    step_compile: Annotated[Literal["off", "auto", "graph"], Numbers.OTHER, Set.AT_CONSTRUCTION] = "off"
+    """Capture a step once, and replay it: as a CUDA graph, or compiled by inductor on a CPU. auto: the ordinary step
+    where one cannot be captured, with the reason in the log. graph: refuse to train there."""
+
     use_liger_kernel: Annotated[bool, Numbers.OTHER] = False
     """Patch the model with Liger kernels before training."""
 

@@ -60,7 +60,7 @@ class Stepping(Reporting):
         size, weight, is_scaled = self.scope.size, self.scope.weight, self.loss_is_scaled_for_ga
         if num_items_in_batch is not None or size > 1 or weight != 1.0 or parts:
             given_count = None if num_items_in_batch is None else bool(count)
-            division = self.loss_rule.judge(loss, given_count, size, weight, is_scaled)
+            division = self.loss_rule.division = self.loss_rule.judge(loss, given_count, size, weight, is_scaled)
             loss = self.loss_rule.share(loss, division, size, weight)
             self._log_parts(parts, division)
         self.strategy.backward(loss)
@@ -168,6 +168,12 @@ class Stepping(Reporting):
                 self.log_metric(name, plain(value), weight)
         return loss, outputs
 
+    def step_of(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return the step function of a run: `training_step`, with what the arguments put around it."""
+        if self.args.step_compile != "off":
+            step = self.capturing(step)
+        return self.counting(step) if self.args.count_flops else step
+
     def counting(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return a step function with which a run counts the operations of its first micro-batch (`count_flops`)."""
 
@@ -177,6 +183,17 @@ class Stepping(Reporting):
                 return step(model, inputs, num_items)
 
         return counted
+
+    def capturing(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a step function that replays a captured micro-batch where it can (`step_compile`)."""
+
+        def captured(model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
+            run = self.current_run
+            if run is None or run.capture is None:
+                return step(model, inputs, num_items)
+            return run.capture.run(step, model, inputs, num_items)
+
+        return captured
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of forward and backward of one batch; 0 if unknown."""

@@ -15,6 +15,7 @@ from tr_args.serialization import make_folders_absolute
 from tr_core.callback import CallbackList
 from tr_core.callbacks.defaults import default_callbacks
 from tr_core.callbacks.evaluation_weights import OptimizerMode
+from tr_core.capture.conditions import check_step_compile
 from tr_core.changes import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, check_same_process, values_when_built
 from tr_core.checkpoint import saving
 from tr_core.choose_strategy import log_launcher_settings, usable_strategy
@@ -69,7 +70,7 @@ class TrainerParts:
     model_wrapped: nn.Module
     # Methods of the other parts.
     training_step: Callable[..., torch.Tensor]
-    counting: Callable[..., Callable[..., torch.Tensor]]
+    step_of: Callable[..., Callable[..., torch.Tensor]]
     compute_loss: Callable[..., Any]
     compute_loss_context_manager: Callable[..., AbstractContextManager[object]]
     create_optimizer: Callable[..., torch.optim.Optimizer]
@@ -161,6 +162,7 @@ class TrainerParts:
         check_data(args, self.train_dataset, self.eval_dataset, self.overrides)
         check_label_names(args, self.model, self.loss_function is not None, computes_loss)
         check_options(args, self.strategy)
+        check_step_compile(args, self.strategy, self.model, self.overrides)
         check_evaluation(args, self.model, self.compute_metrics, self.loss_rule.counts)
         is_complete = self._is_built or not self.overrides("_get_output_dir")  # which may need what a subclass sets
         if args.save_strategy != "no" and self.train_dataset is not None and is_complete:
@@ -329,8 +331,7 @@ class TrainerParts:
             self._loss_made_of = made_of
         # Overrides from before `num_items_in_batch` keep working.
         self._loss_takes_count = takes_argument(self.compute_loss, "num_items_in_batch")
-        step = with_count(self.training_step)
-        self.step_function = self.counting(step) if args.count_flops else step
+        self.step_function = self.step_of(with_count(self.training_step))
         # A step calls these methods only if they are overridden.
         self.prepares_inputs = self.overrides("_prepare_inputs")
         self.splits_sequences = self.overrides("_prepare_context_parallel_inputs")

@@ -1,0 +1,1 @@
+"""Capture the operations of a training step, and replay them without the Python code that they came from."""

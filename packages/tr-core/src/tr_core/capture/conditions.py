@@ -1,0 +1,119 @@
+"""Decide whether the steps of a run can be captured, and keep the loop's calls where an update was a captured one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tr_args.fields.hardware import PrecisionFields
+from tr_core.optim.fused_backward import kind
+from tr_core.optim.nonfinite import UpdateGuard
+from tr_core.protocols import Strategy
+from tr_core.single_device import SingleDevice
+
+_OVERRIDES = (
+    "training_step",
+    "compute_loss",
+    "call_model",
+    "_prepare_inputs",
+    "_prepare_context_parallel_inputs",
+    "_split_labels",
+    "compute_loss_context_manager",
+    "autocast_smart_context_manager",
+)
+
+
+def why_not_captured(
+    args: PrecisionFields, strategy: Strategy, model: nn.Module, overrides: Callable[..., bool], optimizer: Any = None
+) -> str | None:
+    """Return why no step of a run can be captured; None if nothing is known that prevents it.
+
+    Args:
+        args: the training arguments.
+        strategy: the strategy.
+        model: the unwrapped model.
+        overrides: returns whether a user replaced one of some methods of the Trainer, by name.
+        optimizer: the run's optimizer; None before there is one.
+    """
+    switches = ("torch_compile", "activation_checkpointing", "auto_find_batch_size", "fp16")
+    found = [name for name in _OVERRIDES if overrides(name)]
+    checks = (
+        (type(strategy) is SingleDevice, f"only one process on one device is captured, not {type(strategy).__name__}"),
+        (strategy.device.type in ("cpu", "cuda"), f"the device {strategy.device} has no captured steps"),
+        *((not getattr(args, name), f"{name}=True needs the ordinary step") for name in switches),
+        (not found, f"the Trainer overrides {', '.join(found)}, whose Python code must run in every step"),
+        (model._compiled_call_impl is None, "the model's calls are compiled already"),
+        (
+            optimizer is None or kind(optimizer) == "step",
+            f"{type(optimizer).__name__} uses gradients during the backward pass",
+        ),
+    )
+    return next((reason for holds, reason in checks if not holds), None)
+
+
+def check_step_compile(
+    args: PrecisionFields, strategy: Strategy, model: nn.Module, overrides: Callable[..., bool]
+) -> None:
+    """Raise `ValueError` if `step_compile` is `graph`, and steps cannot be captured."""
+    if args.step_compile == "graph" and (reason := why_not_captured(args, strategy, model, overrides)) is not None:
+        raise ValueError(refused(reason))
+
+
+def refused(reason: str) -> str:
+    """Return the message for `step_compile='graph'` where a step cannot be captured."""
+    return (
+        f"step_compile='graph' cannot capture the step: {reason}; change that, or set step_compile='auto', which "
+        "trains by ordinary steps where it must"
+    )
+
+
+class CapturedUpdates:
+    """Give the loop the gradient norm of a captured update, which is applied already; else clip and apply as usual.
+
+    Args:
+        updates: the strategy, or the guard around it that `on_nonfinite` requires.
+        strategy: the strategy.
+
+    Attributes:
+        norm: gradient norm of the step, if its update was a captured one.
+        guard: the guard, if there is one.
+    """
+
+    def __init__(self, updates: Strategy | UpdateGuard, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.guard = None if updates is strategy else cast("UpdateGuard", updates)
+        self.norm: torch.Tensor | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        if self.guard is not None:
+            self.guard.strategy = strategy
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Return the norm before clipping."""
+        if self.norm is not None:
+            return self.norm
+        return (self.guard or self._strategy).clip_grad_norm(model, optimizer, max_norm)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the gradients, unless a captured update did."""
+        if self.norm is not None:
+            self.norm = None
+            return True
+        return (self.guard or self._strategy).step(optimizer)
+
+    def check(self) -> None:
+        """Raise if the run must stop, as the guard does."""
+        if self.guard is not None:
+            self.guard.check()
