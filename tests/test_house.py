@@ -119,6 +119,28 @@ def test_a_package_brings_what_every_package_brings(package):
     assert ("torch" in required) == (package.torch and package.name != "tr-all")
 
 
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_package_brings_the_licence_and_what_an_index_shows(package):
+    project = tomllib.loads((package.path / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert (package.path / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project["authors"]
+    assert project["keywords"] == sorted(project["keywords"])
+    tested = re.search(r"python: \[(.+)\]", (ROOT / ".github/workflows/ci.yml").read_text("utf-8"))
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert named == re.findall(r"[\d.]+", tested.group(1)), "the versions that are tested"
+
+
+def test_an_extra_of_tr_all_is_that_of_the_package_which_uses_it_and_all_has_them_all():
+    projects = {p.name: tomllib.loads((p.path / "pyproject.toml").read_text("utf-8"))["project"] for p in PACKAGES}
+    extras = projects["tr-all"]["optional-dependencies"]
+    assert re.findall(r"[\w-]+", extras.pop("all")[0])[1:] == sorted(extras)
+    assert extras.pop("ray") == ["ray[train]>=2.50"]
+    for name, required in extras.items():
+        (owner,) = re.findall(r"^(tr-\w+)\[" + name + r"\]>=0\.1,<0\.2$", " ".join(required))
+        assert name in projects[owner]["optional-dependencies"]
+
+
 @pytest.mark.parametrize("package", [p for p in PACKAGES if not p.torch], ids=lambda package: package.name)
 def test_a_package_without_torch_imports_without_it(package):
     code = f"import sys, {package.module}; assert 'torch' not in sys.modules and 'rich' not in sys.modules"
