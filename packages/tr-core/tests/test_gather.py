@@ -128,6 +128,26 @@ def test_tensors_whose_rows_are_no_samples_come_whole_from_every_rank():
     assert gather_rows(torch.tensor(1.0), TwoRanks([shapes, values]), 8).tolist() == [1.0, 2.0]
 
 
+class Alike:
+    """The exchange of 1,024 ranks with the same rows."""
+
+    device, world_size = torch.device("cpu"), 1024
+
+    def gather(self, tensor):
+        return tensor.repeat(self.world_size, *[1] * (tensor.dim() - 1))
+
+
+def test_whole_batches_of_many_ranks_are_joined_without_a_slice_of_each(monkeypatch):
+    monkeypatch.setattr(torch, "cat", None)
+    rows = torch.arange(6).view(2, 3)
+    assert torch.equal(gather_rows(rows, Alike(), 2048), rows.repeat(1024, 1))
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1023])
+def test_ranks_without_a_sample_add_none(count):
+    assert len(gather_rows(torch.ones(1, 2), Alike(), count)) == count
+
+
 def test_masks_of_different_lengths_are_padded_as_numbers():
     mine, theirs = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 3, dtype=torch.int64)
     joined = gather_rows(mine, TwoRanks([torch.tensor([[1, 3]]), theirs]), 2)

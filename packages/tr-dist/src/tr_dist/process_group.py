@@ -266,11 +266,11 @@ class ProcessGroup:
         form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
         mine = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
         mine[: len(form)] = torch.tensor(form)
-        forms = self._all_gather(mine.to(self._host)).tolist()  # sync without gloo: in evaluation only
-        if any(other != forms[0] for other in forms):
+        forms = self._all_gather(mine.to(self._host)).cpu()  # sync without gloo: in evaluation only
+        if not torch.equal(forms, forms[:1].expand_as(forms)):
             shown = ", ".join(
                 f"rank {rank} {_DTYPES[number]} {tuple(rest[:dims])}"
-                for rank, (number, dims, *rest) in enumerate(forms)
+                for rank, (number, dims, *rest) in enumerate(forms.tolist())
             )
             raise ValueError(
                 f"gather needs one shape and dtype on all ranks, not {shown}; pad to the longest, or use gather_objects"

@@ -81,15 +81,16 @@ def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> 
     tensor = torch.atleast_1d(tensor)
     width = tensor.shape[1] if tensor.dim() > 1 else 0
     mine = torch.tensor([[tensor.shape[0], width]], device=strategy.device)
-    shapes = strategy.gather(mine).tolist()  # sync: evaluation only
-    rows = [shape[0] for shape in shapes]
+    shapes = strategy.gather(mine).cpu()  # sync: evaluation only
+    (least, narrowest), (height, widest) = torch.stack(shapes.aminmax(dim=0)).tolist()
+    if narrowest != widest and not tensor.dtype.is_signed:
+        tensor = tensor.long()  # this type can hold the padding
+    gathered = strategy.gather(_pad(tensor, height, widest))
+    if least == height and (count is None or count >= world):
+        return gathered  # of every batch but the last
+    rows = shapes[:, 0].tolist()
     if count is not None:  # a rank with an empty share holds another rank's sample, only to take part
         rows = [n if rank * count // world < (rank + 1) * count // world else 0 for rank, n in enumerate(rows)]
-    widths = {shape[1] for shape in shapes}
-    if len(widths) > 1 and not tensor.dtype.is_signed:
-        tensor = tensor.long()  # this type can hold the padding
-    height = max(shape[0] for shape in shapes)
-    gathered = strategy.gather(_pad(tensor, height, max(widths)))
     return torch.cat([gathered[rank * height : rank * height + number] for rank, number in enumerate(rows)])
 
 
