@@ -99,7 +99,8 @@ def tests(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run what takes too long for every change: the tests that are marked slow, then all sessions that are long."""
     session.notify("integration", posargs=("-m", "slow"))
-    session.notify("alone(package='tr-dist')", posargs=("-m", "slow"))
+    for package in ("tr-dist", "tr-optim"):
+        session.notify(f"alone(package='{package}')", posargs=("-m", "slow"))
     for name in LONG:
         session.notify(name)
 

@@ -73,7 +73,8 @@ def world(tmp_path):
 
 
 def restore(run, api, source="hub:ci/run"):
-    repository = HubRepository("ci/run" if source != "hub" else "run", token=TOKEN, endpoint="http://127.0.0.1:9")
+    name = "ci/run" if source != "hub" else "run"
+    repository = HubRepository(name, token=TOKEN, endpoint="http://127.0.0.1:9", retry_delays_s=())
     repository._api = api
     into = parts()
     step = Checkpointer(run, hub=lambda: repository).restore(into, "hub")

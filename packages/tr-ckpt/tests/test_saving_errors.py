@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ckpt_parts import parts
 
-from tr_ckpt import Checkpointer, CheckpointError, files, names, rank_records, staging
+from tr_ckpt import Checkpointer, CheckpointError, files, names, rank_records, reads, staging
 from tr_ckpt.rank_records import RankRecords
 
 
@@ -73,6 +73,7 @@ def test_records_that_cannot_be_listed_are_in_words_and_hide_nothing(tmp_path, m
     def refuse(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
+    monkeypatch.setattr(reads, "DELAYS_S", (0.001,))
     monkeypatch.setattr(rank_records.os, "listdir", refuse)
     records = RankRecords("checkpoint-1", tmp_path, 0)
     records.processes = [names.this_process()] * 2

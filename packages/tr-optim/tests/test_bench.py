@@ -122,6 +122,7 @@ def test_of_each_optimizer_the_learning_rate_counts_that_was_best_with_the_first
     assert "+0.40%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_script_for_a_large_model_runs_at_a_small_size(script, monkeypatch, tmp_path, capsys):
     cases = ("step, AdamW", "step, GaLore")
     found = tmp_path / "found.json"
