@@ -101,7 +101,10 @@ def __getattr__(name: str) -> Any:
     origin = _ORIGINS.get(name)
     if origin is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(origin), name)
+    from tr_core.start import without_collection
+
+    with without_collection():
+        value = getattr(import_module(origin), name)
     globals()[name] = value  # the next access does not call this function
     return value
 
