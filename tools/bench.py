@@ -122,6 +122,23 @@ GOALS = (
         ("FSDP2, a unit each layer, 8 layers of 256", "Trainer", "ratio"),
     ),
     Goal("log, evaluate and save every 2, 20 and 50 steps, beside transformers", 0.8, "frequent", ("wall", "ratio")),
+    Goal(
+        "`from tr_core import Trainer` after `import torch`",
+        0.15,
+        "start",
+        ("from tr_core import Trainer", "cpu_s"),
+        " s",
+    ),
+    Goal("all names of tr-all over torch", 0.2, "start", ("from tr_all import *", "cpu_s"), " s"),
+    Goal("`trainer --help`", 0.15, "start", ("trainer --help", "cpu_s"), " s"),
+    Goal("a wrong argument of `trainer launch`", 0.15, "start", ("trainer launch --bad script.py", "cpu_s"), " s"),
+    Goal(
+        "`train()` until its first step, over the same by hand",
+        0.05,
+        "start",
+        ("to the first step, train() over by hand; torch's compiler imported before", "cpu_s"),
+        " s",
+    ),
 )
 
 
