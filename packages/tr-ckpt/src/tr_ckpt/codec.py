@@ -18,6 +18,7 @@ Decoding a tag builds a value of that kind and runs nothing else.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import sys
 from collections import Counter, OrderedDict
@@ -28,7 +29,6 @@ import torch
 
 from tr_ckpt import tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError
-from tr_ckpt.tensor_file import DTYPES as SAFETENSORS_DTYPES
 
 # Other JSON readers round larger numbers, and Python refuses numbers of more than 4300 digits.
 _PLAIN_INT = 2**63
@@ -79,6 +79,13 @@ def decode_leaf(tag: str, content: Any) -> Any:
         raise
     except Exception as error:  # any error of a constructor means that the file is wrong
         raise CheckpointError(f"{{{tag!r}: {content!r:.80}}} cannot be read: {error}") from error
+
+
+def to_text(encoded: Any, *, sort_keys: bool, is_long: bool) -> str:
+    """Return JSON as text: indented, or if it is long a value a line, which the fast encoder can write."""
+    if is_long:
+        return json.dumps(encoded, separators=(",\n", ": "), sort_keys=sort_keys, allow_nan=False)
+    return json.dumps(encoded, indent=2, sort_keys=sort_keys, allow_nan=False)
 
 
 def _encode_int(value: int) -> Any:
@@ -147,8 +154,19 @@ MOST_DEPTH = 100
 # What a key, or a member of one that is a tuple, may be.
 _KEYS = (str, int, float, bool, type(None))
 
+LONG = 500  # values in a state whose JSON is not indented
+
 # Reserved in a safetensors header for the metadata.
 _RESERVED_NAMES = ("__metadata__",)
+
+
+def _is_its_own_json(value: Any) -> bool:
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)
+    if kind is int:
+        return -_PLAIN_INT <= value < _PLAIN_INT
+    return kind is str or kind is bool or value is None
 
 
 class Encoder:
@@ -163,6 +181,7 @@ class Encoder:
     def __init__(self, part: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.plain = True  # no tag was needed so far
+        self.leaves = 0
         self._part = part
         self._name_of: dict[Hashable, str] = {}
         self._open: set[int] = set()
@@ -174,6 +193,7 @@ class Encoder:
             CheckpointError: a value in it cannot be saved; the message says where and what to do.
         """
         leaf = encode_leaf(value)
+        self.leaves += 1
         if leaf is not NotImplemented:
             self.plain &= not isinstance(leaf, dict)
             return leaf
@@ -204,6 +224,9 @@ class Encoder:
 
     def _dict(self, value: dict[Any, Any], steps: Steps) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
+            if all(map(_is_its_own_json, value.values())):
+                self.leaves += len(value)
+                return dict(value)
             return {key: self.encode(item, (*steps, key)) for key, item in value.items()}
         self.plain = False
         return {"$dict": self._pairs(value.items(), steps)}
@@ -246,10 +269,10 @@ class Encoder:
         return {"$array": {"tensor": name, "dtype": value.dtype.str, "shape": list(value.shape)}}
 
     def _store(self, tensor: torch.Tensor, steps: Steps) -> str:
-        reason = unsupported(tensor)
+        reason = tensor_file.unsupported(tensor)
         if reason:
             raise CheckpointError(f"{self._where(steps)} is {reason}")
-        identity = _identity(tensor)
+        identity = tensor_file.identity(tensor)
         if identity in self._name_of:
             return self._name_of[identity]
         name = wanted = ".".join(map(str, steps)).encode("utf-8", "backslashreplace").decode() or "value"
@@ -266,49 +289,6 @@ class Encoder:
             plain = isinstance(step, str) and step.isidentifier()
             text += f".{step}" if plain else f"[{step!r}]"
         return text
-
-
-def unsupported(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be saved, and what to do; empty if it can."""
-    if tensor_file.is_distributed(tensor):
-        return tensor_file.unsupported_layout(tensor) or unsupported(_local(tensor))
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return (
-            f"a {type(tensor).__qualname__}, a kind of tensor that is more than its numbers; "
-            "give a plain tensor in state_dict()"
-        )
-    if tensor.is_meta:
-        return "a tensor on the meta device, which has no numbers; materialise it before saving"
-    if tensor.is_nested:
-        return "a nested tensor; only dense ones are saved — give the list of tensors that tensor.unbind() returns"
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        return f"a {kind} tensor; only dense ones are saved — give tensor.to_dense() or tensor.dequantize()"
-    if tensor.dtype not in SAFETENSORS_DTYPES:
-        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES))
-        return f"a tensor of {tensor.dtype}; safetensors holds {known} — convert it in state_dict()"
-    return ""
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def _identity(tensor: torch.Tensor) -> Hashable:
-    if tensor_file.is_distributed(tensor):
-        return tensor_file.layout_identity(tensor), _identity(_local(tensor))
-    if tensor.numel() == 0 or tensor.device.type == "xla":  # no address to compare
-        return id(tensor)
-    return (
-        tensor.data_ptr(),
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tr_ckpt import files, reads, untrusted
+from tr_ckpt import codec, files, reads, untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.files import FileRecord, Section, Unsynced
 from tr_ckpt.names import MANIFEST
@@ -105,7 +104,8 @@ def write(folder: Path, manifest: Manifest, unsynced: Unsynced | None = None) ->
         "versions": manifest.versions,
         "world_size": manifest.world_size,
     }
-    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    is_long = sum(len(record.sections) for record in manifest.files.values()) > codec.LONG
+    text = codec.to_text(content, sort_keys=True, is_long=is_long) + "\n"
     own = hashlib.sha256(text.encode()).hexdigest()
     whole = text.replace(_own_entry(_BLANK), _own_entry(own), 1).encode()
     return files.write_file(folder / MANIFEST, [whole], unsynced=unsynced)

@@ -80,14 +80,15 @@ def _open_shards(folder: Path, name: str, owned: Collection[str]) -> None:
 
 
 def _finder(index: Index, opened: SlicedFiles) -> Callable[[str], torch.Tensor]:
-    """Return a lookup of tensors by name: a view of the file where a tensor is contiguous there, else an empty one."""
+    """Return a lookup of tensors by name: an empty one, or a view of the file where it may be a NumPy array's bytes."""
+    empty: dict[torch.dtype, torch.Tensor] = {}
 
     def find(name: Any) -> torch.Tensor:
         if name not in index:
             raise CheckpointError(f"the tensor {name!r:.80} is in no file of it")
         saved = index[name]
-        if len(saved.chunks) != 1:
-            return torch.empty(0, dtype=saved.dtype)
+        if len(saved.chunks) != 1 or saved.dtype != torch.uint8:
+            return empty.setdefault(saved.dtype, torch.empty(0, dtype=saved.dtype))
         [chunk] = saved.chunks
         return opened.slice(name, chunk, (0,) * len(chunk.size), chunk.size)
 

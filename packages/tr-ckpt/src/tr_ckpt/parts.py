@@ -16,7 +16,6 @@ while they are written.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -233,7 +232,7 @@ def encode(name: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
     encoder = codec.Encoder(name)
     try:
         encoded = encoder.encode(state)
-        text = json.dumps(encoded, indent=2, sort_keys=encoder.plain, allow_nan=False)
+        text = codec.to_text(encoded, sort_keys=encoder.plain, is_long=encoder.leaves > codec.LONG)
     except RecursionError:
         raise CheckpointError(f"{name} is nested too deeply to be saved") from None
     if len(text) > untrusted.MOST_JSON_BYTES:  # it is ASCII

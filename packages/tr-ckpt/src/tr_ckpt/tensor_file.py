@@ -197,6 +197,50 @@ def layout_identity(tensor: Any) -> Hashable:
     return id(tensor.device_mesh), tensor.placements, tuple(tensor.shape)
 
 
+def unsupported(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot be saved, and what to do; empty if it can."""
+    if is_distributed(tensor):
+        return unsupported_layout(tensor) or unsupported(_local(tensor))
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"a {type(tensor).__qualname__}, a kind of tensor that is more than its numbers; "
+            "give a plain tensor in state_dict()"
+        )
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no numbers; materialise it before saving"
+    if tensor.is_nested:
+        return "a nested tensor; only dense ones are saved — give the list of tensors that tensor.unbind() returns"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        return f"a {kind} tensor; only dense ones are saved — give tensor.to_dense() or tensor.dequantize()"
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+        return f"a tensor of {tensor.dtype}; safetensors holds {known} — convert it in state_dict()"
+    return ""
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def identity(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for two tensors only if they are the same numbers in the same memory."""
+    if is_distributed(tensor):
+        return layout_identity(tensor), identity(_local(tensor))
+    if tensor.numel() == 0 or tensor.device.type == "xla":  # no address to compare
+        return id(tensor)
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
 def require_distributed() -> None:
     """Refuse a build of torch that cannot read and write shards.
 

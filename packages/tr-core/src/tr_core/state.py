@@ -10,7 +10,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,8 +92,9 @@ class TrainerState:
         self.save_steps = resolve_steps(args.save_steps, max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values."""
-        return asdict(self)
+        """Return all fields as plain values, which later entries and fields do not change."""
+        own = {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "log_history"}
+        return own | {"log_history": [dict(entry) for entry in self.log_history]}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore saved fields, but not which process this is. Skip unknown keys with a warning."""
