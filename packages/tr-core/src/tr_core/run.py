@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_core.capture.conditions import refused, why_not_captured
 from tr_core.capture.steps import StepCapture
 from tr_core.changes import ChangeWatch, check_same_on_all_ranks, values_of_all_ranks
+from tr_core.checkpoint.log_files import LogFiles
 from tr_core.data.batches import Batches, TakeBatches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
@@ -48,6 +49,7 @@ class Run:
         updates: clips and applies gradients: the strategy, or a guard around it.
         capture: captures and replays steps; None with `step_compile="off"`.
         position: where in the data the run is.
+        log_files: the files with the earlier entries of a long log.
         count_targets: counts the targets of a step; None where nothing needs the count.
         take_batches: takes the batches of a step by an override; None without one.
         after_step: runs what is due after a step by an override; None without one.
@@ -71,6 +73,7 @@ class Run:
     updates: Strategy | UpdateGuard
     capture: StepCapture | None = None
     position: DataPosition = field(default_factory=DataPosition)
+    log_files: LogFiles = field(default_factory=LogFiles)
     count_targets: Callable[[list[MicroBatch]], torch.Tensor | None] | None = None
     take_batches: TakeBatches | None = None
     after_step: Callable[[Run], None] | None = None
@@ -317,6 +320,7 @@ class Run:
             "pending": position.pending,
             "is_at_epoch_end": position.is_at_epoch_end,
             "ends_epoch_early": position.ends_epoch_early,
+            **({"log": self.log_files.state_dict()} if self.log_files.count else {}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -337,6 +341,8 @@ class Run:
         position.pending = list(state_dict["pending"])
         position.is_at_epoch_end = state_dict["is_at_epoch_end"]
         position.ends_epoch_early = state_dict["ends_epoch_early"]
+        if "log" in state_dict:
+            self.log_files.load_state_dict(state_dict["log"])
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
         self.data.restore_source(places, strategy.rank, strategy.world_size, in_epoch=position.samples > 0)

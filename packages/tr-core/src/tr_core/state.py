@@ -91,10 +91,10 @@ class TrainerState:
         self.eval_steps = resolve_steps(args.eval_steps, max_steps)
         self.save_steps = resolve_steps(args.save_steps, max_steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values, which later entries and fields do not change."""
+    def state_dict(self, since: int = 0) -> dict[str, Any]:
+        """Return all fields as plain values, which stay as they are; of the log the entries from number `since` on."""
         own = {f.name: copy.deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "log_history"}
-        return own | {"log_history": [dict(entry) for entry in self.log_history]}
+        return own | {"log_history": [dict(entry) for entry in self.log_history[since:]]}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore saved fields, but not which process this is. Skip unknown keys with a warning."""

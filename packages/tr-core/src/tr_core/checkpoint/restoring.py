@@ -12,6 +12,7 @@ from tr_core.batch_size_search import reduce_batch_size
 from tr_core.callback import CallbackList
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.changed_arguments import apply_changed_arguments
+from tr_core.checkpoint.log_files import FOLDER
 from tr_core.checkpoint.saving import checkpoint_parts
 from tr_core.checkpoint.settings import Settings
 from tr_core.plan import steps_left
@@ -46,6 +47,8 @@ def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> Path | None:
     restored = _restore(run, resume)
     if restored.step is None:
         return None
+    sources = [Path(run.methods.args.output_dir).absolute(), Path(restored.source or "").parent]
+    run.log_files.read(run.methods.state, [each / FOLDER for each in sources])
     _fit_to_arguments(run, fresh, restored.states["scheduler"])
     return restored.source
 

@@ -17,6 +17,7 @@ from tr_args import TrainingArguments
 from tr_core import plugins
 from tr_core.callbacks.evaluation_weights import weight_parts
 from tr_core.checkpoint.adapters import adapter_parts, is_adapter, write_adapter_config
+from tr_core.checkpoint.log_files import FOLDER, SavedState
 from tr_core.model import model_part
 from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful, Strategy
@@ -128,6 +129,7 @@ def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
     best = state.best_global_step
     if best is not None:
         _record_best_checkpoint(state, checkpointer, best)
+    _write_earlier_entries(run)
     parts = checkpoint_parts(run)
     if methods.args.save_only_model:
         weights = weight_parts(methods.callback_handler.callbacks, model)
@@ -148,6 +150,14 @@ def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
             protected=() if best is None else (best,),
             on_commit=partial(_report_checkpoint, methods.callback_handler.announce, step=state.global_step),
         )
+
+
+def _write_earlier_entries(run: Run) -> None:
+    args, entries = run.methods.args, run.methods.state.log_history
+    if run.strategy.rank != 0:
+        run.log_files.skip(entries)
+    elif not (args.save_only_model or args.save_on_each_node):
+        run.log_files.write(entries, Path(args.output_dir).absolute() / FOLDER)
 
 
 def _record_best_checkpoint(state: TrainerState, checkpointer: Checkpointer, best: int) -> None:
@@ -184,7 +194,7 @@ def checkpoint_parts(run: Run) -> dict[str, Stateful]:
         "rng": methods.random_state,
         "run": run,
         "callbacks": methods.callback_handler,
-        "trainer_state": methods.state,
+        "trainer_state": SavedState(methods.state, run.log_files),
     }
     weights = weight_parts(methods.callback_handler.callbacks, methods.model)
     if taken := sorted(set(weights) & set(parts)):

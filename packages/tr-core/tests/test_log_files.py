@@ -1,0 +1,137 @@
+"""The earlier entries of a long log are in files that are written once, and a resume finds all of them."""
+
+import copy
+import json
+import logging
+import math
+
+import pytest
+
+from tr_core import TrainerState
+from tr_core.checkpoint import log_files
+from tr_core.checkpoint.log_files import LogFiles, SavedState
+
+
+@pytest.fixture(autouse=True)
+def few_entries(monkeypatch):
+    monkeypatch.setattr(log_files, "ENTRIES", 10)
+
+
+def logged(number, first=0):
+    return [{"loss": 1 / (step + 1), "step": step} for step in range(first, first + number)]
+
+
+def saved(state, files, folder):
+    files.write(state.log_history, folder)
+    return json.loads(json.dumps([SavedState(state, files).state_dict(), files.state_dict()]))
+
+
+def restored(held, *folders):
+    held = copy.deepcopy(held)
+    state, files = TrainerState(), LogFiles()
+    SavedState(state, files).load_state_dict(held[0])
+    files.load_state_dict(held[1])
+    files.read(state, list(folders))
+    return state, files
+
+
+def test_a_short_log_makes_no_file(tmp_path):
+    state, files = TrainerState(log_history=logged(19)), LogFiles()
+    held = saved(state, files, tmp_path / "log")
+    assert len(held[0]["log_history"]) == 19
+    assert files.count == 0
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("number", [20, 35, 1000])
+def test_a_checkpoint_holds_the_last_entries_and_a_resume_has_all(tmp_path, number):
+    state, files = TrainerState(log_history=logged(number)), LogFiles()
+    held = saved(state, files, tmp_path / "log")
+    assert 10 <= len(held[0]["log_history"]) < 20
+    assert held[0]["log_history"][-1] == state.log_history[-1]
+    assert len(state.log_history) == number
+    again, _ = restored(held, tmp_path / "log")
+    assert again.log_history == state.log_history
+
+
+def test_what_a_save_writes_does_not_grow_with_the_log(tmp_path, monkeypatch):
+    written = []
+    write = log_files._write
+    monkeypatch.setattr(log_files, "_write", lambda *given: (written.append(len(given[1])), write(*given))[1])
+    state, files, sizes = TrainerState(), LogFiles(), []
+    for first in range(0, 2000, 10):
+        state.log_history += logged(10, first)
+        written.clear()
+        sizes.append(len(saved(state, files, tmp_path / "log")[0]["log_history"]) + sum(written))
+    assert set(sizes[2:]) == {20}
+
+
+def test_a_resume_goes_on_with_the_files_and_an_earlier_checkpoint_stays_valid(tmp_path):
+    state, files = TrainerState(log_history=logged(45)), LogFiles()
+    early = saved(state, files, tmp_path)
+    state.log_history += logged(40, 45)
+    late = saved(state, files, tmp_path)
+    again, resumed = restored(early, tmp_path)
+    again.log_history += [{"loss": math.inf, "step": step} for step in range(45, 85)]  # goes another way
+    other = saved(again, resumed, tmp_path)
+    assert restored(late, tmp_path)[0].log_history == state.log_history
+    assert restored(other, tmp_path)[0].log_history == again.log_history
+    assert restored(early, tmp_path)[0].log_history == state.log_history[:45]
+
+
+def test_a_run_that_resumes_elsewhere_writes_files_of_its_own(tmp_path):
+    state, files = TrainerState(log_history=logged(45)), LogFiles()
+    held = saved(state, files, tmp_path / "old")
+    again, resumed = restored(held, tmp_path / "new", tmp_path / "old")
+    assert again.log_history == state.log_history
+    assert restored(saved(again, resumed, tmp_path / "new"), tmp_path / "new")[0].log_history == state.log_history
+
+
+@pytest.mark.parametrize("change", ["emptied", "replaced", "cut"])
+def test_a_log_that_a_user_exchanges_is_written_from_its_beginning(tmp_path, change):
+    state, files = TrainerState(log_history=logged(45)), LogFiles()
+    saved(state, files, tmp_path)
+    if change == "emptied":
+        state.log_history.clear()
+    elif change == "cut":
+        del state.log_history[:20]
+    else:
+        state.log_history = logged(50, 100)
+    assert restored(saved(state, files, tmp_path), tmp_path)[0].log_history == state.log_history
+
+
+def test_entries_that_json_does_not_hold_stay_in_the_checkpoint(tmp_path):
+    state, files = TrainerState(log_history=[*logged(5), {"value": (1, 2), "step": 6}, *logged(40, 7)]), LogFiles()
+    files.write(state.log_history, tmp_path)
+    assert SavedState(state, files).state_dict()["log_history"] == state.log_history
+
+
+def test_a_disk_that_takes_no_file_leaves_all_in_the_checkpoint(tmp_path, caplog):
+    (tmp_path / "log").write_text("a file in its place")
+    state, files = TrainerState(log_history=logged(45)), LogFiles()
+    files.write(state.log_history, tmp_path / "log")
+    assert len(SavedState(state, files).state_dict()["log_history"]) == 45
+    assert "earlier log entries stay in the checkpoints" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_a_resume_without_the_files_says_what_is_missing_and_has_the_rest(tmp_path, damage, caplog):
+    state, files = TrainerState(log_history=logged(45)), LogFiles()
+    held = saved(state, files, tmp_path)
+    first, second, _ = sorted(tmp_path.iterdir())
+    second.unlink() if damage == "missing" else second.write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        again, resumed = restored(held, tmp_path)
+    assert again.log_history == state.log_history[20:]
+    assert "the first 20 of the logged entries are missing from state.log_history" in caplog.text
+    again.log_history += logged(20, 45)
+    assert restored(saved(again, resumed, tmp_path), tmp_path)[0].log_history == again.log_history
+
+
+def test_the_name_of_a_file_leads_nowhere_else(tmp_path, caplog):
+    (tmp_path / "secret").write_text("x")
+    again, _ = restored(
+        [{"log_history": []}, {"count": 1, "last": {"name": "../secret", "sha256": ""}}], tmp_path / "log"
+    )
+    assert again.log_history == []
+    assert "is no file of it" in caplog.text
