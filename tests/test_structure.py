@@ -34,9 +34,10 @@ KNOW_THE_INSIDE = {
     "backends/substitute_device.py": "lets another device be taken for a Mac's",
     "crash/crash_mutations.py": "plants faults in saves",
     "fuzz/faults.py": "plants faults in training",
+    "test_long_logs.py": "takes a log of a few entries for a long one",
     "test_files_visited.py": "counts files from where a save and a resume begin",
 }
-MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 350, 124, 44_700, 6
+MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 351, 125, 44_700, 6
 
 
 def sources(folder: Path) -> list[Path]:
