@@ -63,7 +63,10 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+SLOW = [name for name in NAMES if "layer-wise" in name and not name.startswith("GaLoreAdamW8bit")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
 def test_parts_of_a_state_are_those_of_one_process_and_all_else_is_on_every_rank(bench, name):
     """A rank holds its rows of what has a parameter's rows, and the whole of the rest."""
     build, ranks, held = bench.OPTIMIZERS[name], 8, []

@@ -88,7 +88,7 @@ def test_metrics_give_what_they_give_of_all_predictions_at_once(tmp_path):
     assert set(found["collection"][0]) == {"eval_MulticlassAccuracy", "eval_MulticlassAUROC", "eval_loss"}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_metrics_that_stream_are_those_of_one_process(tmp_path, world_size):
     kinds = ["sums", "lists", "matrix", "collection", "alone", "own"]
     number = 2 * world_size * 3 + 1  # the last batch has one sample: all other ranks hold it only to take part

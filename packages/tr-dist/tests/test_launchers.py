@@ -48,6 +48,7 @@ def _start_ranks(how):
 
 
 @pytest.mark.launcher
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "nothing"])
 def test_processes_end_cleanly_every_time(how):
     for _ in range(TRIES):
