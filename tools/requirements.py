@@ -30,3 +30,5 @@ LLAMA_FACTORY = (
     "fire", "matplotlib", "omegaconf", "pandas", "protobuf", "scipy", "sentencepiece", "sse-starlette", "tiktoken",
     "uvicorn",
 )  # fmt: skip
+
+DOCS = ("sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "sphinx-copybutton==0.5.2")
