@@ -26,11 +26,15 @@ def growth():
 
 def test_a_step_of_1024_ranks_calls_and_allocates_what_one_of_8_does(growth):
     growth.rank_costs(2)  # fills caches
-    few, many = growth.rank_costs(8), growth.rank_costs(1024)
-    assert many.step_calls == few.step_calls > 100
-    assert many.step_bytes < few.step_bytes + 2048
-    assert many.log_sent_bytes <= few.log_sent_bytes + 16
-    assert many.save_bytes < 1024 * 200
+
+    def least(name, ranks):
+        return min(getattr(each, name) for each in ranks)  # what is due by the clock may fall into a step
+
+    few, many = ([growth.rank_costs(size) for _ in range(3)] for size in (8, 1024))
+    assert least("step_calls", many) == least("step_calls", few) > 100
+    assert least("step_bytes", many) < least("step_bytes", few) + 2048
+    assert least("log_sent_bytes", many) <= least("log_sent_bytes", few) + 16
+    assert least("save_bytes", many) < 1024 * 200
 
 
 @pytest.mark.parametrize("strategy", ["random_computed", "sequential"])
