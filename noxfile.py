@@ -44,8 +44,8 @@ TEST_ENVIRONMENT = {
 # What looks at the sources alone.
 HOUSE = ("tests/test_house.py", "tests/test_structure.py", "tests/test_promises.py")
 # Folders of tests that have sessions of their own.
-OTHERS = ("attack", "crash", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity", "report", "robustness",
-          "trackers")  # fmt: skip
+OTHERS = ("attack", "crash", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity", "release", "report",
+          "robustness", "trackers")  # fmt: skip
 # Every change runs the others; `-m slow` after it has the last word.
 NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
@@ -61,7 +61,8 @@ HARDWARE = {
 }  # fmt: skip
 # Sessions that a night has the time for, in this order.
 LONG = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in BACKENDS), "robustness", "launching",
-        "examples", "ecosystem", "llama_factory", "report", "trackers", "engines", "kernels", "attack")  # fmt: skip
+        "examples", "ecosystem", "llama_factory", "report", "release", "trackers", "engines", "kernels",
+        "attack")  # fmt: skip
 NOTHING_COLLECTED = 5  # pytest's exit code
 
 
@@ -249,6 +250,19 @@ def report(session: nox.Session) -> None:
     """Open the page of runs in Chromium, see progress in tmux and a notebook, and the time of a real run."""
     session.install(*PYTEST, "selenium>=4.20", "matplotlib>=3.8", "nbconvert", "ipykernel", *EVERYTHING, *CONSTRAINTS)
     session.run("pytest", "tests/report", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Rehearse releases in a copy of the repository, or make one: `-- tr-args patch --dry-run` (CONTRIBUTING.md)."""
+    session.install("packaging", "towncrier>=24.8", *CONSTRAINTS)
+    if session.posargs and not session.posargs[0].startswith(("-", "tests")):
+        session.run("python", "tools/release.py", *session.posargs)
+        return
+    # What the packages require, and none of them: the tests build and install these.
+    required = ("torch", "safetensors", "PyYAML", "rich", "pip", "build", "hatchling>=1.27", "twine>=6.1")
+    session.install(*PYTEST, *required, *CONSTRAINTS)
+    session.run("pytest", "tests/release", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

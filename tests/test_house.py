@@ -112,7 +112,6 @@ def test_a_package_brings_what_every_package_brings(package):
         assert (package.path / name).exists(), name
     assert (package.source / "py.typed").exists()
     project = tomllib.loads((package.path / "pyproject.toml").read_text("utf-8"))["project"]
-    assert project["version"] == "0.1.0"
     required = " ".join(project["dependencies"])
     assert "==" not in required, "siblings and libraries are required by range"
     assert {name for name in re.findall(r"\btr-\w+", required)} == set(package.siblings)
@@ -137,7 +136,7 @@ def test_an_extra_of_tr_all_is_that_of_the_package_which_uses_it_and_all_has_the
     assert re.findall(r"[\w-]+", extras.pop("all")[0])[1:] == sorted(extras)
     assert extras.pop("ray") == ["ray[train]>=2.50"]
     for name, required in extras.items():
-        (owner,) = re.findall(r"^(tr-\w+)\[" + name + r"\]>=0\.1,<0\.2$", " ".join(required))
+        (owner,) = re.findall(r"^(tr-\w+)\[" + name + r"\]>=[\d.]+,<[\d.]+$", " ".join(required))
         assert name in projects[owner]["optional-dependencies"]
 
 
