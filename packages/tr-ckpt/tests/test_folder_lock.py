@@ -35,6 +35,7 @@ def short_waits(monkeypatch):
         "BEAT_S": 0.1,
         "STALE_S": 0.6,
         "ENDING_S": 0.4,
+        "_TRY_AGAIN_S": 0.001,
         "ORPHAN_S": 0.8,
         "_POLL_S": 0.02,
         "_READ_DELAY_S": 0.01,
