@@ -41,15 +41,15 @@ def why_not_captured(
     switches = ("torch_compile", "activation_checkpointing", "auto_find_batch_size", "fp16")
     found = [name for name in _OVERRIDES if overrides(name)]
     checks = (
+        (
+            optimizer is None or kind(optimizer) == "step",
+            f"{type(optimizer).__name__} uses gradients during the backward pass",
+        ),
         (type(strategy) is SingleDevice, f"only one process on one device is captured, not {type(strategy).__name__}"),
         (strategy.device.type in ("cpu", "cuda"), f"the device {strategy.device} has no captured steps"),
         *((not getattr(args, name), f"{name}=True needs the ordinary step") for name in switches),
         (not found, f"the Trainer overrides {', '.join(found)}, whose Python code must run in every step"),
         (model._compiled_call_impl is None, "the model's calls are compiled already"),
-        (
-            optimizer is None or kind(optimizer) == "step",
-            f"{type(optimizer).__name__} uses gradients during the backward pass",
-        ),
     )
     return next((reason for holds, reason in checks if not holds), None)
 

@@ -37,7 +37,7 @@ def capture(function: Callable[..., Any], inputs: Sequence[torch.Tensor], traine
     for fake, tensor in zip(fakes[:trained], inputs, strict=False):
         fake.requires_grad_(tensor.requires_grad)
     try:
-        with torch.enable_grad():
+        with mode, torch.enable_grad():  # in the mode, so that tensors that the code makes are without content too
             captured = make_fx(function)(*fakes)
     except NotCapturableError:
         raise
