@@ -64,6 +64,7 @@ PARTS = {
         writes_json=True,
     ),
     "two-ranks": Part("A step of two ranks", "packages/tr-dist/bench/step.py", ("--rounds", "5"), writes_json=True),
+    "capture": Part("Captured steps", "packages/tr-core/bench/capture.py", ("--rounds", "5"), writes_json=True),
     "frequent": Part(
         "Many logs, evaluations and saves", "packages/tr-ckpt/bench/frequent.py", ("--rounds", "5"), writes_json=True
     ),

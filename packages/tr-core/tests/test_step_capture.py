@@ -158,6 +158,15 @@ def test_a_loss_function_with_the_count_gives_the_same_bits(both):
     assert_same(both(compute_loss_func=summed, gradient_accumulation_steps=2))
 
 
+def test_tensors_that_a_model_makes_are_captured(both):
+    class Makes(Classifier):
+        def forward(self, x, labels=None):
+            places = torch.arange(8, device=x.device) + torch.tensor(0.5)
+            return super().forward(x + places * torch.rand(8), labels)
+
+    assert_same(both(Makes()))
+
+
 def test_all_steps_but_the_first_are_captured(both):
     assert_same(both(mode="graph", number=40), replayed=19)
 
