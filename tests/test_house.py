@@ -121,6 +121,7 @@ def test_a_package_brings_what_every_package_brings(package):
     assert "==" not in required, "siblings and libraries are required by range"
     assert {name for name in re.findall(r"\btr-\w+", required)} == set(package.siblings)
     assert ("torch" in required) == (package.torch and package.name != "tr-all")
+    assert ("numpy" in required) == ("torch" in required), "torch warns without it, and exchanges objects through it"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

@@ -1,6 +1,6 @@
 """What the sessions of the noxfile install beside the packages themselves."""
 
-PYTEST = ("pytest", "pytest-xdist", "numpy")
+PYTEST = ("pytest", "pytest-xdist")
 
 # What the tests and examples with real models and data need.
 TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
@@ -14,8 +14,8 @@ EXAMPLE_DATA = (
 # What the scenarios of a backend need.
 BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
 
-# Optional libraries whose adapters are tested with their package; the heavier ones (wandb, mlflow) in `trackers`.
-ALONE_EXTRAS = {"tr-log": ("tensorboard",), "tr-ckpt": ("huggingface_hub",)}
+# Optional libraries whose adapters, or values, are tested with their package; the heavier ones in `trackers`.
+ALONE_EXTRAS = {"tr-args": ("numpy",), "tr-log": ("numpy", "tensorboard"), "tr-ckpt": ("huggingface_hub",)}
 
 TRACKERS = (
     "clearml", "codecarbon>=3", "comet_ml>=3.41", "dvclive>=3.48", "swanlab", "trackio>=0.40", "mlflow>=3",
