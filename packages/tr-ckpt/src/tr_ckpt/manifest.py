@@ -111,8 +111,10 @@ def write(folder: Path, manifest: Manifest, unsynced: Unsynced | None = None) ->
     return files.write_file(folder / MANIFEST, [whole], unsynced=unsynced)
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path, *, with_sections: bool = True) -> Manifest:
     """Read `manifest.json` of `folder` and check it against its own digest.
+
+    The sections of files, which say where damage is, can be left out: a model of many tensors has many.
 
     Raises:
         DamagedCheckpointError: it does not exist or was changed.
@@ -129,7 +131,7 @@ def read(folder: Path) -> Manifest:
             int(content["step"]),
             int(content["world_size"]),
             {str(part): [str(name) for name in names] for part, names in content["parts"].items()},
-            _records(content),
+            _records(content, with_sections=with_sections),
             dict(content["versions"]),
             str(content["saved_at"]),
             int(content["sequence"]),
@@ -157,8 +159,8 @@ def read_age(folder: Path) -> tuple[int, int] | None:
     return (sequence, step) if type(sequence) is int and type(step) is int else None
 
 
-def _records(content: dict[str, Any]) -> dict[str, FileRecord]:
-    sections = content["sections"]
+def _records(content: dict[str, Any], *, with_sections: bool) -> dict[str, FileRecord]:
+    sections = content["sections"] if with_sections else {}
     return {
         name: FileRecord(int(held["bytes"]), str(held["sha256"]), parse_sections(sections.get(name, {})))
         for name, held in content["files"].items()

@@ -92,7 +92,7 @@ def complete(
 
 def _age_if_complete(found: Found) -> Age | None:
     try:
-        described = discovery.check_quickly(found)
+        described = discovery.check_quickly(found, with_sections=False)
     except CheckpointError:
         return None
     return described.sequence, described.step
