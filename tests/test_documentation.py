@@ -1,0 +1,100 @@
+"""Hold the site's pages to the code: the page of arguments, the commands that pages name, and their Python blocks."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import tr_all
+from tr_all import Seq2SeqTrainingArguments, Trainer
+from tr_all.cli import main as trainer
+from tr_dist import Loop
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN = sorted((ROOT / "packages/tr-all/docs").rglob("*.md"))
+PAGES = [
+    *OWN,
+    *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(ROOT.glob("packages/*/docs/*.md")),
+    ROOT / "README.md",
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def tool():
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        return importlib.import_module("argument_reference")
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+
+
+def test_the_page_of_arguments_is_what_the_fields_say(tool):
+    assert tool.page() == tool.PAGE.read_text("utf-8"), "run `python tools/argument_reference.py`"
+
+
+def test_the_page_of_arguments_names_every_field_once(tool):
+    headings = re.findall(r"^### (\w+)$", tool.PAGE.read_text("utf-8"), re.MULTILINE)
+    assert headings == list(tool.named())
+
+
+def test_the_page_of_arguments_has_every_rule(tool):
+    source = ast.parse((ROOT / "packages/tr-args/src/tr_args/rules.py").read_text("utf-8"))
+    said = [node.value.elts[1] for node in ast.walk(source) if isinstance(node, ast.Yield)]
+    texts = [
+        piece.value
+        for text in said
+        for piece in (text.values if isinstance(text, ast.JoinedStr) else [text])
+        if isinstance(piece, ast.Constant)
+    ]
+    page = tool.PAGE.read_text("utf-8").lower()
+    assert len(texts) > 10
+    assert [text for text in texts if text.lower() not in page] == []
+
+
+def test_every_session_that_a_page_names_is_one_of_nox():
+    noxfile = ast.parse((ROOT / "noxfile.py").read_text("utf-8"))
+    sessions = {node.name for node in noxfile.body if isinstance(node, ast.FunctionDef)} | {"format"}
+    named = {(page.name, name) for page in PAGES for name in re.findall(r"nox -s (\w+)", page.read_text("utf-8"))}
+    assert {name for _, name in named} > {"quickstart", "tests", "docs"}
+    assert {found for found in named if found[1] not in sessions} == set()
+
+
+def test_every_subcommand_that_a_page_names_explains_itself(capsys):
+    typed = re.compile(r"(?:^|`)trainer ([a-z-]+)", re.MULTILINE)
+    named = {name for page in PAGES for name in typed.findall(page.read_text("utf-8")) if not name.startswith("-")}
+    assert named >= {"check", "ckpt", "doctor", "launch", "ls", "report", "tail", "version", "watch"}
+    for name in sorted(named - {"version"}):
+        try:
+            code = trainer([name, "--help"])
+        except SystemExit as ended:
+            code = ended.code
+        assert not code, name
+        assert capsys.readouterr().out, name
+
+
+def test_the_tables_of_names_have_names_of_ours():
+    known = {*inspect.signature(Trainer).parameters, *dir(Trainer), *dir(Seq2SeqTrainingArguments)}
+    known |= {*dir(tr_all), *dir(Loop), *(field.name for field in dataclasses.fields(Seq2SeqTrainingArguments))}
+    known |= {"output_dir", "loop", "forward", "loss", "tr_dist", "tr_all", "rank", "strategy", "barrier", "args"}
+    ours = []
+    for row in re.findall(r"^\|(.*)\|$", (ROOT / "packages/tr-all/docs/how-to/migrating.md").read_text("utf-8"), re.M):
+        for code in re.findall(r"`([^`]*)`", row.split("|", 1)[1]):
+            ours += re.findall(r"\b[a-z]+_[a-z_]+\b(?=$|\(|=|,)", code)
+    assert len(ours) > 30
+    assert sorted({name for name in ours if name not in known}) == []
+
+
+@pytest.mark.parametrize("page", [page for page in OWN if BLOCK.search(page.read_text("utf-8"))], ids=lambda p: p.stem)
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    """Blocks of a page are one program; it trains in an empty folder on the CPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    program = "\n".join(BLOCK.findall(page.read_text("utf-8")))
+    exec(compile(program, page.name, "exec", dont_inherit=True), {"__name__": "page"})
