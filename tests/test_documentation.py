@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared.commands import command
 
 import tr_all
 from tr_all import Seq2SeqTrainingArguments, Trainer
-from tr_all.cli import main as trainer
 from tr_dist import Loop
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,7 @@ def test_every_subcommand_that_a_page_names_explains_itself(capsys):
     assert named >= {"check", "ckpt", "doctor", "launch", "ls", "report", "tail", "version", "watch"}
     for name in sorted(named - {"version"}):
         try:
-            code = trainer([name, "--help"])
+            code = command(name)(["--help"])
         except SystemExit as ended:
             code = ended.code
         assert not code, name

@@ -124,9 +124,8 @@ def type_text(hint: Any) -> str:
         return " or ".join(f"`{value}`" for value in get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return " or ".join(f"`{member.value}`" for member in hint)
-    if get_origin(hint) in (list, dict):
-        inner = " to ".join(type_text(part) for part in get_args(hint))
-        return f"{get_origin(hint).__name__} of {inner}"
+    if get_args(hint):
+        return f"{hint.__origin__.__name__} of {' to '.join(type_text(part) for part in get_args(hint))}"
     if hint is Any:
         return "anything"
     return "none" if hint is type(None) else getattr(hint, "__name__", str(hint))
