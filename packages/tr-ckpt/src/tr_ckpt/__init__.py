@@ -52,6 +52,8 @@ _ORIGINS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("hf_import", "sharded"):  # `tr_ckpt.sharded`, without an import of its own
+        return import_module(f"{__name__}.{name}")
     if name not in _ORIGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(_ORIGINS[name]), name)

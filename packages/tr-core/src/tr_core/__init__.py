@@ -86,4 +86,4 @@ _ORIGINS = {
     "set_seed": "tr_core.random_state",
 }
 
-__getattr__, __dir__ = on_first_use(__name__, _ORIGINS)
+__getattr__, __dir__ = on_first_use(__name__, _ORIGINS, ("collators", "preflight"))

@@ -184,7 +184,10 @@ class RandomState:
             self._restored = None
 
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+@cache
+def _kinds() -> tuple[type, ...]:  # a function, because numpy imports its generators on first use
+    return (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 
 _DEPTH, _MOST = 5, 400
 """How far objects inside objects are followed, and how many at most."""
@@ -201,7 +204,7 @@ def find_generators(root: Any, *, depth: int = _DEPTH) -> dict[str, Any]:
     It follows attributes, short lists and dicts, and what functions are bound to: a sampler's `generator`, that of a
     dataset's transform, one in a closure. It does not follow torch modules, and skips the global generators.
     """
-    return {path: thing for path, thing in find_inside(root, _KINDS, depth=depth).items() if not _is_global(thing)}
+    return {path: thing for path, thing in find_inside(root, _kinds(), depth=depth).items() if not _is_global(thing)}
 
 
 def find_inside(root: Any, kinds: tuple[type, ...], *, depth: int = _DEPTH) -> dict[str, Any]:
@@ -210,7 +213,7 @@ def find_inside(root: Any, kinds: tuple[type, ...], *, depth: int = _DEPTH) -> d
     seen, queue = {id(root)}, deque([("", root, depth)])
     while queue and len(seen) <= _MOST:
         path, thing, left = queue.popleft()
-        if isinstance(thing, (*kinds, *_KINDS)):
+        if isinstance(thing, (*kinds, *_kinds())):
             if isinstance(thing, kinds):
                 found[path] = thing
             continue
@@ -280,4 +283,4 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
 def _may_hold(value: Any) -> bool:
     if isinstance(value, list | tuple | dict):
         return len(value) <= _SHORT
-    return isinstance(value, _KINDS) or hasattr(value, "__dict__") or isinstance(value, types.MethodType)
+    return isinstance(value, _kinds()) or hasattr(value, "__dict__") or isinstance(value, types.MethodType)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import chain, islice
@@ -21,15 +21,20 @@ STAGES = ("imports", "arguments", "strategy", "model to device", "data", "optimi
 FIRST_BATCH = "first batch"
 
 
-def on_first_use(package: str, origins: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def on_first_use(
+    package: str, origins: Mapping[str, str], modules: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports its names when they are first used.
 
     Args:
         package: its name.
         origins: the module of each name.
+        modules: modules of the package that users reach as its attributes.
     """
 
     def get(name: str) -> Any:
+        if name in modules:
+            return import_module(f"{package}.{name}")
         if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(origins))}")
         with stage("imports"), without_collection():
