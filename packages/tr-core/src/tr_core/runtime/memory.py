@@ -90,8 +90,14 @@ def _host_gauge() -> ReadMemory | None:
 
 
 def _resident() -> dict[str, int]:
-    lines = (line.split() for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines())
-    return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words and words[0] in ("VmRSS:", "VmHWM:")}
+    with open(_STATUS, "rb", buffering=0) as file:  # at each log: the two lines are found without a look at the others
+        content = file.read()
+    found = {}
+    for name in ("VmHWM", "VmRSS"):
+        _, is_there, rest = content.partition(b"\n%s:" % name.encode())
+        if is_there:
+            found[name] = int(rest.split(None, 1)[0]) * 1024
+    return found
 
 
 def _peak_gauge() -> ReadMemory | None:
