@@ -29,7 +29,8 @@ NAMES = sorted(ORDINARY)
 
 
 def assert_close(found, expected, tolerance=1e-6):
-    torch.testing.assert_close(weights_of(found), weights_of(expected), rtol=0, atol=tolerance)
+    # Of weights above 1, two units in the last place more: sums are of another order.
+    torch.testing.assert_close(weights_of(found), weights_of(expected), rtol=2**-22, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)
