@@ -261,7 +261,7 @@ def release(session: nox.Session) -> None:
         session.run("python", "tools/release.py", *session.posargs)
         return
     # What the packages require, and none of them: the tests build and install these.
-    required = ("torch", "safetensors", "PyYAML", "rich", "pip", "build", "hatchling>=1.27", "twine>=6.1")
+    required = ("torch", "numpy", "safetensors", "PyYAML", "rich", "pip", "build", "hatchling>=1.27", "twine>=6.1")
     session.install(*PYTEST, *required, *CONSTRAINTS)
     session.run("pytest", "tests/release", *session.posargs, env=TEST_ENVIRONMENT)
 
