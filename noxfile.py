@@ -44,8 +44,8 @@ TEST_ENVIRONMENT = {
 # What looks at the sources alone.
 HOUSE = ("tests/test_house.py", "tests/test_structure.py", "tests/test_promises.py")
 # Folders of tests that have sessions of their own.
-OTHERS = ("attack", "crash", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity", "release", "report",
-          "robustness", "trackers")  # fmt: skip
+OTHERS = ("attack", "crash", "documentation", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity",
+          "release", "report", "robustness", "trackers")  # fmt: skip
 # Every change runs the others; `-m slow` after it has the last word.
 NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
@@ -366,9 +366,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the site of the documentation into build/site; a warning, such as of a dead link, is an error."""
-    session.install(*DOCS, *EVERYTHING, *CONSTRAINTS)
+    """Build the site of the documentation into build/site, where a warning is an error, and open it in Chromium."""
+    session.install(*DOCS, *PYTEST, "selenium>=4.20", *EVERYTHING, *CONSTRAINTS)
     session.run("sphinx-build", "-qW", "--keep-going", "-c", "tools/site", "-d", "build/doctrees", ".", "build/site")
+    session.run("pytest", "tests/documentation", *session.posargs)
 
 
 @nox.session(name="format")

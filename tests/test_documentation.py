@@ -91,6 +91,12 @@ def test_the_tables_of_names_have_names_of_ours():
     assert sorted({name for name in ours if name not in known}) == []
 
 
+def test_the_python_of_every_page_is_python():
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text("utf-8")):
+            compile(block, str(page), "exec", dont_inherit=True)
+
+
 @pytest.mark.parametrize("page", [page for page in OWN if BLOCK.search(page.read_text("utf-8"))], ids=lambda p: p.stem)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     """Blocks of a page are one program; it trains in an empty folder on the CPU."""
