@@ -61,12 +61,13 @@ def plan(root: Path, name: str, part: str) -> Plan:
             raise ReleaseError(f"{name} was released before, as {tags[-1]}; give patch, minor or major")
         made = Plan(name, current)
     else:
+        removed = removed_names(root, name)
         if not found:
             raise ReleaseError(
                 f"packages/{name}/changes has no fragment: nothing that users notice changed since {current}"
             )
         made = Plan(name, raised(current, part))
-        check_part(name, current, part, removed_names(root, name), found)
+        check_part(name, current, part, removed, found)
     _release_files(root, made, current, found)
     for dependant in sorted(root.glob("packages/*/pyproject.toml")):
         _widen(root, dependant.parent, made)
