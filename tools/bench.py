@@ -70,7 +70,7 @@ PARTS = {
     ),
     "saving": Part("How long a save holds training up", "packages/tr-ckpt/bench/saving.py", all_threads=True),
     "evaluation": Part("An evaluation as samples become more", "packages/tr-core/bench/eval.py"),
-    "start": Part("How long it takes to start", "packages/tr-core/bench/start.py", writes_json=True),
+    "start": Part("How long it takes to start", "packages/tr-core/bench/start.py", ("--rounds", "5"), writes_json=True),
     "growth": Part("What grows with what", "packages/tr-core/bench/growth.py", writes_json=True),
     "projection": Part("Low-rank bases", "packages/tr-optim/bench/projection.py"),
     "hooks": Part("Updates in the backward pass", "packages/tr-optim/bench/hooks.py"),
