@@ -269,7 +269,7 @@ def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch
 
 @torch.no_grad()
 def _norm_together(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
 
 
 @torch.no_grad()

@@ -7,9 +7,11 @@ position cost the same for a thousand samples and for a trillion.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from tr_core.random_state import derive_seed
 
@@ -96,3 +98,9 @@ def _mix(numbers: np.ndarray, key: np.uint64) -> np.ndarray:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (state ^ (state >> np.uint64(31))) >> np.uint64(1)
+
+
+def in_its_memory(order: torch.Tensor) -> Sequence[int]:
+    """Return an order as a sequence of Python's numbers, which are made as they are read."""
+    values: Any = order.numpy()
+    return memoryview(values)

@@ -198,7 +198,7 @@ class MapFetch(Dataset[Any]):
         cost more than the batch itself.
         """
         collate, dataset = self.collate, self.dataset
-        inner = collate.inner if type(collate) is KeepColumns else collate
+        inner = collate.inner if isinstance(collate, KeepColumns) else collate
         if inner is not default_data_collator or type(dataset) is not list:
             return None
         try:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tr_args import TrainingArguments
 from tr_args.fields.saving import SavingFields
-from tr_core.data.computed_order import ComputedOrder
+from tr_core.data.computed_order import ComputedOrder, in_its_memory
 from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.sampler import EpochSampler, UserSampler, draw_permutation, num_micro_batches
@@ -209,13 +209,13 @@ class UsualOrder(Sampler[int]):
         if self._strategy == "sequential":
             yield from range(count)
         elif self._grouping is not None:
-            yield from memoryview(self._grouping().arrange(draw_permutation(count)).numpy())
+            yield from in_its_memory(self._grouping().arrange(draw_permutation(count)))
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_())  # as RandomSampler draws it
             if self._strategy == "random_computed":
                 yield from ComputedOrder(count, seed, 0)
             else:
-                yield from memoryview(draw_permutation(count, torch.Generator().manual_seed(seed)).numpy())
+                yield from in_its_memory(draw_permutation(count, torch.Generator().manual_seed(seed)))
 
 
 def usual_order(dataset: Any, args: TrainingArguments, collectives: Collectives, input_name: str) -> UsualOrder | None:

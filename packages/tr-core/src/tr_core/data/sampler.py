@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from tr_core.data.computed_order import ComputedOrder
+from tr_core.data.computed_order import ComputedOrder, in_its_memory
 from tr_core.data.length_grouping import LengthGrouping
 from tr_core.random_state import derive_seed, find_generators, read_states, separate_randomness, write_states
 from tr_core.signatures import parameters_of
@@ -173,7 +173,7 @@ class EpochSampler(Sampler[list[int]]):
             size, stride = self.batch_size, self.batch_size * self.world_size
             return ComputedOrder(self.num_samples, self.seed, self.epoch, size, stride)
         shuffled = permutation(self.num_samples, self.seed, self.epoch)
-        return memoryview((shuffled if self.grouping is None else self.grouping.arrange(shuffled)).numpy())
+        return in_its_memory(shuffled if self.grouping is None else self.grouping.arrange(shuffled))
 
     def drawn_from(self) -> dict[str, Any] | None:
         """Return the states of the order's generators; None if the order is a function of the arguments."""
