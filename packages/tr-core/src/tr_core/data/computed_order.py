@@ -7,7 +7,7 @@ position cost the same for a thousand samples and for a trillion.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def _mix(numbers: np.ndarray, key: np.uint64) -> np.ndarray:
     return (state ^ (state >> np.uint64(31))) >> np.uint64(1)
 
 
-def in_its_memory(order: torch.Tensor) -> Sequence[int]:
+def in_its_memory(order: torch.Tensor) -> memoryview[int]:
     """Return an order as a sequence of Python's numbers, which are made as they are read."""
     values: Any = order.numpy()
     return memoryview(values)
