@@ -18,7 +18,7 @@ root_doc = "packages/tr-all/docs/index"
 include_patterns = [
     "packages/*/README.md", "packages/*/CHANGELOG.md", "packages/*/SECURITY.md", "packages/*/docs/**.md",
     "packages/*/bench/README.md", "packages/tr-all/examples/**README.md", "tests/promises.md", "tests/*/README.md",
-    "tools/site/reference/*.rst",
+    "tools/site/reference/*.rst", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "build", "**/src", "**/node_modules"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
