@@ -61,7 +61,7 @@ HARDWARE = {
 }  # fmt: skip
 # Sessions that a night has the time for, in this order.
 LONG = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in BACKENDS), "robustness", "launching",
-        "examples", "ecosystem", "llama_factory", "report", "release", "trackers", "engines", "kernels",
+        "examples", "ecosystem", "llama_factory", "docs", "report", "release", "trackers", "engines", "kernels",
         "attack")  # fmt: skip
 NOTHING_COLLECTED = 5  # pytest's exit code
 
