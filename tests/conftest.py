@@ -34,3 +34,13 @@ def loggers_as_in_a_new_process() -> Iterator[None]:
         from tr_log.testing import forget_once
 
         forget_once()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Fail a test that leaves a process group in this process, and leave it for the tests that follow."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left a process group in this process; close the strategy that joined it")

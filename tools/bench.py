@@ -154,11 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--from", dest="source", type=Path, help="run nothing: write the page from this file of results"
     )
     parser.add_argument("--page", default="performance", help="name of page and results (default performance)")
-    options, rest = parser.parse_known_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser.parse_known_args(given)
+    if rest and given[0] != options.name:
+        parser.error(f"{rest[0]}: options of a script need the name of its benchmark before them")
     if options.name not in (None, *PARTS):
         parser.error(f"no benchmark {options.name!r}; there are {', '.join(PARTS)}")
-    if rest and options.name is None:
-        parser.error(f"{' '.join(rest)}: options of a script need the name of its benchmark before them")
     page, results = DOCS / f"{options.page}.md", DOCS / f"{options.page}.json"
     if options.source is not None:
         page.write_text(write_page(json.loads(options.source.read_text(encoding="utf-8"))), encoding="utf-8")
@@ -212,13 +213,14 @@ def run(part: Part, options: Sequence[str]) -> dict[str, Any]:
             environment["OMP_WAIT_POLICY"] = "PASSIVE"
         else:
             environment["OMP_NUM_THREADS"] = "1"
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
         )
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
+        with started as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
         return {
             "command": " ".join(("python", part.script, *options)),
             "exit": process.wait(PART_LIMIT_S),

@@ -34,7 +34,7 @@ class Model(torch.nn.Linear):
     def forward(self, x):
         raise KeyboardInterrupt
 from tr_core import Trainer, TrainingArguments
-args = TrainingArguments(sys.argv.pop(), use_cpu=True, max_steps=1)
+args = TrainingArguments(sys.argv.pop(), use_cpu=True, max_steps=1, save_strategy="no")
 try:
     Trainer(Model(4, 2), args, train_dataset=[{"x": torch.zeros(4)}] * 8).train()
 except KeyboardInterrupt:
@@ -124,7 +124,9 @@ def test_a_collector_that_is_off_or_keeps_objects_frozen_stays_so():
 def test_the_stages_of_a_start_are_logged_at_the_level_debug(tmp_path, model, caplog):
     def train(level, **options):
         caplog.clear()
-        args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=3, save_steps=3, log_level=level, **options)
+        args = TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=3, save_strategy="no", log_level=level, **options
+        )
         with caplog.at_level(level.upper(), "tr_core.trainer"):
             Trainer(model, args, train_dataset=samples(8)).train()
         return [record.getMessage() for record in caplog.records if record.getMessage().startswith("start: ")]
