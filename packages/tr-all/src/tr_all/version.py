@@ -26,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def packages() -> list[str]:
     """Return the names of the packages that make up tr-all, itself last."""
-    names = [re.split(r"[^\w-]", requirement, maxsplit=1)[0] for requirement in requires("tr-all") or ()]
+    names = [
+        re.split(r"[^\w-]", requirement, maxsplit=1)[0]
+        for requirement in requires("tr-all") or ()
+        if "extra ==" not in requirement
+    ]
     return [*names, "tr-all"]
 
 
