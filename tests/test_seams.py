@@ -1,5 +1,6 @@
 """Every implementation of a seam against the conformance suite of tr-core."""
 
+import contextlib
 import functools
 import random
 
@@ -81,7 +82,11 @@ def train_three_steps(strategy):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_one_process_trains_alike_with_the_strategies_of_both_packages(precision):
-    of_core, of_dist = (train_three_steps(kind(precision=precision, use_cpu=True)) for kind in (SingleDevice, DDP))
+    found = []
+    for kind in (SingleDevice, DDP):
+        with contextlib.closing(kind(precision=precision, use_cpu=True)) as strategy:
+            found.append(train_three_steps(strategy))
+    of_core, of_dist = found
     assert of_core[1] == of_dist[1]
     assert all(map(torch.equal, of_core[0], of_dist[0]))
 
