@@ -75,6 +75,11 @@ def test_the_whole_run_writes_page_and_results_unless_one_fails(tmp_path, monkey
     page, results = tmp_path / "performance.md", tmp_path / "performance.json"
     assert "## A" in page.read_text()
     assert json.loads(results.read_text())["parts"]["a"]["text"] == "fine\n"
+    script.write_text("print('renewed')")
+    assert bench.main(["a", "--renew"]) == 0
+    assert "renewed" in page.read_text()
+    script.write_text("print('fine')")
+    assert bench.main([]) == 0
     page.unlink()
     assert bench.main(["--from", str(results)]) == 0
     assert "fine" in page.read_text()

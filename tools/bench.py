@@ -72,6 +72,7 @@ PARTS = {
     "evaluation": Part("An evaluation as samples become more", "packages/tr-core/bench/eval.py"),
     "start": Part("How long it takes to start", "packages/tr-core/bench/start.py", ("--rounds", "5"), writes_json=True),
     "growth": Part("What grows with what", "packages/tr-core/bench/growth.py", writes_json=True),
+    "growth-of-saves": Part("What a save and a resume grow with", "packages/tr-ckpt/bench/growth.py", writes_json=True),
     "projection": Part("Low-rank bases", "packages/tr-optim/bench/projection.py"),
     "hooks": Part("Updates in the backward pass", "packages/tr-optim/bench/hooks.py"),
     "traffic": Part("Gradients on the wire", "packages/tr-optim/bench/traffic.py"),
@@ -153,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--from", dest="source", type=Path, help="run nothing: write the page from this file of results"
     )
+    parser.add_argument("--renew", action="store_true", help="write the named one into the page of the last whole run")
     parser.add_argument("--page", default="performance", help="name of page and results (default performance)")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, rest = parser.parse_known_args(given)
@@ -173,7 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}; no page was written", file=sys.stderr)
         return 1
-    if options.name is None:
+    if options.renew:
+        found["parts"] = renewed(json.loads(results.read_text(encoding="utf-8"))["parts"], found["parts"])
+    if options.name is None or options.renew:
         results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         page.write_text(write_page(found), encoding="utf-8")
         print(f"wrote {page} and {results}")
@@ -183,6 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def whole_run(*, has_cuda: bool) -> list[str]:
     """Return the names of the benchmarks of the whole run."""
     return [name for name, part in PARTS.items() if not part.by_name_only and (has_cuda or not part.needs_cuda)]
+
+
+def renewed(parts: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of an earlier run with new ones in their place, in the order of the page."""
+    return {name: new.get(name) or parts[name] for name in PARTS if name in new or name in parts}
 
 
 def about() -> dict[str, Any]:

@@ -185,6 +185,9 @@ def run(table: str, name: str, size: tuple[int, int], steps: int) -> float:
     """Train once as one of the ranks; return the seconds of a step."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    if hasattr(os, "sched_setaffinity"):  # else the times depend on where the system puts threads of the exchange
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     width, depth = size
     torch.manual_seed(0)
     model = Timed(width, depth)
@@ -207,12 +210,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="times that each one runs (default 5)")
     parser.add_argument("--steps", type=int, default=300, help="steps of each run (default 300)")
+    parser.add_argument("--only", choices=TABLES, help="one of the tables")
     parser.add_argument("--json", type=Path, help="also write the ratios to this file")
     options = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {RANKS} ranks of one thread, gloo")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo; {RANKS} ranks, a core each")
     print(f"{options.rounds} interleaved rounds of {options.steps} steps, batch {BATCH}; medians\n")
-    for table, (title, size) in itertools.product(TABLES, SIZES.items()):
+    for table, (title, size) in itertools.product([options.only] if options.only else TABLES, SIZES.items()):
         found = measure(table, size, options.rounds, options.steps)
         base = statistics.median(found["by hand"])
         print(f"{table}, {title}\n  {'':14}  {'step':>9}  {'over by hand':>12}  {'ratio':>6}  {'of rounds':>13}")
