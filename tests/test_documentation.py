@@ -74,7 +74,7 @@ def test_every_subcommand_that_a_page_names_explains_itself(capsys):
     typed = re.compile(r"(?:^|`)trainer ([a-z-]+)", re.MULTILINE)
     named = {name for page in PAGES for name in typed.findall(page.read_text("utf-8")) if not name.startswith("-")}
     assert named >= {"check", "ckpt", "doctor", "launch", "ls", "report", "tail", "version", "watch"}
-    for name in sorted(named - {"version"}):
+    for name in sorted(named - {"version", "nonsense"}):  # the page of performance measures a wrong command too
         try:
             code = command(name)(["--help"])
         except SystemExit as ended:
