@@ -80,11 +80,11 @@ def operations_per_token(model: nn.Module, size: Size) -> float:
 
 
 class Clock:
-    """Notes the time, once the device is idle, at the step after warming up and at the end of a run."""
+    """Notes the time, once the device is idle, at the step after warming up."""
 
     def __init__(self, device: torch.device, warm_up: int) -> None:
         self._device, self._warm_up, self._steps = device, warm_up, 0
-        self.begun_s = self.ended_s = 0.0
+        self.begun_s = 0.0
 
     def now_s(self) -> float:
         if self._device.type == "cuda":

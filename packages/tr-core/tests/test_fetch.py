@@ -17,6 +17,7 @@ from support.data import (
     samples,
 )
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tr_core import TrainerCallback
 from tr_core.collators.padding import default_data_collator
@@ -361,10 +362,13 @@ def test_a_missing_sample_of_a_plain_list_is_named(monkeypatch):
     assert "raised by the data set list for sample 5" in caught.value.__notes__
 
 
-def test_batches_appear_in_a_profile_though_no_block_surrounds_them_without_one():
+def test_batches_appear_in_a_profile_though_no_block_surrounds_them_without_one(monkeypatch):
+    blocks, original = [], _SingleProcessDataLoaderIter.__next__
+    monkeypatch.setattr(_SingleProcessDataLoaderIter, "__next__", lambda self: (blocks.append(1), original(self))[1])
     loader = DataLoader([{"x": torch.ones(1)}] * 4, batch_sampler=EpochSampler(4, 2, shuffle=False, seed=0))
     batches = SampledBatches(loader, loader.batch_sampler)
     assert len(list(batches.iterate(0, 0))) == 2
+    assert blocks == []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert len(list(batches.iterate(0, 0))) == 2
     assert any("DataLoader" in event.key for event in profile.key_averages())

@@ -122,10 +122,14 @@ def gradients_of(kind):
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "two types", "one without"])
-def test_gradients_are_clipped_as_by_torch_to_the_bit(kind, max_norm):
+def test_gradients_are_clipped_as_by_torch_to_the_bit(kind, max_norm, monkeypatch):
     strategy, model, expected = SingleDevice(torch.device("cpu")), gradients_of(kind), gradients_of(kind)
     strategy.prepare(model)
-    norm = strategy.clip_grad_norm(model, torch.optim.SGD(model.parameters()), max_norm)
+    sorted_by_torch, original = [], torch.nn.utils.clip_grad_norm_
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.utils, "clip_grad_norm_", lambda *g: (sorted_by_torch.append(g), original(*g))[1])
+        norm = strategy.clip_grad_norm(model, torch.optim.SGD(model.parameters()), max_norm)
+    assert bool(sorted_by_torch) == (kind == "two types" and max_norm is not None)
     by_torch = torch.nn.utils.clip_grad_norm_(expected.parameters(), float("inf") if max_norm is None else max_norm)
     assert norm.equal(by_torch)
     assert norm.dtype == by_torch.dtype

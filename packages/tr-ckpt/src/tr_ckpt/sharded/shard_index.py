@@ -164,13 +164,12 @@ def of_plain_file(path: Path) -> Index:
         return {}
     untrusted.require_regular_file(path)
     index: Index = {}
-    of = path.name
     try:
         with reads.tensors(path) as file:
             for name in file.keys():  # noqa: SIM118
                 view = file.get_slice(name)
                 shape = tuple(view.get_shape())
-                chunks = (Chunk(of, (0,) * len(shape), shape),) if math.prod(shape) else ()
+                chunks = (Chunk(path.name, (0,) * len(shape), shape),) if math.prod(shape) else ()
                 index[name] = SavedTensor(_dtype(view.get_dtype()), shape, None, chunks)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from error
