@@ -243,10 +243,6 @@ class ForwardState:
 
     No sync. A buffer that never changes is copied once; another is copied again if it was written to since. Running
     statistics are copied every time, because torch's writes to them are not detectable.
-
-    Args:
-        model: the unwrapped model.
-        device: where it computes.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -168,11 +168,8 @@ class CallbackList(EventMethods):
 
     Args:
         context: returns the arguments of the events. It is called for each event: parts of a Trainer may be assigned.
-        callbacks: callbacks or their classes.
 
     Attributes:
-        context: the same.
-        callbacks: the callbacks, in the order of their calls. The list may be changed or replaced.
         wants_outputs: whether one of them wants the outputs of every micro-batch.
     """
 

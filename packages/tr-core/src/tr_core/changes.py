@@ -113,15 +113,7 @@ FIXED_WHEN_BUILT = frozenset(_PARTS)
 
 
 def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> None:
-    """Raise if an argument that a Trainer was built with has changed.
-
-    Args:
-        args: the current arguments.
-        built_with: what `values_when_built` returned when the Trainer was built.
-
-    Raises:
-        ValueError: the message names each with both values.
-    """
+    """Raise if an argument that a Trainer was built with has changed."""
     now = values_when_built(args)
     changed = [name for name in built_with if now[name] != built_with[name]]
     if changed:
@@ -133,11 +125,7 @@ def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> No
 
 
 def check_same_process(assigned: Strategy, built_with: Strategy) -> None:
-    """Raise if a strategy that is assigned to a Trainer is for another device or number of processes.
-
-    Raises:
-        ValueError: the message names both.
-    """
+    """Raise if a strategy that is assigned to a Trainer is for another device or number of processes."""
     now, then = (f"rank {s.rank} of {s.world_size} on {s.device}" for s in (assigned, built_with))
     if now != then:
         raise ValueError(
@@ -234,11 +222,7 @@ def values_of_all_ranks(args: TrainingArguments, optimizer: torch.optim.Optimize
 
 
 def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
-    """Raise if a rank has another value than the first rank.
-
-    Raises:
-        ValueError: the message names the value and what each rank has.
-    """
+    """Raise if a rank has another value than the first rank."""
     if all(map(values[0].__eq__, values)):
         return
     for name in values[0]:
@@ -276,9 +260,6 @@ class ChangeWatch:
     """Record what a user may change during a run, and find the changes.
 
     Args:
-        args: the training arguments.
-        model: the unwrapped model.
-        optimizer: the optimizer of the run.
         clears_gradients: whether the strategy clears the gradients of all parameters itself.
 
     Attributes:
@@ -315,8 +296,7 @@ class ChangeWatch:
     def changed_arguments(self, args: TrainingArguments) -> list[str]:
         """Return the names of the arguments that have changed.
 
-        Raises:
-            ValueError: a run reads one of them only at its beginning.
+        Raise ValueError if a run reads one of them only at its beginning.
         """
         changed = [name for name, value in self._arguments.items() if getattr(args, name) != value]
         for name in changed:
@@ -329,11 +309,7 @@ class ChangeWatch:
         return len(self._parameters) != len(now) or any(map(is_not, self._parameters, now))
 
     def check_new_parameters(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if the model has new trainable parameters that no optimizer would update.
-
-        Raises:
-            ValueError: the message names them.
-        """
+        """Raise if the model has new trainable parameters that no optimizer would update."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         known = {id(parameter) for parameter in self._parameters}
         new = [

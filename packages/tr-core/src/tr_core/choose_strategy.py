@@ -108,11 +108,7 @@ def log_launcher_settings(args: TrainingArguments) -> None:
 
 
 def check_processes_started(environ: Mapping[str, str]) -> None:
-    """Raise if `accelerate launch` should have started several processes and started one, as it does without GPUs.
-
-    Raises:
-        ValueError: only one process was started; the message says how to start several.
-    """
+    """Raise if `accelerate launch` should have started several processes and started one, as it does without GPUs."""
     is_launched = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_PORT" in environ
     if is_launched and "RANK" not in environ and "WORLD_SIZE" not in environ:
         raise ValueError(
@@ -134,12 +130,7 @@ def belongs_on_xla(
     """Whether `strategy="auto"` selects `xla`: `fsdp_config` requests it, or torch_xla and its device exist.
 
     An importable torch_xla is not enough: PJRT_DEVICE must name a device, or the machine must have a TPU. Neither
-    counts with `use_cpu` or USE_TORCH_XLA=0.
-
-    Args:
-        args: the training arguments.
-        environ: environment variables; None uses those of this process.
-        devices: where the system lists its PCI devices.
+    counts with `use_cpu` or USE_TORCH_XLA=0. `devices` is where the system lists its PCI devices.
     """
     if args.fsdp_config.get("xla"):
         return True

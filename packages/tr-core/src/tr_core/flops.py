@@ -26,7 +26,6 @@ class ModelFacts(NamedTuple):
         per_position: floating-point operations of forward and backward for one position of the input (a token); None
             if an estimate from the parameters would be wrong.
         per_target: the same for one position of a decoder's own input; 0 without an encoder beside it.
-        devices: where the parameters are.
         dtype: type of most of the floating-point ones that are multiplied; None without any.
     """
 
@@ -192,10 +191,8 @@ _TPU = {"v4": 275.0, "v5litepod": 197.0, "v5e": 197.0, "v5p": 459.0, "v6e": 918.
 def peak_flops(device: torch.device, dtype: torch.dtype | None, given: float | None = None) -> float | None:
     """Return the peak operations per second of a device at a type, dense; None if it is not known.
 
-    Args:
-        device: the device.
-        dtype: type of the products; float32 counts as TF32 where torch may use that.
-        given: the peak, if a user gave it; else the environment variable TR_PEAK_FLOPS, then the table.
+    `given` is the peak that a user gave; without it TR_PEAK_FLOPS of the environment counts, then the table. float32
+    counts as TF32 where torch may use that.
 
     Raises:
         ValueError: the environment variable is no positive number.

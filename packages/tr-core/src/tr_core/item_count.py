@@ -134,13 +134,7 @@ def divides_by_any(loss: torch.Tensor, numbers: Sequence[float]) -> bool | None:
 
     The search follows the loss back through sums, means, products and quotients. A product or quotient with the number,
     its inverse, or a simple multiple of either is a use of it. A factor with at most three digits is the user's own.
-
-    Args:
-        loss: a scalar with its history for the backward pass.
-        numbers: the numbers that were read from the count.
-
-    Returns:
-        True or False; None if a factor is of neither kind, or if there is no history to follow.
+    None if a factor is of neither kind, or if there is no history to follow.
     """
     if loss.grad_fn is None:
         return None

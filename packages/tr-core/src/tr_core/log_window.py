@@ -33,13 +33,9 @@ class RankWindow(TypedDict):
     """Hold the window of one rank as plain values, for exchange between ranks and for checkpoints.
 
     Attributes:
-        loss: sum of the steps' losses.
         grad_norm: norm of the last step's gradients before clipping; None before the first step.
         nonfinite: steps whose loss or gradient norm was not finite.
         skipped: updates that were skipped for this reason.
-        metrics: sums of the metrics logged with `log_metric`.
-        flops: floating-point operations.
-        tokens: input tokens.
         place: in a checkpoint, the data's own state of its position in the epoch; None if it has none.
     """
 
@@ -58,9 +54,7 @@ class ClosedWindow(NamedTuple):
 
     Attributes:
         loss: sum of the steps' losses, as the mean over ranks.
-        grad_norm: norm of the last step's gradients before clipping.
         nonfinite: steps whose loss or gradient norm was not finite, on the rank that had most.
-        skipped: updates that were skipped for this reason.
         metrics: weighted means over steps and ranks.
     """
 
@@ -74,32 +68,19 @@ class ClosedWindow(NamedTuple):
 class LogWindow:
     """Accumulate this rank's window since the last log; losses, norms and counts stay on the device until read.
 
-    Args:
-        strategy: where this process computes, and how ranks exchange metrics.
-        tokens: counts input tokens; None if not requested.
-
     Attributes:
-        tokens: the same.
-        means: the metrics logged with `log_metric`.
         counters: called with every micro-batch; they count tokens and floating-point operations.
         filters_nonfinite: whether the log omits losses that are not finite.
         step: completed steps of the run when the current step began.
-        step_loss: loss of the current step, a scalar tensor.
-        loss_sum: sum of the losses of the steps.
-        grad_norm: norm of the last step's gradients before clipping; None before the first.
-        learning_rate: learning rate of the first parameter group in the last step.
         num_nonfinite: steps whose loss or norm was not finite, a scalar tensor.
         num_skipped: updates that were skipped for this reason, a scalar tensor.
         unchecked: loss and norm of the last applied steps, which `num_nonfinite` does not count yet.
         flops: floating-point operations since they were last added to the state.
-        last_logged_step: step of the last log.
         of_all_ranks: the windows of all ranks at the last save.
         first_step: completed steps of the run when this call of `train` began.
         first_tokens: input tokens seen when this call of `train` began.
         start_s: `time.perf_counter()` when this call of `train` began.
         logged_loss: sum of the losses of the steps of this call that were logged.
-        clock: counts the seconds of the run's phases.
-        throughput: counts what is trained on, for rates.
     """
 
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
@@ -212,13 +193,7 @@ class LogWindow:
         return closed
 
     def entry(self, closed: ClosedWindow, steps: int, num_tokens: int) -> dict[str, Any]:
-        """Return the log entry of a closed window.
-
-        Args:
-            closed: what `close` returned.
-            steps: steps since the last log.
-            num_tokens: input tokens seen in the whole run.
-        """
+        """Return the log entry of a closed window."""
         applied = steps - closed.skipped
         logs: dict[str, Any] = {"loss": closed.loss / applied if applied else math.nan}
         if closed.grad_norm is not None:
@@ -286,14 +261,7 @@ def store_counts(state: TrainerState, windows: Sequence[RankWindow]) -> None:
 
 
 def warn_of_nonfinite(window: ClosedWindow, steps: int, last_step: int, on_nonfinite: str) -> None:
-    """Warn once a window of steps that were not finite, or that were skipped.
-
-    Args:
-        window: the closed window.
-        steps: the number of its steps.
-        last_step: its last step.
-        on_nonfinite: the argument of that name.
-    """
+    """Warn once a window of steps that were not finite, or that were skipped."""
     where = f"of the {steps} steps up to step {last_step}"
     if window.skipped:
         logger.warning(
@@ -317,11 +285,6 @@ class TokenCounter:
 
     Batches come from the loader with host tensors, so nothing is read from a device. If a collator built them on a
     device, the count stays there until `take`.
-
-    Args:
-        input_name: key of the main input in a batch.
-        only_real: skip padding, by the batch's `attention_mask` if it has one, else by `padding`.
-        padding: the padding token; None if there is none.
     """
 
     def __init__(self, input_name: str, *, only_real: bool = False, padding: int | None = None) -> None:
@@ -376,13 +339,7 @@ class TokenCounter:
 
 
 def build_token_counter(mode: str, model: nn.Module, processor: Any) -> TokenCounter | None:
-    """Return the token counter that `include_num_input_tokens_seen` selects; None for `no`.
-
-    Args:
-        mode: that argument.
-        model: the unwrapped model, which may name its main input.
-        processor: the tokenizer or processor, which may have a `pad_token_id`.
-    """
+    """Return the token counter that `include_num_input_tokens_seen` selects; None for `no`."""
     if mode == "no":
         return None
     padding = getattr(processor, "pad_token_id", None)

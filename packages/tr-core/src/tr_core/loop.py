@@ -171,7 +171,6 @@ class StepData:
 
     Attributes:
         micro_batches: one-shot iterator. Loads lazily, unless targets must be counted first or the epoch has no length.
-        size: number of micro-batches.
         num_items: targets in all micro-batches of all ranks, a scalar tensor on the device; None if not counted.
     """
 

@@ -49,8 +49,6 @@ class LossRule:
 
     Args:
         model: the unwrapped model, to find out whether it takes the count and shifts its targets.
-        compute_loss_func: the user's loss function, if any.
-        strategy: how counts are summed over ranks.
         average_tokens_across_devices: count over all ranks, not on this one only.
         declared: returns the user's declaration whether the model takes the count; None without one.
 
@@ -101,11 +99,7 @@ class LossRule:
         return self._function_takes_count if self._function is not None else self.accepts_count
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
-        """Count the targets of a step over all ranks, from host tensors; nothing is read from a device.
-
-        Returns:
-            A scalar tensor on the device, or None if the batches have no labels to count.
-        """
+        """Count the targets of a step over all ranks, from host tensors; None if no batch has labels."""
         found = [self._count_one(batch.inputs) for batch in micro_batches if batch.weight > 0]
         known = [number for number in found if number is not None]
         if len(known) < len(found):
@@ -116,12 +110,7 @@ class LossRule:
     def count_all(self, batches: Sequence[Any], *, over_ranks: bool) -> torch.Tensor | None:
         """Count the targets of batches that may be on the device, where nothing is read.
 
-        Args:
-            batches: the inputs of micro-batches.
-            over_ranks: add those of the other ranks, as `count` does.
-
-        Returns:
-            A scalar tensor on the device, or None if a batch has no labels to count.
+        None if a batch has no labels to count.
         """
         found = [self.count_inputs(inputs) for inputs in batches]
         known = [number.to(self._strategy.device) for number in found if number is not None]
@@ -150,15 +139,7 @@ class LossRule:
     ) -> Division:
         """Find out what a micro-batch's loss was divided by.
 
-        Args:
-            loss: scalar, as `compute_loss` returned it.
-            given_count: whether the loss got the count; None if nothing was counted.
-            size: micro-batches of the step.
-            weight: weight of this rank's share of the micro-batch.
-            is_scaled: the Trainer's `loss_is_scaled_for_ga`; None means to observe it.
-
-        Raises:
-            ValueError: the divisor matters but cannot be observed, or it contradicts the user's declaration.
+        Raise ValueError if the divisor matters but cannot be observed, or contradicts the user's declaration.
         """
         used = self._look(loss) if given_count else False
         if given_count and used is not None:
@@ -198,14 +179,7 @@ class LossRule:
         return seen[0] if seen else without_count
 
     def share(self, loss: torch.Tensor, division: Division, size: int, weight: float) -> torch.Tensor:
-        """Scale one micro-batch's loss, or a part of it, to its share of the step's loss.
-
-        Args:
-            loss: scalar, as the model or loss function returned it.
-            division: its divisor.
-            size: micro-batches of the step.
-            weight: weight of this rank's share of the micro-batch.
-        """
+        """Scale one micro-batch's loss, or a part of it, to its share of the step's loss."""
         loss = plain(loss)
         if division is not Division.MEAN:
             if weight == 0.0:  # a filler sample that belongs to another rank, which counts it
@@ -263,9 +237,6 @@ def _contradicts() -> str:
 
 def split_loss(returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss, and by name the scalars to log in addition to it.
-
-    Args:
-        returned: a mapping with `loss`, a tensor, and any number of other scalars.
 
     Raises:
         TypeError: it is no mapping.
@@ -359,7 +330,6 @@ class StepScope:
     It is a separate object so that a step assigns nothing to the Trainer, which checks all assignments to it.
 
     Attributes:
-        size: micro-batches of the step.
         is_last: whether the micro-batch is the last of its step; True outside a step.
         weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
         total: samples of the micro-batch on all ranks; None if each rank knows only its own, and outside a batch.

@@ -45,9 +45,6 @@ class MetricWindow:
 
     A tensor stays on its device until the window is read.
 
-    Args:
-        collectives: exchanges the sums between ranks.
-
     Attributes:
         holds_back: whether parts of a step's loss wait for a later call, which gets whether the step counts.
     """

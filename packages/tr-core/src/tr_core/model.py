@@ -19,13 +19,7 @@ from tr_core.protocols import Stateful, Strategy
 
 
 def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stateful:
-    """Return the checkpoint part of the full model.
-
-    Args:
-        strategy: saves and restores the model.
-        model: the unwrapped model.
-        wrapped: the model as the strategy wrapped it.
-    """
+    """Return the checkpoint part of the full model."""
     part = strategy.state_parts(wrapped, None)["model"]
     return WholeState(part, model) if _gives_another_state(model) else part
 
@@ -35,10 +29,6 @@ class WholeState:
 
     Scripts replace a model's `state_dict` so that `save_pretrained` writes only an adapter. `load_state_dict` could not
     load what they omit or rename, so a checkpoint does not use the replaced method.
-
-    Args:
-        part: the strategy's part of the model; it calls the model's own methods.
-        model: the unwrapped model.
     """
 
     def __init__(self, part: Stateful, model: nn.Module) -> None:
@@ -123,10 +113,6 @@ class TrainingMode:
     - A callback may leave the full model in evaluation mode, as by `model.eval()` before generating text. The model
       returns to training mode before its next micro-batch. Modules stay in evaluation mode if they were in it when the
       run, or its last epoch, began.
-
-    Args:
-        model: the unwrapped model.
-        wrapped: the model as the strategy wrapped it.
     """
 
     def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:

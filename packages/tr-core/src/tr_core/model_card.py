@@ -77,10 +77,6 @@ class TrainedRun:
     """Hold the contents of a card from a run, at the time of writing.
 
     Attributes:
-        args: the training arguments.
-        state: the run's state, with its log.
-        model: the unwrapped model.
-        optimizer: the optimizer of the run; None if none was built yet.
         dataset: the evaluation data; without any, the training data.
         num_devices: number of processes.
         samples_per_step: samples of one optimizer step, of all processes.
@@ -102,8 +98,6 @@ class EvaluationFigures:
     """Hold the results of the evaluations at one step.
 
     Attributes:
-        step: completed optimizer steps.
-        epoch: epochs completed, as a fraction.
         training_loss: the last one logged before; None if there was none.
         metrics: metrics by name, without `eval_`.
     """
@@ -351,11 +345,7 @@ def _end(state: TrainerState) -> int:
 
 
 def front_matter(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as YAML between two lines of dashes, without entries that are empty or None.
-
-    Args:
-        metadata: text, numbers, lists and mappings of such.
-    """
+    """Return metadata as YAML between two lines of dashes, without entries that are empty or None."""
     return "\n".join(["---", *_mapping(metadata), "---", ""])
 
 

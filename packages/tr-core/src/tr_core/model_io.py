@@ -96,12 +96,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_plain(tree: Any, other: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Convert tensors and arrays inside mappings, lists and tuples to numbers and lists. Sync for tensors of a device.
-
-    Args:
-        tree: the values.
-        other: converts what is no number, string, bool or None.
-    """
+    """Convert tensors and arrays inside mappings, lists and tuples to numbers and lists. Sync on a device."""
     if isinstance(tree, Mapping):
         return {key: to_plain(value, other) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -227,9 +222,6 @@ class FlopCounter:
     `main_input_name`) counts as 0.
 
     Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
-
-    Args:
-        model: the model to train.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -126,13 +126,6 @@ def check_accelerator_config(args: TrainingArguments, world_size: int) -> None:
 
     `split_batches` divides the batch sizes by the number of ranks. Batches are always copied with `non_blocking`.
     `gradient_accumulation_kwargs["sync_each_batch"]` exchanges gradients after every micro-batch.
-
-    Args:
-        args: the training arguments.
-        world_size: number of ranks.
-
-    Raises:
-        ValueError: the message names each such setting with the reason.
     """
     if problems := list(_problems(args, world_size)):
         raise ValueError("accelerator_config cannot be used as it is:\n" + "\n".join(f"  {p}" for p in problems))

@@ -51,11 +51,6 @@ def available(group: str) -> dict[str, str]:
 def load(group: str, name: str, *, built_in: Iterable[str] = ()) -> Any:
     """Import the object that is installed under `name` in an entry-point group such as `tr.optimizers`.
 
-    Args:
-        group: the entry-point group.
-        name: the requested name.
-        built_in: names that need no plugin, for the message: `name` may be one of them misspelt.
-
     Raises:
         PluginError: no installed distribution registers the name, or more than one does, or the module that it names
             lacks the object.

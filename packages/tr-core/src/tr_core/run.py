@@ -37,25 +37,14 @@ class Run:
     """Hold the parts and the progress of one call of `train`.
 
     Attributes:
-        methods: the owner of the run; it dispatches to the user's overrides.
-        plan: how long the run is, and what a step is.
-        data: epochs of the training data.
         strategy: applies updates, and exchanges values between ranks.
-        optimizer: applies the gradients.
-        schedule: sets the learning rate.
-        window: everything since the last log.
-        mode: which modules of the model are in training mode.
         watch: the last recorded values of what a user may change during the run.
         updates: clips and applies gradients: the strategy, or a guard around it.
         capture: captures and replays steps; None with `step_compile="off"`.
-        position: where in the data the run is.
-        log_files: the files with the earlier entries of a long log.
         count_targets: counts the targets of a step; None where nothing needs the count.
         take_batches: takes the batches of a step by an override; None without one.
         after_step: runs what is due after a step by an override; None without one.
         follows_metric: whether an evaluation steps the schedule, with its metric.
-        settings: the settings of the run, as its checkpoints save them.
-        preemption: ends the run after a signal; None if signals do not end it.
         ignore_keys: outputs of the model that evaluations skip.
         has_saved: whether this call began to save a checkpoint.
         counts_operations: whether the operations of the next micro-batch are to be counted.
@@ -128,12 +117,7 @@ class Run:
         self.watch.note(args, methods.model, self.optimizer)
 
     def apply_changes(self) -> None:
-        """Apply the changes since the last step, or refuse them.
-
-        Raises:
-            ValueError: an argument was changed that a run reads only at its beginning, or a part of the model was
-                replaced that a run cannot replace. The message says what to do instead.
-        """
+        """Apply the changes since the last step, or refuse them."""
         methods, args, state = self.methods, self.methods.args, self.methods.state
         self.check_length()
         changed = self.watch.changed_arguments(args)
@@ -177,11 +161,7 @@ class Run:
         return why_not_captured(methods.args, self.strategy, methods.model, methods.overrides, self.optimizer)
 
     def check_length(self) -> None:
-        """Raise if a callback made the run longer: epochs and schedule were planned for its first length.
-
-        Raises:
-            ValueError: `state.max_steps` is larger than planned.
-        """
+        """Raise if a callback made the run longer: epochs and schedule were planned for its first length."""
         max_steps = self.methods.state.max_steps
         if max_steps > self.plan.max_steps:
             raise ValueError(
@@ -208,11 +188,7 @@ class Run:
             torch.accelerator.synchronize()
 
     def check_updates(self) -> None:
-        """Raise if an update was not finite and `on_nonfinite` is `raise`. Sync: one read of the device.
-
-        Raises:
-            FloatingPointError: an update was not finite; the message says which one, and what to do.
-        """
+        """Raise if an update was not finite and `on_nonfinite` is `raise`. Sync: one read of the device."""
         if self.updates is not self.strategy:
             cast("UpdateGuard", self.updates).check()
 

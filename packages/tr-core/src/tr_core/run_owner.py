@@ -25,22 +25,12 @@ class RunMethods(Protocol):
     The run reads attributes at each use: a callback may assign some of them.
 
     Attributes:
-        args: the training arguments.
-        state: what the run has reached.
-        control: what happens next.
         model: the unwrapped model.
         model_wrapped: what the strategy's `prepare` returned.
-        lr_scheduler: the schedule.
         processing_class: tokenizer or processor, None if there is none.
-        loss_rule: what is counted in a step.
-        scope: the data of the current step.
         step_function: `training_step`, called with the count as third argument.
-        callback_handler: the callbacks.
         loaders: the data loaders that callbacks get.
-        train_dataset: the training data.
-        random_state: the random generators.
         search: the search whose trial this run is; None for any other run.
-        trial: the trial of that search.
         has_assignments: whether an assignment acts from the next step.
         loss_is_scaled_for_ga: what an override of `compute_loss` returns; see `Trainer`.
         loss_context: returns the block for forward and loss of a micro-batch.

@@ -47,14 +47,7 @@ def preempting(run: Run) -> Iterator[None]:
 def fresh_state(
     args: TrainingArguments, strategy: Collectives, plan: TrainingPlan, trial: Mapping[str, Any]
 ) -> TrainerState:
-    """Return the state of a new run.
-
-    Args:
-        args: the training arguments.
-        strategy: which process this is.
-        plan: how long the run is.
-        trial: the state's fields about a search's trial.
-    """
+    """Return the state of a new run."""
     state = TrainerState(
         epoch=0.0,
         max_steps=plan.max_steps,
@@ -69,11 +62,7 @@ def fresh_state(
 
 
 def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_dir: str) -> None:
-    """Warn if a new run would save among the checkpoints of another run.
-
-    Raises:
-        ValueError: the checkpoints cannot be listed.
-    """
+    """Warn if a new run would save among the checkpoints of another run."""
     earlier, problem = [], ""
     if strategy.rank == 0:
         try:
@@ -131,13 +120,6 @@ def load_best(
     metric: str | None,
 ) -> bool | None:
     """Load the weights of the best step. Missing files are logged: an exception would lose the trained weights.
-
-    Args:
-        state: holds the number of the best step.
-        checkpointer: finds the checkpoints.
-        strategy: exchanges between ranks where the weights are.
-        parts: returns the parts that hold the weights.
-        metric: the argument `metric_for_best_model`.
 
     Returns:
         Whether rank 0 finds the checkpoint of the best step; None if there is no best step.

@@ -27,11 +27,6 @@ def is_overridden(obj: object, name: str, base: type) -> bool:
     """Whether an object's method differs from that of a class.
 
     It differs if a subclass defines it, or if a function was assigned to the object.
-
-    Args:
-        obj: the object; it need not be of the class.
-        name: the method's name.
-        base: the class with the default method.
     """
     method = getattr(obj, name)
     return getattr(method, "__func__", method) is not getattr(base, name)

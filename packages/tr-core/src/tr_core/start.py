@@ -24,13 +24,7 @@ FIRST_BATCH = "first batch"
 def on_first_use(
     package: str, origins: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package that imports its names when they are first used.
-
-    Args:
-        package: its name.
-        origins: the module of each name.
-        modules: modules of the package that users reach as its attributes.
-    """
+    """Return `__getattr__` and `__dir__` for a package that imports its names when they are first used."""
 
     def get(name: str) -> Any:
         if name in modules:

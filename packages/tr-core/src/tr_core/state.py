@@ -177,13 +177,6 @@ class EventContext(NamedTuple):  # a tuple: the loop makes one for each event
     """Hold the arguments of events.
 
     Attributes:
-        args: the training arguments.
-        state: the progress of the run.
-        control: the flags that callbacks set.
-        model: the unwrapped model.
-        processing_class: tokenizer or processor, None if there is none.
-        optimizer: the optimizer, None before there is one.
-        lr_scheduler: the schedule, None before there is one.
         loaders: `train_dataloader` of the run and `eval_dataloader` of the last evaluation; each is None before.
         loss: loss of the last step on this rank; None before the first step.
     """
@@ -205,9 +198,6 @@ class ExportedState:
     Restored attributes are set on the callback. A constructor argument keeps its current value if the user changed it
     since the saved run. Every other argument comes from the checkpoint, because some callbacks keep their progress
     in arguments.
-
-    Args:
-        callback: the callback, as the user passed it: its arguments are read here.
     """
 
     def __init__(self, callback: Any) -> None:
@@ -273,12 +263,7 @@ _MUTATING = (
 
 
 class WatchedList(list[Any]):
-    """A list that calls a function after every change.
-
-    Args:
-        items: the first items.
-        on_change: called without arguments after each change.
-    """
+    """A list that calls a function after every change."""
 
     def __init__(self, items: Iterable[Any], on_change: Callable[[], None]) -> None:
         super().__init__(items)

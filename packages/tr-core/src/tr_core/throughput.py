@@ -27,9 +27,7 @@ class Share(NamedTuple):
     Attributes:
         samples: samples that only this rank knows of.
         positions: positions of this rank's inputs.
-        targets: positions of this rank's inputs of a decoder that has an encoder beside it.
         memory_bytes: what is allocated now on the fullest of its devices; None if unknown.
-        memory_peak_bytes: the same at its peak.
         peak_flops: peak of its devices together, in operations per second; None if unknown.
     """
 
@@ -48,13 +46,8 @@ class Throughput:
     loading data, computing, exchange, and what callbacks take, but no evaluation and no save. Tokens are positions of
     the main input, padding included, unless a run counts tokens itself (`include_num_input_tokens_seen`).
 
-    Args:
-        clock: knows the time of training.
-
     Attributes:
-        samples: samples of all ranks, since the last log.
         own_samples: samples that only this rank knows of, of a user's loader.
-        positions: positions of this rank's inputs.
         targets: positions of this rank's inputs of a decoder that has an encoder beside it.
     """
 
@@ -107,11 +100,6 @@ class Throughput:
 
         The rates have neither its time nor its samples. The sum is divided by its positions, or by its samples if it
         has no positions.
-
-        Args:
-            inputs: its inputs.
-            scope: its weight, and its samples of all ranks.
-            device: where it is computed.
         """
         from torch.utils.flop_counter import FlopCounterMode  # few runs ask for it
 
@@ -134,14 +122,7 @@ class Throughput:
     def share(
         self, model: nn.Module, device: torch.device, dtype: torch.dtype | None, given_peak: float | None
     ) -> Share:
-        """Return what this rank adds to the rates. No sync.
-
-        Args:
-            model: the model in training.
-            device: where this rank computes; a model may also lie on several of its kind, or on the host meanwhile.
-            dtype: type of its products under mixed precision; None is that of its parameters.
-            given_peak: peak of one device, if a user gave it.
-        """
+        """Return what this rank adds to the rates. No sync."""
         trained = tuple(parameter.requires_grad for parameter in self._looked_at)
         if not trained or trained != self._trained:  # a walk over a large model takes half a millisecond
             self._facts, self._looked_at = look_at(model), tuple(model.parameters())
@@ -153,12 +134,7 @@ class Throughput:
         return Share(self.own_samples, self.positions, self.targets, *memory_in_use(devices), peak)
 
     def close(self, shares: Sequence[Share], tokens_seen: int | None) -> None:
-        """Give the clock the rates since the last log, and begin a new window.
-
-        Args:
-            shares: of all ranks.
-            tokens_seen: tokens seen so far in the whole run; None if the run does not count them.
-        """
+        """Give the clock the rates since the last log, and begin a new window."""
         now_s = self._clock.training_s
         seconds, self._since_s = now_s - self._since_s, now_s
         samples = self.samples + sum(share.samples for share in shares)

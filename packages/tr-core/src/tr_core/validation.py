@@ -35,11 +35,7 @@ from tr_core.signatures import takes_argument
 
 
 def refuse_unsupported(args: TrainingArguments) -> None:
-    """Raise for arguments of which only one value is supported.
-
-    Raises:
-        ValueError: one or more have another value; the message names each with the reason.
-    """
+    """Raise for arguments of which only one value is supported."""
     supported = facts_of_kind(type(args), Only)
     values = {name: (getattr(args, name), only) for name, only in supported.items()}
     problems = [f"  {name}={value!r}: {only.reason}" for name, (value, only) in values.items() if value != only.value]
@@ -63,11 +59,7 @@ def check_model(model: Any, model_init: Any) -> None:
 
 
 def check_quantized(model: nn.Module) -> None:
-    """Raise if a model's weights are quantized, so that training would change little but its norms.
-
-    Raises:
-        ValueError: the model has no adapter, or those of its quantization cannot be trained.
-    """
+    """Raise if a model's weights are quantized, so that training would change little but its norms."""
     quantizer = getattr(model, "hf_quantizer", None)
     if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
         return
@@ -123,13 +115,7 @@ def check_given_optimizers(args: OptimizerFields, optimizers: Any, cls_and_kwarg
 
 
 def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any) -> None:
-    """Raise if an optimizer trains another model, or a schedule sets the rates of another optimizer.
-
-    Args:
-        model: the model; None to check only the other two.
-        optimizer: the user's optimizer, or the one that trains with the schedule; None if there is none.
-        schedule: the user's schedule; None if there is none.
-    """
+    """Raise if an optimizer trains another model, or a schedule sets the rates of another optimizer."""
     scheduled: Any = getattr(schedule, "optimizer", None)
     if scheduled is not None and optimizer is None:
         raise ValueError(
@@ -158,18 +144,7 @@ def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any
 
 
 def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, overrides: Callable[..., bool]) -> None:
-    """Raise if arguments need data that the Trainer did not get: a late failure would waste hours.
-
-    Args:
-        args: the arguments.
-        train_dataset: the training data; anything if a subclass builds its own loader.
-        eval_dataset: the evaluation data; None if a subclass builds its own loader.
-        overrides: returns whether a user replaced a method of the Trainer, by its name.
-
-    Raises:
-        ValueError: the message says what is missing.
-        TypeError: `train_dataset` is several datasets.
-    """
+    """Raise if arguments need data that the Trainer did not get: a late failure would waste hours."""
     evaluates_other_data = args.eval_strategy != "no" and args.overfit_batches is None
     if evaluates_other_data and eval_dataset is None and not overrides("get_eval_dataloader"):
         raise ValueError(
@@ -191,29 +166,14 @@ def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, o
 
 
 def check_options(args: TrainingArguments, strategy: Strategy) -> None:
-    """Raise for options that do not suit the device, the number of processes, or one another.
-
-    Raises:
-        ValueError: the message names the option.
-        ImportError: an option needs a package that is not installed.
-    """
+    """Raise for options that do not suit the device, the number of processes, or one another."""
     check_conditions(args, strategy.device)
     check_accelerator_config(args, strategy.world_size)
     check_batch_size_search(args)
 
 
 def check_label_names(args: DataFields, model: nn.Module, has_loss_function: bool, computes_loss: bool) -> None:
-    """Raise if `label_names` names inputs that the model does not take: training would fail late, or without a loss.
-
-    Args:
-        args: the arguments.
-        model: the model.
-        has_loss_function: whether a function computes the loss, which gets `labels`.
-        computes_loss: whether a subclass computes the loss. It may remove the labels from the inputs.
-
-    Raises:
-        ValueError: the forward does not take one of them, and nothing removes it from the batch before.
-    """
+    """Raise if `label_names` names inputs that the model does not take: training would fail late, or without a loss."""
     names, base = args.label_names or [], base_model(model)
     taken_out = ["labels"] if has_loss_function else []
     unknown = [name for name in names if name not in taken_out and not takes_argument(base.forward, name)]
@@ -226,18 +186,7 @@ def check_label_names(args: DataFields, model: nn.Module, has_loss_function: boo
 
 
 def check_evaluation(args: EvaluationFields, model: nn.Module, compute_metrics: Any, counts_targets: bool) -> None:
-    """Raise if `compute_metrics` or the model cannot return what the arguments request of an evaluation.
-
-    Args:
-        args: the arguments.
-        model: the model.
-        compute_metrics: a function, or metrics that are updated with every batch; None for none.
-        counts_targets: whether the loss is divided by the number of its targets.
-
-    Raises:
-        ValueError: the arguments do not fit; the message says what to change.
-        TypeError: `compute_metrics` is neither a function nor built from metrics.
-    """
+    """Raise if `compute_metrics` or the model cannot return what the arguments request of an evaluation."""
     if compute_metrics is not None:
         _check_metrics(args, compute_metrics)
     if args.eval_perplexity and not counts_targets:
@@ -274,16 +223,7 @@ def _check_metrics(args: EvaluationFields, compute: Any) -> None:
 
 
 def check_output_dir(args: SavingFields, folder: str | Path, strategy: Strategy) -> None:
-    """Refuse on all ranks an `output_dir` where the first save would fail.
-
-    Args:
-        args: the arguments; they select which ranks write.
-        folder: the folder of the checkpoints.
-        strategy: which process this is.
-
-    Raises:
-        ValueError: a file is in the way, or this user may not write there.
-    """
+    """Refuse on all ranks an `output_dir` where the first save would fail."""
     if args.save_strategy == "no":
         return
     writes = strategy.rank == 0 or (args.save_on_each_node and strategy.local_rank == 0)
@@ -306,8 +246,7 @@ def lock_output_dir(checkpointer: Checkpointer) -> None:
 def unlocking_output_dir(current: Callable[[], Checkpointer | None]) -> Iterator[None]:
     """Unlock the folder for other runs when the block ends, also after an exception.
 
-    Args:
-        current: returns the checkpointer at the end: a callback may save in a run without planned saves.
+    A callback may save in a run without planned saves: the checkpointer is asked for at the end.
     """
     try:
         yield
@@ -318,11 +257,7 @@ def unlocking_output_dir(current: Callable[[], Checkpointer | None]) -> Iterator
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why a folder cannot be created or written to, and what to change; empty if it can.
-
-    Args:
-        folder: its absolute path.
-    """
+    """Return why a folder cannot be created or written to, and what to change; empty if it can."""
     existing = nearest_existing_path(folder)
     if not existing.is_dir():
         return f"output_dir={str(folder)!r} cannot be made: {existing} is a file; give another folder, or move the file"

@@ -29,15 +29,7 @@ _OVERRIDES = (
 def why_not_captured(
     args: PrecisionFields, strategy: Strategy, model: nn.Module, overrides: Callable[..., bool], optimizer: Any = None
 ) -> str | None:
-    """Return why no step of a run can be captured; None if nothing is known that prevents it.
-
-    Args:
-        args: the training arguments.
-        strategy: the strategy.
-        model: the unwrapped model.
-        overrides: returns whether a user replaced one of some methods of the Trainer, by name.
-        optimizer: the run's optimizer; None before there is one.
-    """
+    """Return why no step of a run can be captured; None if nothing is known that prevents it."""
     switches = ("torch_compile", "activation_checkpointing", "auto_find_batch_size", "fp16")
     found = [name for name in _OVERRIDES if overrides(name)]
     checks = (
@@ -71,16 +63,7 @@ def refused(reason: str) -> str:
 
 
 class CapturedUpdates:
-    """Give the loop the gradient norm of a captured update, which is applied already; else clip and apply as usual.
-
-    Args:
-        updates: the strategy, or the guard around it that `on_nonfinite` requires.
-        strategy: the strategy.
-
-    Attributes:
-        norm: gradient norm of the step, if its update was a captured one.
-        guard: the guard, if there is one.
-    """
+    """Give the loop the gradient norm of a captured update, which is applied already; else clip and apply as usual."""
 
     def __init__(self, updates: Strategy | UpdateGuard, strategy: Strategy) -> None:
         self._strategy = strategy

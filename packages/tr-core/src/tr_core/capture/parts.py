@@ -64,9 +64,6 @@ class Gradients:
     """The captured forward and backward of one micro-batch, and the clipping if the micro-batch is the full step.
 
     Args:
-        model: the model, in training mode.
-        named: its parameters by name.
-        buffers: its buffers by name.
         loss_of: returns the loss of a batch, as a function of its tensors.
         batch: the tensors of a batch.
         clip: clips the gradients of parameters and returns their norm; None leaves that to the update.
@@ -113,7 +110,6 @@ class Update:
     """The captured update of an optimizer, and the clipping before it if the gradients were not clipped yet.
 
     Args:
-        optimizer: the optimizer; it does not change.
         parameters: those that have a gradient.
         rates: the learning rate of each group, scalar tensors.
         clip: as for `Gradients`; None if the gradients are clipped.

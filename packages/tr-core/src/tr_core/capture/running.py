@@ -49,7 +49,6 @@ class CudaGraph:
     """Operations on fixed tensors, captured as a CUDA graph.
 
     Args:
-        function: the operations.
         inputs: the tensors; `run` reads and writes the same memory.
         pool: memory that several graphs share, which never run at the same time.
 
@@ -87,11 +86,9 @@ class CapturedStep:
     """The captured parts of one kind of step.
 
     Args:
-        gradients: forward and backward of a micro-batch.
         update: the update; None if it is an ordinary one.
 
     Attributes:
-        how: how the capture runs.
         places: the tensors that it was made of, as `StepCapture` compares them.
         holds: objects that are compared by their identity, which would be another's if they were gone.
     """
@@ -109,12 +106,7 @@ class CapturedStep:
         return same and (self.update is None) == (first.update is None)
 
     def run(self, state: Tensors, batch: Tensors) -> Tensors:
-        """Run a micro-batch; return the loss, the norm if the gradients are clipped, and the gradients.
-
-        Args:
-            state: the parameters and buffers.
-            batch: the tensors of the batch.
-        """
+        """Run a micro-batch; return the loss, the norm if the gradients are clipped, and the gradients."""
         raise NotImplementedError
 
     def keep(self, gradients: Tensors) -> Tensors:
@@ -127,13 +119,7 @@ class CapturedStep:
 
 
 class OnCpu(CapturedStep):
-    """A capture on the CPU.
-
-    Args:
-        gradients, update: as for `CapturedStep`.
-        state: parameters and buffers.
-        batch: tensors of a batch.
-    """
+    """A capture on the CPU."""
 
     def __init__(
         self,
@@ -172,10 +158,6 @@ class OnCuda(CapturedStep):
     """A capture as CUDA graphs: one for a full step, or one for a micro-batch and one for the update.
 
     Args:
-        gradients, update: as for `CapturedStep`.
-        state: parameters and buffers.
-        batch: tensors of a batch, on the device.
-        rates: the learning rates.
         pool: memory that all graphs of a run share.
     """
 

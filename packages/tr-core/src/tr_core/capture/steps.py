@@ -63,16 +63,12 @@ class StepCapture:
     """Capture the micro-batches and updates of one run, and run the captures.
 
     Args:
-        methods: the owner of the run.
-        strategy: the run's strategy.
-        optimizer: the run's optimizer.
         updates: what clips and applies gradients in ordinary steps.
         max_norm: returns what gradients are clipped to now; None for no clipping.
         off: why no step of this run can be captured; None if nothing prevents it.
 
     Attributes:
         updates: what the loop calls to clip and apply gradients.
-        num_captured: micro-batches that a capture ran.
     """
 
     def __init__(
@@ -125,14 +121,7 @@ class StepCapture:
             self.renew(off)
 
     def run(self, ordinary: Step, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
-        """Run one micro-batch by a capture, and the update after the last; or by the ordinary step.
-
-        Args:
-            ordinary: the step function; see `Trainer.training_step`, also for the other arguments and the result.
-            model: the wrapped model.
-            inputs: the batch.
-            num_items: the count of the step.
-        """
+        """Run one micro-batch by a capture, and the update after the last; or by the ordinary step."""
         if self._off is not None:
             return ordinary(model, inputs, num_items)
         scope = self._methods.scope

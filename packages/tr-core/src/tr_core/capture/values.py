@@ -32,7 +32,6 @@ class Batch:
         inputs: a mapping, a list, a tuple or a tensor; it may be nested.
 
     Attributes:
-        tensors: the tensors in it.
         shapes: everything else, to compare with that of other batches.
 
     Raises:
@@ -85,12 +84,7 @@ class _Attributes:
 
 
 class BuiltInValues:
-    """Read what a capture has built in of a model and an optimizer: numbers, texts, switches, and what there is.
-
-    Args:
-        model: the unwrapped model.
-        optimizer: the run's optimizer.
-    """
+    """Read what a capture has built in of a model and an optimizer: numbers, texts, switches, and what there is."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -29,12 +29,7 @@ def is_adapter(model: nn.Module) -> bool:
 
 
 def adapter_parts(model: nn.Module, whole: Stateful) -> dict[str, Stateful]:
-    """Return the checkpoint parts of a model with an adapter.
-
-    Args:
-        model: the unwrapped model.
-        whole: the part with the state of the whole model.
-    """
+    """Return the checkpoint parts of a model with an adapter."""
     return {ADAPTER: _Adapter(model, whole), UNFROZEN: _Unfrozen(model, whole)}
 
 
@@ -49,9 +44,6 @@ def restore_parts(
     """Restore `parts` as the checkpointer does, and check that an adapter got its weights.
 
     Another program's checkpoint of an adapter has no part `unfrozen`. It needs none if only the adapter is trained.
-
-    Raises:
-        ValueError: as the checkpointer raises; also if the checkpoint lacks weights that are trained.
     """
     has_adapter = ADAPTER in parts
     optional = {*optional, ADAPTER, UNFROZEN} if has_adapter else optional

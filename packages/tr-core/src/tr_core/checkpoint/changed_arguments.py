@@ -27,11 +27,6 @@ logger = get_logger("tr_core.trainer")
 def apply_changed_arguments(run: DescribedRun, settings: Settings, schedule_state: dict[str, Any]) -> None:
     """Apply changed arguments to the optimizer, the schedule, the data order and the best model.
 
-    Args:
-        run: the call of `train` that begins.
-        settings: the settings of the run and of its checkpoint.
-        schedule_state: the schedule's state in the checkpoint.
-
     Raises:
         ValueError: a change prevents the run from resuming; the message names it, with both values.
     """

@@ -54,10 +54,6 @@ class LogFiles:
         """Write entries to files in `folder` until the checkpoint has to hold fewer than twice `ENTRIES`.
 
         All begins over if `entries` is another list than at the last call. After an error the checkpoint holds them.
-
-        Args:
-            entries: the whole log.
-            folder: of the files; made if it is needed.
         """
         if folder != self._folder or not self._continues(entries):
             self.count, self._last, self._folder = 0, None, folder
@@ -74,12 +70,7 @@ class LogFiles:
             self._ends = entries[0], entries[self.count - 1]
 
     def read(self, state: TrainerState, folders: list[Path]) -> None:
-        """Put the entries of files before those that the restored checkpoint held itself.
-
-        Args:
-            state: the restored state.
-            folders: where the files may be.
-        """
+        """Put the entries of files before those that the restored checkpoint held itself."""
         if self._saved is None:
             return
         last, count = self._saved["last"], self._saved["count"]
@@ -110,12 +101,7 @@ class LogFiles:
 
 
 class SavedState:
-    """The state of the trainer as a checkpoint holds it: without the entries that are in files.
-
-    Args:
-        state: the state.
-        files: the files.
-    """
+    """The state of the trainer as a checkpoint holds it: without the entries that are in files."""
 
     def __init__(self, state: TrainerState, files: LogFiles) -> None:
         self._state, self._files = state, files

@@ -21,7 +21,6 @@ class Group:
     """Describe a parameter group at its construction.
 
     Attributes:
-        parameters: the names of its parameters, in the group's order.
         rate: its base learning rate.
         options: the optimizer's other options.
     """
@@ -41,7 +40,6 @@ class GroupChange:
     """Describe one value of one group that the current arguments change.
 
     Attributes:
-        group: index of the group.
         name: `learning_rate`, or an option.
         saved: the value by the arguments of the checkpoint.
         current: the value by the current arguments.

@@ -22,15 +22,7 @@ def written_files(
 ) -> Iterator[Callable[[Path], None]]:
     """Run an override on all ranks, and return a function that moves its files into another folder. Collective.
 
-    Args:
-        folder: where the override writes; its parent is removed afterwards.
-        write: calls the override with the folder.
-        collectives: exchanges between ranks.
-        writes: whether this rank writes files.
-
-    Raises:
-        Exception: what the override raised on this rank.
-        RuntimeError: it raised on another rank.
+    `folder`'s parent is removed afterwards. An error on this rank is raised; on the others a RuntimeError says so.
     """
 
     def make() -> None:
@@ -53,12 +45,7 @@ def written_files(
 
 @contextmanager
 def set_aside(begun: Path | None, folder: Path) -> Iterator[None]:
-    """Move what an override began of a checkpoint into a folder while it is saved, and back if that fails.
-
-    Args:
-        begun: the folder that the checkpoint will have; None, or one that does not exist, is left alone.
-        folder: where `written_files` writes; its copy of the files becomes part of the checkpoint.
-    """
+    """Move what an override began of a checkpoint into a folder while it is saved, and back if that fails."""
     if begun is None or not begun.is_dir():
         yield
         return

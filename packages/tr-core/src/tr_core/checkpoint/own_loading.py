@@ -20,7 +20,6 @@ class OwnLoading:
     """Move parts between their states before a resume and those of the checkpoint.
 
     Args:
-        method: the name of the method that a subclass overrides.
         parts: what it loads, before the resume.
         can_put_back: whether the strategy lets these parts be loaded by `load_state_dict`.
     """
@@ -43,11 +42,7 @@ class OwnLoading:
         self._is_loaded = True
 
     def check(self) -> None:
-        """Raise if the override did not load the checkpoint's states, and they could not be put back before it.
-
-        Raises:
-            RuntimeError: the override did not call the method that it overrides.
-        """
+        """Raise if the override did not load the checkpoint's states, and they could not be put back before it."""
         if not self._can_put_back and not self._is_loaded:
             raise RuntimeError(
                 f"the override of {self._method} did not call super(), but this strategy restores "

@@ -35,11 +35,6 @@ _FROM_ARGUMENTS = ("max_steps", "num_train_epochs", "train_batch_size", "logging
 def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> Path | None:
     """Load a checkpoint into all parts, and fit run and state to it; return its folder, None if `auto` found none.
 
-    Args:
-        run: the call of `train` that begins.
-        resume: as in `Trainer.train`, and not None or False.
-        fresh: the state of a new run.
-
     Raises:
         ValueError: there is no checkpoint and `resume` is not `auto`, the named one is damaged, or it cannot resume
             with the current arguments. The message says why.
@@ -119,10 +114,6 @@ class CallbackStates:
     """Restore the states of a Trainer's callbacks; a warning names the states that do not fit.
 
     With `restore_callback_states_from_checkpoint=False` callbacks start fresh, except those that hold weights.
-
-    Args:
-        callbacks: the callbacks whose states they are.
-        restores: whether all of them get their states.
     """
 
     def __init__(self, callbacks: CallbackList, *, restores: bool) -> None:

@@ -34,11 +34,7 @@ WEIGHTS_NAME = "model.safetensors"
 
 
 def build_checkpointer(args: TrainingArguments, strategy: Strategy) -> Checkpointer:
-    """Return the checkpointer that the arguments name.
-
-    Raises:
-        ValueError: no checkpointer of that name is installed; the message says what to install, or how to avoid it.
-    """
+    """Return the checkpointer that the arguments name."""
     try:
         factory = plugins.load("tr.checkpointers", str(args.checkpointer))
     except plugins.PluginError as error:
@@ -63,14 +59,7 @@ def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 def save_model(model: nn.Module, state: dict[str, Any], folder: Path, save_companions: Callable[[Path], None]) -> None:
-    """Write weights in safetensors, and their companion files.
-
-    Args:
-        model: the unwrapped model, with the configuration to save.
-        state: its full state dict.
-        folder: where to write.
-        save_companions: writes the model's files other than its weights into a folder.
-    """
+    """Write weights in safetensors, and their companion files."""
     folder.mkdir(parents=True, exist_ok=True)
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
@@ -85,15 +74,7 @@ def save_model(model: nn.Module, state: dict[str, Any], folder: Path, save_compa
 def save_companions(
     folder: Path, model: nn.Module, args: TrainingArguments, processor: Any, use_cache: UseCache
 ) -> None:
-    """Write a model's files other than its weights: configuration, tokenizer, and the arguments as JSON.
-
-    Args:
-        folder: where to write.
-        model: the unwrapped model.
-        args: the training arguments.
-        processor: tokenizer or processor, None if there is none.
-        use_cache: restores the configuration's own `use_cache`.
-    """
+    """Write a model's files other than its weights: configuration, tokenizer, and the arguments as JSON."""
     # Skips the configuration of a model inside an adapter wrapper: beside an adapter, from_pretrained would look for
     # the weights of the full model.
     owner = model if base_model(model) is model else None
@@ -115,12 +96,7 @@ def find_processor(processing_class: Any, collator: Any) -> Any:
 
 
 def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
-    """Save everything that the run needs to resume from here, through the checkpointer.
-
-    Args:
-        run: the run to save.
-        save_companions: writes the model's files other than its weights into a folder.
-    """
+    """Save everything that the run needs to resume from here, through the checkpointer."""
     methods, state, model = run.methods, run.methods.state, run.methods.model
     checkpointer = methods.checkpointer()
     run.collect_window(state)
@@ -177,11 +153,7 @@ def _report_checkpoint(announce: Callable[[Path, int], None], folder: Path, *, s
 
 
 def checkpoint_parts(run: Run) -> dict[str, Stateful]:
-    """Return all stateful parts of a run by name: exactly the contents of a checkpoint.
-
-    Raises:
-        ValueError: a callback uses the name of one of these parts.
-    """
+    """Return all stateful parts of a run by name: exactly the contents of a checkpoint."""
     methods = run.methods
     others = run.strategy.state_parts(methods.model_wrapped, run.optimizer)
     del others["model"]
@@ -207,11 +179,7 @@ def model_parts(
 ) -> dict[str, Stateful]:
     """Return the checkpoint parts of the model, by name: the full model, or only what is trained with an adapter.
 
-    Args:
-        strategy: saves and restores the model.
-        model: the unwrapped model.
-        wrapped: the model as the strategy wrapped it.
-        own_layout: whether an override writes the model's files; the part then has a name that it does not use.
+    With `own_layout` an override writes the model's files; the part then has a name that it does not use.
     """
     part = model_part(strategy, model, wrapped)
     if own_layout:

@@ -57,11 +57,8 @@ def continue_function(
 ) -> None:
     """Resume a schedule that is a function of the steps.
 
-    Args:
-        schedule: the schedule by the current arguments.
-        state: the state in the checkpoint; None if the checkpoint's schedule was of another kind.
-        rates: base learning rates that changed.
-        place: steps of the schedule that count as done; None keeps the saved schedule and rates.
+    `place` is the number of steps that count as done; None keeps the saved schedule and rates. `state` is None if the
+    checkpoint's schedule was of another kind.
     """
     if state is not None:
         load_as_saved(schedule, state)
@@ -86,11 +83,7 @@ def continue_following(
 ) -> None:
     """Resume a schedule that remembers evaluations; rates that it has lowered stay lower by the same factor.
 
-    Args:
-        schedule: the schedule by the current arguments.
-        state: the state in the checkpoint; None resets the schedule at the current rates.
-        rates: base learning rates that changed.
-        saved_options: the schedule's options by the arguments of the checkpoint.
+    Without a saved `state` the schedule begins at the current rates.
     """
     made = dict(vars(schedule))
     if state is not None:

@@ -34,13 +34,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Difference:
-    """Describe one argument, or figure of the run, that changed since the checkpoint was saved.
-
-    Attributes:
-        name: its name.
-        saved: its value in the checkpoint.
-        current: its current value.
-    """
+    """Describe one argument, or figure of the run, that changed since the checkpoint was saved."""
 
     name: str
     saved: Any
@@ -93,12 +87,8 @@ class DescribedRun(Protocol):
 class Settings:
     """Save a run's settings as the part `settings` of its checkpoints: plain JSON, without secrets.
 
-    Args:
-        run: the call of `train` that begins; its optimizer and schedule were just built.
-
     Attributes:
         groups: the optimizer's parameter groups at their construction.
-        steps: optimizer steps that the schedule was built for.
         saved: the settings in the checkpoint; None before a restore, and if the checkpoint holds none.
     """
 
@@ -135,11 +125,7 @@ class Settings:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore the settings of a checkpoint.
-
-        Raises:
-            ValueError: its optimizer state, or its adapter, does not fit this run.
-        """
+        """Restore the settings of a checkpoint."""
         kind, args = type(self._run.optimizer).__name__, self._run.methods.args
         if state_dict["optimizer"] != kind:
             before = state_dict["arguments"].get("optim")
@@ -206,10 +192,6 @@ def fingerprint(
 
     Every byte counts. Weights are summed on their device, in one read of all weights. The sums are read back after
     the last one.
-
-    Args:
-        model: with or without an adapter.
-        gathered: returns a block in which one parameter is full; collective if ranks have shards.
     """
     if not is_adapter(model):
         return None
@@ -231,11 +213,7 @@ def fingerprint(
 
 
 def check_fingerprint(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> None:
-    """Raise if an adapter would resume on other weights than those that it was trained on.
-
-    Raises:
-        ValueError: the weights differ; the message says what is known of the difference.
-    """
+    """Raise if an adapter would resume on other weights than those that it was trained on."""
     if saved is None or current is None or saved["digest"] == current["digest"]:
         return
     figures = [f"{side['weights']:,} of {', '.join(side['dtypes'])}" for side in (saved, current)]

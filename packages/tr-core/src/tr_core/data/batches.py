@@ -56,26 +56,15 @@ class Batches(Protocol):
     def restore_source(self, places: Sequence[Any], rank: int, world_size: int, *, in_epoch: bool = True) -> None:
         """Set the next epoch to begin at a saved state of the data, so that nothing is read twice.
 
-        Without this call the epoch begins at the same position, after reading all samples before it.
-
-        Args:
-            places: results of `source_state` on each rank of the saved run.
-            rank: this process's number.
-            world_size: number of processes now.
-            in_epoch: whether the run resumes inside an epoch; else only the generators of later epochs are restored.
+        Without this call the epoch begins at the same position, after reading all samples before it. `places` are the
+        results of `source_state` on each rank of the saved run. Between two epochs only the generators of later ones
+        are restored.
         """
         ...
 
 
 def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = False) -> Batches:
-    """Return the epochs over a loader: one that the Trainer built, or any iterable.
-
-    Args:
-        loader: result of `get_train_dataloader` or one of its siblings.
-        batch_size: samples per rank and micro-batch.
-        world_size: number of ranks.
-        trains: whether the data is for training; a user's loader then passes the epoch to its data set.
-    """
+    """Return the epochs over a loader: one that the Trainer built, or any iterable."""
     if isinstance(loader, Batches):
         return loader
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):
@@ -165,15 +154,7 @@ class _Stream:
 
 
 class AskedBatches:
-    """The iterator over an epoch that `get_batch_samples` receives: batches on the device.
-
-    Args:
-        batches: the micro-batches of the epoch.
-        device: where the batches are moved to.
-
-    Attributes:
-        taken: the micro-batches that were taken for this step.
-    """
+    """The iterator over an epoch that `get_batch_samples` receives: batches on the device."""
 
     def __init__(self, batches: Iterator[MicroBatch], device: torch.device) -> None:
         self._batches, self._device = batches, device

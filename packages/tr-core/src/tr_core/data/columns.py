@@ -11,11 +11,6 @@ class NarrowedSample(dict[str, Any]):
 
     Length, iteration, `in`, `get` and copies into a plain dict see only the shown columns. But `sample["text"]`,
     `sample.pop("text")` and `del sample["text"]` reach a hidden one, because naming a column means needing it.
-
-    Args:
-        sample: all columns.
-        shown: names of the shown columns; the sample need not have all.
-        asked: collects the names of hidden columns that were accessed.
     """
 
     def __init__(self, sample: Mapping[str, Any], shown: frozenset[str], asked: set[str]) -> None:

@@ -32,8 +32,6 @@ class ComputedOrder:
 
     Args:
         num_samples: samples of the data set, at most 2**62.
-        seed: seed of the order.
-        epoch: the epoch, from 0.
         size: samples of a slice, usually.
         stride: places from the start of one such slice to the next.
 

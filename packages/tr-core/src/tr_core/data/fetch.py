@@ -29,16 +29,7 @@ def explain_data_error(error: BaseException, what: str, owner: Any, where: str) 
     """Add the samples to an error as a note; call it in the handler and `raise` afterwards.
 
     Type and traceback stay. Notes are part of a formatted traceback, so they also survive the transfer from a worker
-    process.
-
-    Args:
-        error: the exception.
-        what: `the data set` or `the data collator`.
-        owner: the data set or collator itself.
-        where: the samples.
-
-    Raises:
-        RuntimeError: the error was StopIteration or GeneratorExit, which would silently end the data.
+    process. StopIteration and GeneratorExit, which would silently end the data, become a RuntimeError.
     """
     name = getattr(owner, "__qualname__", None) or type(owner).__name__
     if isinstance(error, StopIteration | GeneratorExit):
@@ -82,12 +73,7 @@ class KeepColumns:
 
     Args:
         collate: the collator that gets the narrowed samples. Columns in its attribute `required_columns` stay visible.
-        columns: names of the columns that the model takes.
-        model_name: class name of the model, for messages.
         logged: sets of hidden columns that were logged already; new ones are added.
-
-    Attributes:
-        inner: the collator.
 
     Raises:
         ValueError: in a call, if no column is visible and the collator accessed no hidden one.
@@ -149,15 +135,7 @@ class KeepColumns:
 
 
 class MapFetch(Dataset[Any]):
-    """A map-style data set whose item is a whole collated micro-batch.
-
-    Args:
-        dataset: the samples; `__getitems__` is used if defined.
-        collate: makes a batch of a list of samples.
-
-    Attributes:
-        epoch: last epoch passed to `set_epoch`, None before that.
-    """
+    """A map-style data set whose item is a whole collated micro-batch."""
 
     def __init__(self, dataset: Any, collate: Collate, epoch: int | None = None) -> None:
         self.dataset, self.collate, self.epoch = dataset, collate, epoch
@@ -242,7 +220,6 @@ class Round(NamedTuple):
     """One item of a stream.
 
     Attributes:
-        inputs: this rank's collated batch; None for a skipped round.
         total: samples that the round holds for all ranks.
     """
 
@@ -255,15 +232,6 @@ class StreamFetch(IterableDataset[Any]):
 
     The stream is cut into rounds of `batch_size * world_size` samples, one slice for each rank. With worker processes
     the data set must divide itself among them (`torch.utils.data.get_worker_info`); torch requires it.
-
-    Args:
-        dataset: the samples; the same stream on every rank.
-        collate: makes a batch of a list of samples.
-        batch_size: samples per rank and micro-batch.
-        seed: seed for random numbers while loading.
-        drop_last: leave out a short last round.
-        rank: this process's number.
-        world_size: number of processes.
     """
 
     def __init__(
@@ -291,16 +259,9 @@ class StreamFetch(IterableDataset[Any]):
     def seek(self, epoch: int, position: int = 0, *, rounds: int | None = None, is_there: bool = False) -> int:
         """Make the next iteration begin after `position` samples of all ranks.
 
-        A stream has no random access: the samples before the position are read and dropped uncollated.
-
-        Args:
-            epoch: the epoch, from 0.
-            position: samples of all ranks to skip.
-            rounds: number of these rounds, short ones included; None if all are whole.
-            is_there: whether the data set itself begins at the position, so that nothing is read before it.
-
-        Returns:
-            Number of rounds that the next iteration yields without a batch, one for each skipped round.
+        A stream has no random access: the samples before the position are read and dropped uncollated. Returns the
+        number of rounds that the next iteration yields without a batch. `rounds` counts the skipped ones, None if all
+        are whole. With `is_there` the data set itself begins at the position.
         """
         whole, samples = divmod(position, self.per_round)
         if rounds is not None:
@@ -338,13 +299,7 @@ class StreamFetch(IterableDataset[Any]):
 
 
 class _Reader:
-    """Reads and collates samples of a stream, and adds their positions to errors.
-
-    Args:
-        fetch: whose data set is read.
-        position: number of the first sample, from 0 in the epoch.
-        of: words after the positions in an error, for what they count.
-    """
+    """Reads and collates samples of a stream, and adds their positions to errors."""
 
     def __init__(self, fetch: StreamFetch, position: int, of: str) -> None:
         self._fetch, self._position, self._of = fetch, position, of

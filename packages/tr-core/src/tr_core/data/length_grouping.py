@@ -27,10 +27,6 @@ class LengthGrouping:
     Resumed with another batch size or number of processes, it has the same order. Runs on 1, 2 or 4 processes with the
     same number of samples in a step have the same order.
 
-    Args:
-        lengths: length of each sample, whole numbers of shape (samples,).
-        samples_per_step: samples of one optimizer step of all ranks.
-
     Source: `LengthGroupedSampler` of transformers 5.23, with the same order for the same permutation. Deviations: the
     permutation comes from the seed and the epoch, and `samples_per_step` counts all ranks.
     """
@@ -71,12 +67,6 @@ def measure_lengths(dataset: Any, column: str, input_name: str, *, show: bool = 
 
     The length is the number in `column`, if the data has that column. Otherwise it is the `len` of the sample's
     `input_name`, and every sample is read once. The random state is restored after reading.
-
-    Args:
-        dataset: the data.
-        column: name of the column of lengths.
-        input_name: the input to measure without that column: the model's main input.
-        show: whether to show a progress bar.
 
     Raises:
         ValueError: samples have neither, or no valid length in them; the message lists what they have.

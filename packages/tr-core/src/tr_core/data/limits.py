@@ -27,10 +27,6 @@ class FirstBatches:
     """Epochs over the first micro-batches of other data; every epoch repeats the beginning of its first epoch.
 
     Random numbers drawn while loading repeat in every epoch too.
-
-    Args:
-        batches: epochs over the whole data.
-        number: micro-batches of an epoch; all of them if there are fewer.
     """
 
     def __init__(self, batches: Batches, number: int) -> None:
@@ -96,9 +92,7 @@ def training_batches(loader: Any, args: TrainingArguments, world_size: int) -> B
 def evaluates_training_batches(args: TrainingArguments, eval_dataset: Any) -> bool:
     """Whether an evaluation uses the training batches: with `overfit_batches`, instead of the Trainer's data.
 
-    Args:
-        args: the arguments.
-        eval_dataset: as in `Trainer.evaluate`, but not a dict; data other than the Trainer's own is always used itself.
+    Data other than the Trainer's own is always used itself.
     """
     is_own = eval_dataset is None or isinstance(eval_dataset, str)
     return args.overfit_batches is not None and args.eval_strategy != "no" and is_own

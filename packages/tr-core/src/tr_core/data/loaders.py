@@ -133,15 +133,7 @@ class SeededLoader(DataLoader[Any]):
 
 
 class SampledLoader(SeededLoader):
-    """Loads map-style data in the order of an `EpochSampler`.
-
-    Args:
-        dataset: the data.
-        sampler: yields the indices of each micro-batch.
-        collate: makes a batch of a list of samples.
-        follows_epoch: pass the number of each epoch to a data set with `set_epoch`.
-        **options: of torch's `DataLoader`.
-    """
+    """Loads map-style data in the order of an `EpochSampler`."""
 
     def __init__(
         self, dataset: Any, sampler: EpochSampler, collate: Collate, *, follows_epoch: bool, **options: Any
@@ -161,12 +153,7 @@ class SampledLoader(SeededLoader):
 
 
 class StreamLoader(SeededLoader):
-    """Loads iterable data; each rank takes its own part of every round.
-
-    Args:
-        fetch: reads and collates the rounds.
-        **options: of torch's `DataLoader`.
-    """
+    """Loads iterable data; each rank takes its own part of every round."""
 
     def __init__(self, fetch: StreamFetch, **options: Any) -> None:
         size, collate = fetch.batch_size, fetch.collate
@@ -191,11 +178,6 @@ class UsualOrder(Sampler[int]):
 
     A loader of the Trainer takes it for no sampler at all: its order is a function of seed and epoch. Here it is drawn
     from torch's generator, as by torch's `RandomSampler`.
-
-    Args:
-        dataset: map-style data.
-        strategy: the order, by its name in `train_sampling_strategy`.
-        grouping: for "group_by_length", measures lengths.
     """
 
     def __init__(self, dataset: Any, strategy: str, grouping: Callable[[], LengthGrouping] | None = None) -> None:
@@ -239,15 +221,6 @@ def train_loader(
     batch_size: int | None = None,
 ) -> SeededLoader:
     """Build the loader of the training data: in the seeded order, or in the data's own order if requested.
-
-    Args:
-        dataset: the data.
-        collate: makes a batch of a list of samples.
-        args: the training arguments.
-        collectives: give rank and number of processes.
-        input_name: the sample's entry to measure, if samples are grouped by length.
-        sampler: another order (see `UserSampler`); None for the order of the arguments.
-        batch_size: samples of a batch of this process; None for the arguments' number.
 
     Raises:
         ValueError: samples are to be grouped by length, and have no length; or iterable data is to be put into an order

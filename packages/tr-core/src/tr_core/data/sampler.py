@@ -104,15 +104,10 @@ class EpochSampler(Sampler[list[int]]):
     """Batch sampler over one epoch's global order, for one rank, from any position.
 
     Args:
-        num_samples: samples of the data set.
-        batch_size: samples per rank and micro-batch.
         shuffle: permute by seed and epoch; else the data set's own order.
         computed: permute as `ComputedOrder` does, without a list of all samples.
         grouping: brings shuffled samples of similar length together.
-        seed: seed of the order and of random numbers while loading.
         drop_last: leave out a short last micro-batch.
-        rank: this process's number.
-        world_size: number of processes.
     """
 
     def __init__(
@@ -136,13 +131,7 @@ class EpochSampler(Sampler[list[int]]):
         self._names_epoch = False
 
     def seek(self, epoch: int, position: int = 0, *, names_epoch: bool = False) -> None:
-        """Make the next iteration begin at `position` samples into `epoch`, at no cost.
-
-        Args:
-            epoch: the epoch, from 0.
-            position: samples of all ranks.
-            names_epoch: add the epoch to each micro-batch, for a data set that follows it.
-        """
+        """Make the next iteration begin at `position` samples into `epoch`, at no cost."""
         self.epoch, self.start, self._names_epoch = epoch, position, names_epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -201,7 +190,6 @@ class MicroBatch(NamedTuple):
     """One rank's collated samples, not moved to the device yet.
 
     Attributes:
-        inputs: the collated batch, with host tensors.
         weight: factor for the mean loss over it (see `Slice`).
         end: position in the epoch, in samples of all ranks, once it is consumed.
         total: samples it holds for all ranks; None if each rank knows only its own.
@@ -223,13 +211,7 @@ def _iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class SampledBatches:
-    """A map-style data set in the Trainer's own order: any position costs the same.
-
-    Args:
-        loader: its batch sampler is `sampler`.
-        sampler: yields the order.
-        set_epoch: called with the number of each epoch before its first sample; None leaves the data unchanged.
-    """
+    """A map-style data set in the Trainer's own order: any position costs the same."""
 
     def __init__(
         self, loader: DataLoader[Any], sampler: EpochSampler, set_epoch: Callable[[int], object] | None = None
@@ -334,14 +316,6 @@ class UserSampler(EpochSampler):
     The other sampler is iterated once an epoch, with random numbers that depend on seed and epoch alone. So all ranks
     have one order, and a resumed run repeats it. A sampler with its own generator draws from that. A checkpoint then
     holds the generator's state at the beginning of the epoch. A sampler with `set_epoch` receives the epoch.
-
-    Args:
-        sampler: yields indices of samples, and has a length.
-        batch_size: samples per rank and micro-batch.
-        **options: further arguments of `EpochSampler`.
-
-    Raises:
-        ValueError: the sampler has no length.
     """
 
     def __init__(self, sampler: Any, batch_size: int, **options: Any) -> None:

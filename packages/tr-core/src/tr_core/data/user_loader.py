@@ -28,7 +28,6 @@ class EpochStart(TypedDict):
     """Generator states from which a loader drew its order, right before its iteration.
 
     Attributes:
-        epoch: the epoch.
         host: the host's global generators.
         generators: those that the loader holds, by attribute path.
         workers_live: whether its worker processes were running already (`persistent_workers`).
@@ -50,11 +49,6 @@ class UserLoader:
 
     Two things do not repeat. One is an order drawn batch by batch from torch's global generator, because dropout draws
     from it in between. The other is random numbers that persistent worker processes draw themselves.
-
-    Args:
-        loader: anything that can be iterated over.
-        samples_per_micro_batch: samples of all ranks in one of its batches.
-        follows_epoch: pass the number of each epoch to a map-style data set with `set_epoch`.
     """
 
     def __init__(self, loader: Any, samples_per_micro_batch: int, *, follows_epoch: bool = False) -> None:
@@ -291,14 +285,7 @@ _INNER = "ex_iterable"
 
 
 class StatefulSource:
-    """The position of a data set or loader in its epoch, by its own `state_dict` and `load_state_dict`.
-
-    Args:
-        source: data that may have these methods.
-
-    Attributes:
-        is_known: whether it has a complete state.
-    """
+    """The position of a data set or loader in its epoch, by its own `state_dict` and `load_state_dict`."""
 
     def __init__(self, source: Any) -> None:
         self._source, self._beginning = source, None

@@ -60,9 +60,6 @@ def check_best_metric(args: TrainingArguments, eval_dataset: Any) -> None:
     """Raise, before training, if no evaluation can report the metric that chooses the best model.
 
     This is known only if nothing adds metrics (see `may_add_metrics`). Otherwise the first evaluation raises.
-
-    Raises:
-        ValueError: the message lists the expected metrics.
     """
     if args.metric_for_best_model is None or args.eval_strategy == "no":
         return
@@ -77,13 +74,7 @@ def check_best_metric(args: TrainingArguments, eval_dataset: Any) -> None:
 
 
 def may_add_metrics(overrides: Callable[..., bool], callbacks: Iterable[Any], functions: Iterable[Any]) -> bool:
-    """Whether user code in an evaluation may add metrics to its result.
-
-    Args:
-        overrides: returns whether a user replaced one of several methods of the Trainer, by their names.
-        callbacks: the callbacks.
-        functions: the user's functions for losses, predictions and metrics; each None if not given.
-    """
+    """Whether user code in an evaluation may add metrics to its result."""
     callbacks = list(callbacks)
     return (
         adds_to_results(overrides, callbacks)

@@ -37,18 +37,9 @@ def read_labels(
 ) -> tuple[Any, bool]:
     """Return the labels of a batch, and whether the batch has a loss.
 
-    Call it before the forward, because computing the loss may remove labels from the inputs.
-
-    Args:
-        inputs: the batch.
-        label_names: the model's labels.
-        has_loss_function: whether a function computes the loss; it uses the last of a tuple as labels.
-        returns_loss: whether the model returns a loss without labels, unless the batch specifies it.
-        detach: calls a function with every tensor of a tree.
-
-    Returns:
-        The labels, and whether there is a loss. The labels are None without labels, and an empty tuple if the model
-        computes its loss without any.
+    Call it before the forward, because computing the loss may remove labels from the inputs. The labels are None
+    without labels, and an empty tuple if the model computes its loss without any. A loss function uses the last of a
+    tuple as labels.
     """
     if isinstance(inputs, list | tuple) and has_loss_function:
         return inputs[-1], True
@@ -63,15 +54,7 @@ def read_labels(
 def kept_logits(
     outputs: Any, model: torch.nn.Module, ignore_keys: list[str] | None, *, skip_first: bool, detach: Detach
 ) -> Any:
-    """Return the outputs of a model to keep as predictions: without the loss and ignored outputs.
-
-    Args:
-        outputs: the outputs of the model.
-        model: the unwrapped model; its configuration lists ignored outputs.
-        ignore_keys: names of ignored outputs; None for those of the configuration.
-        skip_first: whether the first of a tuple is the loss.
-        detach: calls a function with every tensor of a tree.
-    """
+    """Return the outputs of a model to keep as predictions: without the loss and ignored outputs."""
     ignored = _ignored_outputs(model) if ignore_keys is None else ignore_keys
     logits = detach(_detached, _kept_outputs(outputs, [*ignored, "loss"], skip_first=skip_first))
     return logits[0] if len(logits) == 1 else logits
@@ -133,8 +116,6 @@ class EvaluationOptions:
 
     Attributes:
         loss_only: keep no predictions; streaming metrics get them anyway.
-        ignore_keys: outputs of the model to ignore.
-        prefix: prefix of the metrics' names.
         predicts: keep predictions and labels even if metrics are computed batch by batch.
         main_input: name of the input that metrics receive, if they take inputs.
     """
@@ -147,17 +128,7 @@ class EvaluationOptions:
 
 
 class EvaluationLoop:
-    """Runs the model over evaluation data once.
-
-    Args:
-        methods: whose `prediction_step` runs the model.
-        options: options of this evaluation.
-        args: the arguments.
-        strategy: gives the device, and gathers outputs of all ranks.
-        scope: receives the weight of every batch.
-        loss: receives the loss of every batch.
-        compute_metrics: a function, or metrics that are updated with every batch; None for none.
-    """
+    """Runs the model over evaluation data once."""
 
     def __init__(
         self,
@@ -185,13 +156,7 @@ class EvaluationLoop:
         self._num_samples = 0
 
     def run(self, dataloader: Any, model: torch.nn.Module, window: MetricWindow) -> EvalLoopOutput:
-        """Evaluate the data and return predictions, labels, metrics and the number of samples.
-
-        Args:
-            dataloader: batches of this rank.
-            model: the wrapped model, in evaluation mode.
-            window: the window that `log_metric` adds to during the evaluation.
-        """
+        """Evaluate the data and return predictions, labels, metrics and the number of samples."""
         source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.world_size)
         self._stores = {
             name: OutputBuffer(source.num_samples, concatenate=self._args.eval_do_concat_batches)

@@ -44,13 +44,7 @@ def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: boo
     """Join a tree with leaves that are no tensors: those become lists of all ranks' objects.
 
     A list holds one object for each sample; any other leaf that is no tensor is one object of its batch. In tuples and
-    mappings, `gather_rows` joins the tensors.
-
-    Args:
-        tree: this rank's outputs.
-        strategy: how to gather.
-        count: as in `gather_rows`.
-        counts: whether this rank's samples are its own; False if they are fillers.
+    mappings, `gather_rows` joins the tensors. `counts` is False where this rank's samples are fillers.
     """
     if tree is None:
         return None
@@ -69,11 +63,8 @@ def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: boo
 def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> torch.Tensor:
     """Join the rows of all ranks in the order of the data, without filler rows.
 
-    Args:
-        tensor: this rank's rows, shape `(rows, ...)`; ranks may differ in rows and in the second dimension; the latter
-            is padded with -100.
-        strategy: how to gather.
-        count: rows of all ranks, if `tr_core.data.sampler.take_slice` divides them; None gathers the number.
+    Ranks may differ in rows, and in the second dimension, which is padded with -100. `count` is the rows of all ranks;
+    None gathers the number.
     """
     world = strategy.world_size
     if world == 1:

@@ -31,10 +31,6 @@ DEFAULT_NEW_TOKENS = 20
 def load_generation_config(given: Any, model: nn.Module) -> Any:
     """Return generation settings: a copy of an object, or those in a dict, a file, a folder or a model's repository.
 
-    Args:
-        given: the argument `generation_config`.
-        model: its own settings give the class of all others.
-
     Raises:
         ValueError: there are no such settings, or they are invalid.
     """
@@ -69,13 +65,7 @@ def _build_settings(given: Any, kind: Any) -> Any:
 
 
 def call_options(args: Seq2SeqTrainingArguments, given: Mapping[str, Any], settings: Any) -> dict[str, Any]:
-    """Return the options of `generate`: those of a call, and the rest from the arguments.
-
-    Args:
-        args: the training arguments.
-        given: options of the call; None counts as not given.
-        settings: the model's; options override them.
-    """
+    """Return the options of `generate`: those of a call, and the rest from the arguments."""
     options = {name: value for name, value in given.items() if value is not None}
     says_length = "max_length" in options or "max_new_tokens" in options
     if args.generation_max_length is not None and not says_length:
@@ -92,9 +82,6 @@ def check_generation_options(given: Mapping[str, Any], model: nn.Module) -> None
     """Raise for options unknown to a model's `generate` and its settings, if nothing will be generated.
 
     In a generation `generate` itself checks them.
-
-    Raises:
-        TypeError: the message names them.
     """
     generate = getattr(model, "generate", None)
     known = set(parameters_of(generate)) if generate is not None else set()
@@ -108,14 +95,7 @@ def check_generation_options(given: Mapping[str, Any], model: nn.Module) -> None
 
 
 def longest_row(options: Mapping[str, Any], settings: Any, inputs: Mapping[str, Any], *, has_encoder: bool) -> int:
-    """Return the most tokens of a generated row, its prompt included; 0 if unknown.
-
-    Args:
-        options: the options of `generate`.
-        settings: the model's, or None.
-        inputs: the inputs of `generate`.
-        has_encoder: whether `input_ids` are the encoder's inputs, and no prompt.
-    """
+    """Return the most tokens of a generated row, its prompt included; 0 if unknown."""
     prompt = inputs.get("decoder_input_ids" if has_encoder else "input_ids")
     prompt_length = prompt.shape[1] if isinstance(prompt, torch.Tensor) else int(has_encoder)
     settings = options.get("generation_config", settings)
@@ -145,11 +125,7 @@ def pad_rows(tokens: torch.Tensor, length: int, fill: int | None) -> torch.Tenso
 
 
 def padding_token(*sources: Any) -> int | None:
-    """Return the padding token, or the end token without one, of the first source that has either.
-
-    Args:
-        *sources: tokenizers, processors that hold one, settings and configurations; None is skipped.
-    """
+    """Return the padding token, or the end token without one, of the first source that has either."""
     for source in sources:
         for holder in (source, getattr(source, "tokenizer", None)):
             for token in _tokens(holder):
@@ -174,13 +150,7 @@ SYNCED, CRITERIA = "synced_gpus", "stopping_criteria"
 
 @contextmanager
 def synced_generation(options: dict[str, Any], model: Any, strategy: Strategy) -> Iterator[dict[str, Any]]:
-    """Surround a generation, and yield its options, changed if ranks must continue for each other.
-
-    Args:
-        options: the options for `generate`.
-        model: the generating model; a wrapper, as an adapter's, may pass on arguments that it does not name.
-        strategy: its `forward_is_collective` decides.
-    """
+    """Surround a generation, and yield its options, changed if ranks must continue for each other."""
     part = _part_with_sync(model) if strategy.forward_is_collective else None
     if part is None or strategy.world_size == 1:
         yield options if part is None else {SYNCED: False, **options}

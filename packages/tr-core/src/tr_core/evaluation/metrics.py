@@ -40,12 +40,6 @@ class EvaluationLoss:
 
     A batch is weighted by its targets if its loss, or that of training, depends on their number. Otherwise it is
     weighted by its samples. The mean does not depend on the batch size.
-
-    Args:
-        args: the arguments.
-        strategy: gives the device, and gathers losses of all ranks.
-        rule: the divisor of the losses.
-        takes_count: whether `compute_loss` receives the number of targets.
     """
 
     def __init__(self, args: TrainingArguments, strategy: Strategy, rule: LossRule, *, takes_count: bool) -> None:
@@ -57,11 +51,6 @@ class EvaluationLoss:
 
     def add(self, loss: torch.Tensor | None, inputs: Any, rows: int) -> None:
         """Add a batch.
-
-        Args:
-            loss: its mean loss, a scalar; None without labels.
-            inputs: the batch, on the device.
-            rows: number of its samples; 0 if they are another rank's.
 
         Raises:
             ValueError: perplexity is requested, and the labels are no tokens.
@@ -176,11 +165,7 @@ def is_streaming(metrics: Any) -> bool:
 
 
 def check_streaming(metrics: Any) -> None:
-    """Raise if a value in a mapping of metrics is no metric.
-
-    Raises:
-        TypeError: the message names it.
-    """
+    """Raise if a value in a mapping of metrics is no metric."""
     if isinstance(metrics, StreamingMetric):
         return
     wrong = {name: metric for name, metric in metrics.items() if not isinstance(metric, StreamingMetric)}
@@ -199,10 +184,6 @@ class StreamingMetrics:
     `compute`. Any other metric is updated in each process with the samples of all, in the order of the data. That is
     right for any state of the metric.
 
-    Args:
-        metrics: metrics for which `is_streaming` is True.
-        strategy: gives the device, and gathers values of all ranks.
-
     Raises:
         ValueError: some metrics of a collection combine their state and others do not.
     """
@@ -220,14 +201,7 @@ class StreamingMetrics:
                 metric.to(strategy.device)
 
     def update(self, preds: Any, target: Any, counts: bool, gather: Callable[[Any], Any]) -> None:
-        """Update the metrics with a batch; do nothing without predictions or labels.
-
-        Args:
-            preds: predictions for this rank's samples.
-            target: their labels.
-            counts: whether the samples are this rank's own; False if they are fillers.
-            gather: joins the samples of all ranks.
-        """
+        """Update the metrics with a batch; do nothing without predictions or labels."""
         if preds is None or target is None:
             return
         self._was_updated |= counts

@@ -24,10 +24,6 @@ class OutputBuffer:
     """Collects outputs of one kind batch by batch, until `arrays` joins them.
 
     A list in the outputs holds objects of any kind; tuples and dicts hold tensors, lists, and None.
-
-    Args:
-        expected: expected number of samples; None if unknown.
-        concatenate: join the batches; else they stay separate, one entry a batch.
     """
 
     def __init__(self, expected: int | None = None, *, concatenate: bool = True) -> None:
@@ -150,9 +146,6 @@ class Rows:
     With a known number of rows, and no batch wider than the first, they go into one block of the final size. `join`
     then copies nothing. Otherwise they go into several blocks, and `join` frees each block after its copy. Either way a
     row is written at most three times, for any number of rows.
-
-    Args:
-        expected: expected number of rows; None if unknown. It need not be exact.
     """
 
     def __init__(self, expected: int | None = None) -> None:

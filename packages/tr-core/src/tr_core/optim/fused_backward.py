@@ -34,12 +34,6 @@ class FusedBackwardStrategy:
     """A strategy that leaves backward, clipping and step to an optimizer that consumes gradients.
 
     It delegates everything else to the strategy.
-
-    Args:
-        strategy: places the model and communicates with the other ranks.
-        optimizer: a `tr_core.protocols.InBackward`.
-        model: the result of the strategy's `prepare`.
-        log: called once with a sentence, if the gradient norm is an estimate.
     """
 
     def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, log: Any) -> None:
@@ -90,15 +84,7 @@ class FusedBackwardStrategy:
 def fused_backward(
     strategy: Strategy, optimizer: torch.optim.Optimizer, model: nn.Module, max_norm: float | None, log: Any
 ) -> Iterator[Strategy]:
-    """Return the strategy to train with: a wrapper, if the optimizer consumes gradients.
-
-    Args:
-        strategy: places the model and communicates with the other ranks.
-        optimizer: the run's, checked by `check_fused_backward`.
-        model: the result of the strategy's `prepare`.
-        max_norm: norm that gradients are clipped to; None for no clipping.
-        log: called once with a sentence, if the gradient norm is an estimate.
-    """
+    """Return the strategy to train with: a wrapper, if the optimizer consumes gradients."""
     if kind(optimizer) == "step":
         yield strategy
         return
@@ -116,17 +102,7 @@ def fused_backward(
 def check_fused_backward(
     optimizer: torch.optim.Optimizer, strategy: Strategy, name: str | None, *, syncs_each_batch: bool
 ) -> None:
-    """Raise if an optimizer that consumes gradients in the backward pass lacks a requested feature.
-
-    Args:
-        optimizer: the run's; no other kind of optimizer raises.
-        strategy: the run's strategy.
-        name: the argument `optim`; None if the optimizer was passed or assigned.
-        syncs_each_batch: whether gradients are exchanged after every micro-batch.
-
-    Raises:
-        ValueError: the message names the missing feature, and what to use instead.
-    """
+    """Raise if an optimizer that consumes gradients in the backward pass lacks a requested feature."""
     if kind(optimizer) == "step":
         return
     name = type(optimizer).__name__ if name is None else f"optim={name!r}"

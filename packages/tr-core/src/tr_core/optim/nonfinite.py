@@ -28,11 +28,7 @@ _NAMES_SHOWN = 5
 
 
 class UpdateGuard(Protocol):
-    """Wraps a strategy's `clip_grad_norm` and `step`; skips or records non-finite updates.
-
-    Attributes:
-        strategy: the strategy.
-    """
+    """Wraps a strategy's `clip_grad_norm` and `step`; skips or records non-finite updates."""
 
     strategy: Strategy
 
@@ -46,9 +42,6 @@ class UpdateGuard(Protocol):
         """Apply or skip a step's update. No sync beyond the optimizer's own.
 
         The window holds the step's loss, gradient norm and number.
-
-        Returns:
-            False if a float16 overflow skipped the update, else True.
         """
         ...
 
@@ -63,11 +56,6 @@ class SkipNonfinite:
     Parameters and the optimizer's state do not change. The schedule and `global_step` advance, because only the device
     knows whether an update was applied. The window's loss, and the parts of it from `compute_loss`, cover only the
     applied steps.
-
-    Args:
-        strategy: clips and applies gradients.
-        window: holds the step's loss and norm.
-        optimizer: the run's.
 
     Raises:
         ValueError: the strategy or the optimizer cannot skip an update.
@@ -113,12 +101,6 @@ class RaiseNonfinite:
 
     No sync in a step. If the optimizer can skip an update on the device (see `skips_on_device`), the first such update
     and all later ones are skipped. The weights are then those of the last good step.
-
-    Args:
-        strategy: clips and applies gradients.
-        window: holds the step's loss, norm and number.
-        optimizer: the run's.
-        model: the result of the strategy's `prepare`; the error names its parameters.
     """
 
     def __init__(
@@ -158,11 +140,7 @@ class RaiseNonfinite:
         return strategy.step(optimizer, skip=self._step > 0)
 
     def check(self) -> None:
-        """Raise if a step was not finite.
-
-        Raises:
-            FloatingPointError: the message gives the step, its loss and norm, the parameters, and what to do.
-        """
+        """Raise if a step was not finite."""
         step, loss, norm = read_scalars([self._step, self._loss, self._norm])
         if step > 0:
             raise FloatingPointError(self._describe(int(step), loss, norm))
@@ -191,15 +169,7 @@ class RaiseNonfinite:
 def choose_updates(
     on_nonfinite: str, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> Strategy | UpdateGuard:
-    """Return the strategy, or the guard around it that `on_nonfinite` requires.
-
-    Args:
-        on_nonfinite: the argument of that name.
-        strategy: the run's strategy.
-        window: holds a step's loss, norm and number.
-        optimizer: the run's.
-        model: the result of the strategy's `prepare`.
-    """
+    """Return the strategy, or the guard around it that `on_nonfinite` requires."""
     if on_nonfinite == "skip":
         return SkipNonfinite(strategy, window, optimizer)
     return RaiseNonfinite(strategy, window, optimizer, model) if on_nonfinite == "raise" else strategy
@@ -225,9 +195,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Apply an update unless a flag is set; if set, parameters and state do not change by a bit.
 
-    Args:
-        skip: scalar on the device. Sync only if the optimizer cannot skip by itself (see `skips_on_device`).
-        optimizer: whose `step` is called.
+    Sync only if the optimizer cannot skip by itself (see `skips_on_device`).
     """
     if skips_on_device(optimizer):
         vars(optimizer).update(grad_scale=None, found_inf=skip.to(torch.float32))

@@ -44,12 +44,6 @@ def parameter_groups(
     Frozen parameters are excluded. The first two groups, of parameters without a rule, always exist, though one may be
     empty. So saved optimizer states keep their shape.
 
-    Args:
-        model: the model to train.
-        weight_decay: of the parameters in `decayed`.
-        decayed: names of the parameters that weight decay applies to; None is `decay_parameter_names`.
-        rules: options for some parameters (see `tr_core.optim.parameter_rules`).
-
     Raises:
         ValueError: nothing is trainable, or a rule matches nothing.
     """
@@ -84,10 +78,6 @@ def optimizer_factory(
     package's function is called with groups and arguments, and with the model if its attribute `needs_model` is True. A
     function that uses `optim_target_modules` has a true `takes_target_modules`.
 
-    Args:
-        args: the training arguments.
-        model: whose parameters the groups will hold.
-
     Raises:
         tr_core.plugins.PluginError: no installed package has the name; the message says which one does.
         ValueError: `optim_args` has an argument that the optimizer does not take, or the optimizer takes no target
@@ -108,11 +98,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer over parameter groups, and apply the options of their rules.
 
-    Args:
-        kind: a class, or a function of parameter groups.
-        options: keyword arguments; `params`, `model` or `optimizer_dict` among them replaces the groups.
-        groups: the result of `parameter_groups`.
-        rules: the rules of the groups.
+    `params`, `model` or `optimizer_dict` among the options replaces the groups.
 
     Raises:
         ValueError: a rule has an option that the optimizer does not take.

@@ -36,13 +36,10 @@ class Rule:
     """Options for some parameters.
 
     Attributes:
-        number: index among the rules, from 1.
         name: name of its learning rate in the log.
         patterns: patterns of the names of its parameters.
-        learning_rate: base learning rate; None for the optimizer's.
         weight_decay: weight decay of all its parameters, biases and norms included; None for that of the arguments,
             which excludes biases and norms.
-        options: further options of the optimizer.
     """
 
     number: int
@@ -57,12 +54,7 @@ class Rule:
 
 
 def read_rules(given: Sequence[Mapping[str, Any]] | None, learning_rate: float) -> list[Rule]:
-    """Return the rules in the arguments.
-
-    Args:
-        given: `TrainingArguments.parameter_rules`.
-        learning_rate: the base of `lr_scale`, for a rule without a `learning_rate`.
-    """
+    """Return the rules in the arguments."""
     rules: list[Rule] = []
     for number, values in enumerate(given or (), start=1):
         patterns = (values["params"],) if isinstance(values["params"], str) else tuple(values["params"])
@@ -103,14 +95,7 @@ def assign(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Rule]:
 
 
 def groups_of(rule: Rule, decayed: list[nn.Parameter], others: list[nn.Parameter], weight_decay: float) -> Groups:
-    """Return the parameter groups of a rule, without empty ones.
-
-    Args:
-        rule: the rule.
-        decayed: its parameters with weight decay.
-        others: its other parameters.
-        weight_decay: that of the arguments.
-    """
+    """Return the parameter groups of a rule, without empty ones."""
     own = {**rule.options, RULE: rule.name}
     if rule.learning_rate is not None:
         own["lr"] = rule.learning_rate
@@ -121,11 +106,7 @@ def groups_of(rule: Rule, decayed: list[nn.Parameter], others: list[nn.Parameter
 
 
 def check_applied(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> None:
-    """Raise unless the optimizer has the groups of every rule.
-
-    Raises:
-        ValueError: a group is missing: the optimizer was not built by the Trainer.
-    """
+    """Raise unless the optimizer has the groups of every rule."""
     found = {group.get(RULE) for group in optimizer.param_groups}
     for rule in rules:
         if rule.name not in found:
@@ -136,11 +117,7 @@ def check_applied(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> No
 
 
 def resolve_options(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> None:
-    """Check the options in an optimizer's groups against its parameters, and convert them to their types.
-
-    Raises:
-        ValueError: the optimizer does not take an option or its value.
-    """
+    """Check the options in an optimizer's groups against its parameters, and convert them to their types."""
     check_applied(optimizer, rules)
     for rule in rules:
         groups = [group for group in optimizer.param_groups if group.get(RULE) == rule.name]

@@ -36,10 +36,6 @@ class Preemptible(Protocol):
     """The state of a run that may end between two steps; each attribute is read when needed.
 
     Attributes:
-        args: the training arguments.
-        state: the progress of the run.
-        control: the flags of the callbacks.
-        callback_handler: the callbacks.
         search: the search that the run is a trial of, None for any other run.
     """
 
@@ -60,9 +56,6 @@ def preemptible(preemption: Preemption | None) -> Iterator[None]:
 
     Without checkpoints signals keep their usual effect; a callback may still request a checkpoint. In any run all ranks
     do what a callback of one rank requests.
-
-    Args:
-        preemption: the result of `make_preemption`.
     """
     if preemption is None:
         yield
@@ -101,16 +94,6 @@ class Preemption:
     whether the save failed. With several ranks, one exchange on the host a step overlaps with the next step, on one
     machine without a collective. So all ranks stop at the step after the one in which the signal was seen. The same
     exchange carries the callback flags (`FlagSync`).
-
-    Args:
-        owner: the run; its attributes are read when needed.
-        strategy: gives the collectives between ranks.
-        position: records the evaluation that an interruption skips.
-        save: saves a checkpoint and fires `on_save`.
-        writes: whether checkpoints may be written in the background.
-
-    Attributes:
-        signals: the block in which signals are recorded.
     """
 
     def __init__(
@@ -173,11 +156,7 @@ class Preemption:
             self._is_asked(self._owner.control, waits=True)
 
     def wait(self) -> None:
-        """Wait after the last step for checkpoints that are being written. Every rank calls it.
-
-        Raises:
-            Exception: a checkpoint could not be written.
-        """
+        """Wait after the last step for checkpoints that are being written. Every rank calls it."""
         if self._agreement is not None:
             self._take(self._agreement.last_number())
         if self._writes():
@@ -263,10 +242,6 @@ class Preemption:
     def _is_asked(self, control: TrainerControl | None, *, waits: bool = False) -> bool:
         """Whether all ranks know of a signal. Every rank calls it equally often.
 
-        Args:
-            control: the flags to merge over ranks; None where flags do not apply.
-            waits: block until all ranks have exchanged, so that requests of any rank apply at once.
-
         Raises:
             Exception: a checkpoint could not be written in the background.
         """
@@ -338,9 +313,6 @@ class FlagSync:
     ranks act one step later.
 
     Every rank calls the same methods in the same order.
-
-    Args:
-        collectives: the collectives of the strategy.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -351,13 +323,8 @@ class FlagSync:
     def on_flags(self, control: TrainerControl, number: int, *, waits: bool = False) -> int:
         """Send a number and the flags, and set the flags to what all ranks do now.
 
-        Args:
-            control: the flags of this rank.
-            number: the number of this rank.
-            waits: block every rank, so that requests of any rank apply now.
-
-        Returns:
-            The largest number of the last exchange.
+        Return the largest number of the last exchange. With `waits` every rank blocks, so that requests of any rank
+        apply now.
         """
         before = self.last_number()
         wanted = [getattr(control, flag) or flag in self._put_off for flag in FLAGS]

@@ -29,8 +29,6 @@ class Interrupted(SystemExit):
     """Ends `Trainer.train` after a signal; uncaught, it ends the process with code 128 + the signal's number.
 
     Attributes:
-        signal: the signal.
-        step: completed optimizer steps.
         checkpoint: folder of the checkpoint of that step.
     """
 

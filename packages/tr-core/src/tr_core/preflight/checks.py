@@ -112,14 +112,7 @@ def check(
 
 
 def check_arguments(args: TrainingArguments, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
-    """Check arguments alone, without model and data.
-
-    Args:
-        args: the arguments.
-        origin: returns where they were written.
-        target: name of the checked object, for the report.
-        found: problems already known.
-    """
+    """Check arguments alone, without model and data."""
     subject = CheckContext(args, origin=origin, resume=args.resume_from_checkpoint)
     if args.max_steps > 0:
         subject.steps = subject.figures["steps"] = args.max_steps

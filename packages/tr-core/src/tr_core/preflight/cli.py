@@ -61,9 +61,6 @@ Codes such as T105 are listed in docs/check-codes.md of tr-core.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Args:
-        argv: the words after `trainer check`; None for this program's.
-
     Returns:
         0; 1 if there is an error, or with --strict a warning; 2 if the target is missing or of unknown kind.
     """
@@ -138,13 +135,7 @@ def _dataclass(name: str) -> type:
 
 
 def check_config(path: Path, words: Sequence[str], dataclasses: Sequence[type] = ()) -> Report:
-    """Return the report on a YAML, TOML or JSON file of training arguments.
-
-    Args:
-        path: the file.
-        words: further arguments, which override the file's values, as on a script's command line.
-        dataclasses: further dataclasses whose options the file may hold.
-    """
+    """Return the report on a YAML, TOML or JSON file of training arguments."""
     from tr_core.preflight.checks import check_arguments  # late, so that help and a mistyped word come at once
 
     classes = (_arguments_class(path), *dataclasses)
@@ -222,10 +213,6 @@ def check_script(script: Path, words: Sequence[str]) -> Report:
     """Run `script` as a program until it would train, evaluate or predict, and return the report of that point.
 
     The script ends there. It also ends at an optimizer step without a Trainer, as in its own loop.
-
-    Args:
-        script: a Python file.
-        words: its arguments.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         answer = Path(folder) / "report.json"

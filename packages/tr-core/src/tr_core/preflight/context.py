@@ -104,22 +104,15 @@ class CheckContext:
     """The target and the results of a preflight.
 
     Attributes:
-        args: the training arguments.
         given_trainer: the Trainer; None if only arguments are checked.
         origin: returns where an option was written.
         resume: the checkpoint to resume from, as given to `train` or in the arguments.
-        evaluation_data: data to evaluate, if not the Trainer's own.
         trains: whether training would begin, so that there must be training data.
         ends_here: whether the process ends with the preflight, so that data may be used up.
         progress: called with a line of text before each slow check.
-        callbacks: the Trainer's callbacks, which a preflight does not call.
-        figures: measured and computed figures.
-        steps: optimizer steps of the run; None if unknown.
-        epochs: epochs of the run; None if unknown.
         inputs: a batch of two training samples, on the host; None if there is none.
         classes: number of classes that labels can name; None if unknown.
         gives_loss: whether the trial returned a loss with a gradient.
-        optimizer: the optimizer, built as in the run; None if there is none.
     """
 
     args: Any
@@ -160,12 +153,7 @@ class CheckContext:
 
 @contextmanager
 def training_mode(subject: CheckContext, *, with_conditions: bool = True) -> Iterator[None]:
-    """Put the Trainer into its mid-training state inside the block: step number, metric window, run-wide settings.
-
-    Args:
-        subject: the target of the preflight.
-        with_conditions: apply run-wide settings of the arguments, such as compilation and activation checkpointing.
-    """
+    """Put the Trainer into its mid-training state inside the block: step number, metric window, run-wide settings."""
     trainer = subject.trainer
     trainer.is_in_train, trainer.scope.metrics = True, MetricWindow(trainer.strategy)
     trainer.state.max_steps = subject.steps or 0

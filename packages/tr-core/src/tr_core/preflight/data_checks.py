@@ -97,15 +97,7 @@ def check_first_batch(subject: CheckContext) -> Iterator[Problem]:
 def collate(
     subject: CheckContext, dataset: Any, what: str, into: list[Any], number: int = SAMPLES
 ) -> Iterator[Problem]:
-    """Make a batch of the first samples of a data set, as in the run, and append it to `into`.
-
-    Args:
-        subject: the target of the preflight.
-        dataset: the data.
-        what: `training` or `evaluation`, for messages.
-        into: receives the batch, if there is one.
-        number: samples to take; a data set with fewer repeats its samples from the first.
-    """
+    """Make a batch of the first samples of a data set, as in the run, and append it to `into`."""
     with separate_randomness(subject.args.seed):
         try:
             samples = first_samples(dataset, number, may_use_up=subject.ends_here)

@@ -21,13 +21,7 @@ _COMMAND_LINE = "command line"
 
 
 class Origins:
-    """Returns where options were written: file and line, or flag, as exactly as possible.
-
-    Args:
-        args: the arguments, which record the kind of source of each value.
-        file: the configuration file or script that is checked, if any.
-        words: the words of its command line.
-    """
+    """Returns where options were written: file and line, or flag, as exactly as possible."""
 
     def __init__(
         self, args: TrainingArguments | None = None, file: Path | None = None, words: Sequence[str] = ()
@@ -126,13 +120,7 @@ def _is_foreign(filename: str) -> bool:
 
 
 def argument_problems(error: ArgumentsError, origin: Origins, *classes: type) -> Iterator[Problem]:
-    """Yield a problem for each entry of an `ArgumentsError`.
-
-    Args:
-        error: the exception.
-        origin: returns where options were written.
-        *classes: the dataclasses of the known options.
-    """
+    """Yield a problem for each entry of an `ArgumentsError`."""
     table = FlagTable(classes)
     for problem in error.problems:
         yield Problem(_code(problem, table), str(problem), _origin(problem, origin))

@@ -24,7 +24,6 @@ class Code(NamedTuple):
 
     Attributes:
         severity: `error` stops the run or spoils it; `warning` is most likely unintended; `info` informs only.
-        meaning: the problem in a few words.
     """
 
     severity: Severity
@@ -127,13 +126,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """The results of a preflight.
-
-    Attributes:
-        target: the checked file, or the Trainer's class.
-        problems: the problems, most severe first.
-        figures: measured and computed figures, by name; sizes in bytes, times in seconds.
-    """
+    """The results of a preflight."""
 
     target: str
     problems: list[Problem] = field(default_factory=list)

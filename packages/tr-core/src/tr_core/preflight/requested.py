@@ -38,16 +38,7 @@ def stop_if_requested(
 ) -> None:
     """Run the preflight of `trainer` and end the script, if `trainer check` started this process; else do nothing.
 
-    Args:
-        trainer: the Trainer that would run.
-        resume: the checkpoint to resume from, as given to `train`.
-        evaluation_data: data to evaluate or predict, if not the Trainer's own.
-        trains: whether training would begin, so that there must be training data. If it would not, training is checked
-            only with training data.
-
-    Raises:
-        PreflightDone: always, if a preflight was requested.
-        RuntimeError: `check` was called with this Trainer.
+    Without `trains`, training is checked only with training data.
     """
     if VARIABLE not in os.environ:
         _refuse_if_checked(trainer)

@@ -236,12 +236,7 @@ def check_memory(subject: CheckContext) -> Iterator[Problem]:
 
 
 def memory_problems(figures: dict[str, int], total_bytes: int) -> Iterator[Problem]:
-    """Find a model that does not fit at any batch size.
-
-    Args:
-        figures: has `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`.
-        total_bytes: the device's memory.
-    """
+    """Find a model that does not fit at any batch size."""
     needed = figures["parameter_bytes"] + figures["gradient_bytes"] + figures["optimizer_bytes"]
     if needed > total_bytes:
         yield Problem(

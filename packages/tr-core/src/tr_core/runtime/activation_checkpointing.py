@@ -42,9 +42,6 @@ def checkpointed_activations(
 
     Returns:
         Names of the checkpointed layers; none where the model decides.
-
-    Raises:
-        ValueError: an option is unknown, or there is nothing to checkpoint.
     """
     settings = check_checkpointing_options(options)
     every, offload = settings.pop("every_n_layers"), settings.pop("offload")

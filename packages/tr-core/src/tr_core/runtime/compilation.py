@@ -23,10 +23,6 @@ class Compilation:
     Compiled code is kept for the next block with the same model. It compiles the module itself, not the strategy's
     wrapper: torch then cuts the graph where gradients are exchanged.
 
-    Args:
-        backend: name of a backend of `torch.compile`.
-        mode: mode of inductor; None is its default.
-
     Raises:
         ValueError: there is no such backend or mode.
     """

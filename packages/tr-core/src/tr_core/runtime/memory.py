@@ -29,13 +29,6 @@ class MemoryMeter:
     Host memory is that of the whole process (resident set), as the kernel counts it. On Linux its peak is that of the
     stage; elsewhere the kernel reports only how much the stage raised the peak of the whole run. There the allocated
     difference is missing. For an accelerator, memory is what torch's allocator handed out.
-
-    Args:
-        device: where the run computes.
-        is_on: whether to measure at all.
-
-    Raises:
-        ValueError: this system reports neither.
     """
 
     def __init__(self, device: torch.device, is_on: bool) -> None:

@@ -82,9 +82,6 @@ def _ends_as_json(path: Path) -> bool:
 def dearest_operators(averages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the operators with the most time of their own: on the device if it worked at all, else on the host.
 
-    Args:
-        averages: `key_averages()` of a profiler.
-
     Returns:
         For each `name`, `calls`, `cpu_ms`, `device_ms` and its `share` (0 to 1) of the time of all. Time is an
         operator's own, without that of operators which it calls.

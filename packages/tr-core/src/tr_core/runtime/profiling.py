@@ -39,12 +39,6 @@ def profiled_steps(
 
     The files are written when the last of these steps ends, or when the block ends in their midst, by an exception too.
     What cannot be recorded or written is a warning; it never ends the training.
-
-    Args:
-        args: the training arguments.
-        state: the first and the last step of this call.
-        collectives: which process this is, and its device.
-        callbacks: send the events of the steps.
     """
     if args.profile_steps is None or collectives.rank != 0:
         yield
@@ -58,15 +52,7 @@ def profiled_steps(
 
 
 class StepRecorder:
-    """Records consecutive steps, once.
-
-    Args:
-        wanted: which.
-        folder: where the files go.
-        state: the step that this call of `train` begins at, and its last one.
-        device: what computes.
-        callbacks: send the events of the steps; nothing of it is left there after the recording.
-    """
+    """Records consecutive steps, once."""
 
     def __init__(
         self, wanted: StepRange, folder: Path, state: TrainerState, device: torch.device, callbacks: CallbackList

@@ -43,12 +43,7 @@ _NEEDS = {
 
 
 def check_conditions(args: TrainingArguments, device: torch.device) -> None:
-    """Raise for settings that cannot be applied, before training.
-
-    Raises:
-        ValueError: an option does not suit the device, torch, or another option.
-        ImportError: an option needs a package that is not installed.
-    """
+    """Raise for settings that cannot be applied, before training."""
     check_tf32(args.tf32, device)
     check_checkpointing_options(args.activation_checkpointing_kwargs)
     if args.use_liger_kernel:
@@ -295,11 +290,6 @@ def in_precision(model: nn.Module, dtype: torch.dtype, label_names: Sequence[str
 
     Afterwards the weights are bit for bit what they were. In the block an accelerator holds only the cast weights; the
     originals are in host memory. A CPU holds both.
-
-    Args:
-        model: the unwrapped model; it keeps its module and parameter objects in and after the block.
-        dtype: a floating-point type.
-        label_names: inputs that are not cast, for the loss.
     """
     handle = model.register_forward_pre_hook(_caster(dtype, frozenset(label_names)), with_kwargs=True)
     originals: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -19,13 +19,7 @@ from tr_args.schema import facts, schema
 
 @contextmanager
 def changed(args: TrainingArguments, values: Mapping[str, Any], output_dir: str) -> Iterator[None]:
-    """Change arguments inside a block, and restore all arguments afterwards.
-
-    Args:
-        args: the arguments; changed in place.
-        values: new values by name.
-        output_dir: where this trial writes.
-    """
+    """Change arguments inside a block, and restore all arguments afterwards."""
     before = dict(vars(args))
     try:
         for name, value in values.items():
@@ -108,19 +102,7 @@ def check_search(
     has_eval_data: bool,
     has_own_checkpointer: bool,
 ) -> None:
-    """Raise where a Trainer cannot make the runs of a hyper-parameter search.
-
-    Args:
-        args: the training arguments.
-        directions: `minimize` or `maximize`, for each objective.
-        n_trials: trials of the search.
-        has_model_init: whether the Trainer can make a new model for each trial.
-        has_eval_data: whether it has data to evaluate, or a user's method that provides some.
-        has_own_checkpointer: whether the user passed a checkpointer to it.
-
-    Raises:
-        ValueError: the message names what is missing or what conflicts.
-    """
+    """Raise where a Trainer cannot make the runs of a hyper-parameter search."""
     if not has_model_init:
         raise ValueError("hyperparameter_search needs a new model for every trial; give the Trainer a model_init")
     if wrong := [direction for direction in directions if direction not in ("minimize", "maximize")]:

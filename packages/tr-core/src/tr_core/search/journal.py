@@ -21,7 +21,6 @@ class TrialRecord:
     """The record of a trial.
 
     Attributes:
-        number: its index among the trials of the search, from 0.
         state: `running`, or how it ended: `complete`, `pruned` or `failed`.
         name: its name from `hp_name`.
         params: its suggested values, by name.
@@ -29,7 +28,6 @@ class TrialRecord:
         values: its objectives.
         reports: the objective at each evaluation during training, by step; empty with several objectives.
         distributions: the distributions of the parameters, by name, if the backend needs them.
-        error: the error that ended it, if it failed.
     """
 
     number: int
@@ -57,9 +55,6 @@ class Journal:
 
     The first line describes the search. Then each trial has one line when it begins, one for every evaluation and one
     when it ends. A later line updates the earlier ones of its trial.
-
-    Args:
-        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,18 +67,11 @@ class Journal:
         return len(self._file.read()) > 1
 
     def begin_search(self, search: Mapping[str, Any]) -> None:
-        """Create the file, replacing one without trials.
-
-        Args:
-            search: the description of the search: backend, directions and the like.
-        """
+        """Create the file, replacing one without trials."""
         self._file.replace([to_json({"search": search})])
 
     def open(self, search: Mapping[str, Any]) -> None:
         """Load the file to resume its search, or create it.
-
-        Args:
-            search: the description of the search; a resumed search must have the same.
 
         Raises:
             ValueError: the file holds another search, or cannot be read.

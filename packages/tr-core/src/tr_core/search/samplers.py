@@ -53,14 +53,6 @@ def make_sampler(
 ) -> Sampler:
     """Return the sampler called `backend`.
 
-    Args:
-        backend: `random` (also None), `grid` or `optuna`; or an enum member of that value.
-        space: the search space.
-        directions: `minimize` or `maximize`, for each objective.
-        n_trials: most trials of the search.
-        seed: seed for `random`, unless the options have one.
-        options: further options of the backend.
-
     Raises:
         ValueError: there is no such backend, or it does not take an option.
         ImportError: its library is not installed.
@@ -89,11 +81,7 @@ _OPTIONS = ("seed", "points", "resume", "timeout", "catch", "hp_name", "compute_
 
 
 class NumberedSampler:
-    """Trials that are functions of their numbers, so that an interrupted search resumes without a difference.
-
-    Args:
-        space: the search space.
-    """
+    """Trials that are functions of their numbers, so that an interrupted search resumes without a difference."""
 
     settings: dict[str, Any]
     pruned: tuple[type[Exception], ...] = ()
@@ -141,12 +129,7 @@ class NumberedSampler:
 
 
 class RandomSampler(NumberedSampler):
-    """Random trials, drawn by `RandomTrial`.
-
-    Args:
-        space: the search space.
-        seed: seed of the search.
-    """
+    """Random trials, drawn by `RandomTrial`."""
 
     def __init__(self, space: Space, seed: int) -> None:
         super().__init__(space)
@@ -161,12 +144,8 @@ class RandomSampler(NumberedSampler):
 class GridSampler(NumberedSampler):
     """Trials at every point of a grid; the last requested value changes fastest.
 
-    The requests of the space may depend on earlier values.
-
-    Args:
-        space: the search space; it is called once more for every point, to count them.
-        limit: most trials of the search.
-        points: number of values from a range without steps; None refuses such a range.
+    The requests of the space may depend on earlier values. The space is called once more for every point, to count
+    them.
 
     Raises:
         ValueError: the grid has more points than trials, or a range has no steps.
@@ -215,11 +194,8 @@ class OptunaSampler:
     """Trials of an Optuna study.
 
     An interrupted search resumes from its journal: its finished trials are added to a new study. As with Optuna's own
-    storages, the sampler's generator is not saved. It is seeded again, so that no draw repeats.
-
-    Args:
-        directions: `minimize` or `maximize`, for each objective.
-        options: arguments of `optuna.create_study`. With a `storage`, Optuna resumes the study in it.
+    storages, the sampler's generator is not saved. It is seeded again, so that no draw repeats. With a `storage` among
+    the options, Optuna resumes the study in it.
 
     Raises:
         ImportError: Optuna is not installed.

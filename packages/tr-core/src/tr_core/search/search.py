@@ -112,14 +112,11 @@ class SearchPlan:
     """The plan of a search.
 
     Attributes:
-        space: returns a trial's training arguments.
         objective: turns the metrics of an evaluation into a number, or into one for each direction.
-        directions: `minimize` or `maximize`, for each objective.
         n_trials: number of trials of the search, those of an earlier call included.
         name_of: returns the name of a trial; None for no names.
         timeout_s: seconds after which no further trial begins; None is no limit.
         catch: exceptions that end a trial but not the search.
-        collect_garbage: collect unreachable objects after every trial.
     """
 
     space: Space
@@ -161,7 +158,6 @@ class TrialRunner(Protocol):
     Attributes:
         args: the training arguments, which each trial changes.
         state: the state of the newest run.
-        strategy: gives the collectives between ranks.
     """
 
     args: TrainingArguments
@@ -196,11 +192,6 @@ class Search:
     """One search with a Trainer.
 
     Rank 0 draws the trials, writes the journal and decides; every rank runs every trial.
-
-    Args:
-        runner: trains and evaluates the runs.
-        plan: the plan of the search.
-        make_sampler: builds the sampler of trials; called on rank 0 only.
 
     Attributes:
         record: the current trial, the same on all ranks.

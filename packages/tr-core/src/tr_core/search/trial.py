@@ -90,21 +90,13 @@ class Choices:
 
 
 def float_range(name: str, low: float, high: float, step: float | None, log: bool) -> Range:
-    """Return a checked range of numbers.
-
-    Raises:
-        ValueError: the ends or the step are invalid.
-    """
+    """Return a checked range of numbers."""
     _check(name, low, high, step, log)
     return Range(float(low), float(high), step, log, whole=False)
 
 
 def int_range(name: str, low: int, high: int, step: int, log: bool) -> Range:
-    """Return a checked range of whole numbers.
-
-    Raises:
-        ValueError: the ends or the step are invalid.
-    """
+    """Return a checked range of whole numbers."""
     if any(isinstance(value, bool) or value != int(value) for value in (low, high, step)):
         raise ValueError(f"suggest_int({name!r}, {low}, {high}, step={step}) needs whole numbers")
     _check(name, low, high, None if log and step == 1 else step, log)
@@ -112,11 +104,7 @@ def int_range(name: str, low: int, high: int, step: int, log: bool) -> Range:
 
 
 def checked_choices(name: str, values: Sequence[Any]) -> Choices:
-    """Return checked choices.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return checked choices."""
     if len(values) == 0:
         raise ValueError(f"suggest_categorical({name!r}, []) has nothing to choose from")
     return Choices(tuple(values))
@@ -137,12 +125,6 @@ class Trial:
     """Draws the values for a search space, with the methods of Optuna's trials.
 
     A second request for a name returns the same value.
-
-    Args:
-        number: index among the trials of the search, from 0.
-
-    Attributes:
-        params: its values so far, by name.
     """
 
     def __init__(self, number: int) -> None:
@@ -177,12 +159,7 @@ class Trial:
 
 
 class RandomTrial(Trial):
-    """Draws every value at random, from the search's seed, its own number and the value's name alone.
-
-    Args:
-        number: index among the trials of the search.
-        seed: seed of the search.
-    """
+    """Draws every value at random, from the search's seed, its own number and the value's name alone."""
 
     def __init__(self, number: int, seed: int) -> None:
         super().__init__(number)
@@ -196,13 +173,9 @@ class GridTrial(Trial):
     """Takes one point of a grid: an index among the choices of each value, in the order of requests.
 
     Args:
-        number: index among the trials of the search.
         indices: the point.
         points: number of values from a range without steps; None refuses such a range.
         is_known: whether `indices` is the whole point; else values beyond it take their first choice.
-
-    Attributes:
-        taken: index and number of choices of each requested value.
     """
 
     def __init__(self, number: int, indices: Sequence[int], points: int | None, *, is_known: bool) -> None:
@@ -226,12 +199,7 @@ class GridTrial(Trial):
 
 
 class FixedTrial(Trial):
-    """Repeats the values of another rank's trial.
-
-    Args:
-        number: index among the trials of the search.
-        params: the values.
-    """
+    """Repeats the values of another rank's trial."""
 
     def __init__(self, number: int, params: Mapping[str, Any]) -> None:
         super().__init__(number)

@@ -35,17 +35,6 @@ class StrategyAccelerator:
     """The members of `accelerate.Accelerator` that subclasses use, over a strategy. Nothing is prepared twice.
 
     Any other member raises an error that says how to get a real `Accelerator`.
-
-    Args:
-        strategy: returns the current strategy.
-        args: returns the current arguments.
-        scope: the data of the current step.
-
-    Attributes:
-        even_batches: accepted and ignored: loaders give each rank as many batches.
-        dispatch_batches: None: each process reads its own share.
-        use_seedable_sampler: True: the order follows from the seed and the epoch.
-        dataloader_config: settings that may be assigned, and do nothing.
     """
 
     even_batches = True

@@ -16,13 +16,7 @@ from tr_core.trainer.refused_hooks import REFUSED
 
 
 class Follows:
-    """An attribute that follows from something else; an assignment of another value is refused.
-
-    Args:
-        read: returns the value for a Trainer.
-        instead: what to do in place of an assignment.
-        doc: the docstring.
-    """
+    """An attribute that follows from something else; an assignment of another value is refused."""
 
     def __init__(self, read: Callable[[Any], Any], instead: str, doc: str) -> None:
         self._read, self._instead, self.__doc__ = read, instead, doc

@@ -40,8 +40,6 @@ class _Built:
     """Record an optimizer or schedule after its construction, or after a run.
 
     Attributes:
-        part: the optimizer or schedule.
-        arguments: the arguments it was built from.
         left_out: ids of the model's trainable parameters that the optimizer did not hold at that time.
         groups: the optimizer's groups at that time, as `_read_groups` returns them.
         is_edited: whether the groups were edited before a schedule was built for them.
@@ -62,14 +60,6 @@ class ChosenOptimizer:
     - A run uses what `create_optimizer` or `create_scheduler` built before it, with all edits of the groups. If
       arguments or the model changed since then, it is built again. If groups were edited too, the run is refused.
     - A second run replaces what the first one built.
-
-    Args:
-        optimizer: the optimizer that was passed; None builds one from the arguments.
-        schedule: the schedule that was passed; None builds one from the arguments.
-
-    Attributes:
-        optimizer: the user's optimizer; None if the arguments select it.
-        schedule: the user's schedule; None if the arguments select it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: LRScheduler | None) -> None:
@@ -120,12 +110,6 @@ class ChosenOptimizer:
         self, optimizer: Any, schedule: Any, model: nn.Module, args: TrainingArguments
     ) -> tuple[Any, Any]:
         """Return the optimizer and the schedule that the next run reuses; None for each that must be built.
-
-        Args:
-            optimizer: the Trainer's optimizer; None if there is none.
-            schedule: the Trainer's schedule; None if there is none.
-            model: the model to train.
-            args: the current arguments.
 
         Raises:
             ValueError: the optimizer would be built again but its groups were edited, or the schedule belongs to

@@ -31,12 +31,7 @@ _SAVED_BESIDE = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_sta
 
 
 class OwnClipping:
-    """A strategy whose gradients an override of `_clip_grad_norm` clips; all else is the strategy's.
-
-    Args:
-        strategy: the strategy.
-        clip: `(wrapped model)` → the norm of the gradients before clipping.
-    """
+    """A strategy whose gradients an override of `_clip_grad_norm` clips; all else is the strategy's."""
 
     def __init__(self, strategy: Strategy, clip: Callable[[nn.Module], Any]) -> None:
         self._strategy, self._clip = strategy, clip
@@ -183,11 +178,7 @@ class Hooks(Attributes):
             self._set("_saved_run", before)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint of the current step; called by the run. Collective.
-
-        Raises:
-            RuntimeError: no run is saving.
-        """
+        """Save a checkpoint of the current step; called by the run. Collective."""
         if self._saved_run is None:
             raise RuntimeError(
                 "_save_checkpoint was called outside a save of the run; set control.should_save in a callback, or call "
@@ -282,11 +273,7 @@ class Hooks(Attributes):
         return str(self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights of the checkpoint that a resume has read; called by a resume, if it is overridden.
-
-        Raises:
-            RuntimeError: no resume is calling.
-        """
+        """Load the weights of the checkpoint that a resume has read; called by a resume, if it is overridden."""
         if not self._loadings:
             raise RuntimeError(
                 f"_load_from_checkpoint({resume_from_checkpoint!r}) was called outside a resume; call "

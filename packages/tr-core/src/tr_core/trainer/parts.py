@@ -357,11 +357,7 @@ class TrainerParts:
         return self.strategy.rank == 0
 
     def checkpointer(self) -> Checkpointer:
-        """Return the checkpointer; the first call builds it from the arguments.
-
-        Raises:
-            ValueError: no such checkpointer is installed.
-        """
+        """Return the checkpointer; the first call builds it from the arguments."""
         args, is_moved = self.args, self.overrides("_get_output_dir")
         args = saving.in_folder(args, self._get_output_dir(trial=self.trial)) if is_moved else args
         made_of = None if self.has_own_checkpointer else saving.checkpointer_arguments(args)

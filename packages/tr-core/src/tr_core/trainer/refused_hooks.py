@@ -41,15 +41,7 @@ REFUSED: dict[str, str] = {
 
 
 def refuse_unknown_hooks(user_class: type, own_class: type) -> None:
-    """Raise if a subclass overrides a hook of transformers that no run of this Trainer calls.
-
-    Args:
-        user_class: the class of the Trainer.
-        own_class: the class of these packages that it inherits from.
-
-    Raises:
-        TypeError: the message names the method and what to override in its place.
-    """
+    """Raise if a subclass overrides a hook of transformers that no run of this Trainer calls."""
     for cls in user_class.__mro__[: user_class.__mro__.index(own_class)]:
         for name in vars(cls).keys() & REFUSED.keys():
             raise TypeError(

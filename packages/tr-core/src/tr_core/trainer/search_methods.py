@@ -16,12 +16,7 @@ from tr_core.trainer.hooks import Hooks
 
 
 class Searching(Hooks):
-    """Run the trials of a search.
-
-    Attributes:
-        trial: the trial of this run; None outside of a search.
-        search: the current search, if any.
-    """
+    """Run the trials of a search."""
 
     search: Search | None = None
 

@@ -120,16 +120,6 @@ class StepHooks(Hooks):
     ) -> None:
         """Log, evaluate and save, where they are due; called by the run after each step.
 
-        Args:
-            tr_loss: sum of the steps' losses since the last log; a log sets it to zero.
-            grad_norm: norm of the last step's gradients before clipping; None logs the run's.
-            model: the wrapped model.
-            trial: the trial of a search.
-            epoch: number of the epoch.
-            ignore_keys_for_eval: outputs of the model that an evaluation skips.
-            start_time: when training began.
-            learning_rate: learning rate of the last step; None logs the run's.
-
         Raises:
             RuntimeError: no run is calling.
         """
