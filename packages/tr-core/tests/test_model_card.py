@@ -1,10 +1,11 @@
 """A model card says what was trained and what it reached, and writes over nobody's words."""
 
-import json
 import sys
 from importlib.metadata import version
 
+import numpy
 import pytest
+import yaml
 from support.data import samples
 from support.models import Classifier
 from support.runs import accuracy
@@ -237,10 +238,15 @@ def test_front_matter_quotes_what_yaml_would_take_for_something_else():
     assert text == ('---\na: "no"\nb:\n- "1.0"\n- "x: y"\n- "say \\"hi\\""\n- "# no"\nc:\n  d: 0.5\n---\n')
 
 
-def test_front_matter_is_json_where_json_has_a_form_for_it():
-    words = ["plain", "tab\tand\nline", "\u200b", "日本語", "\U0001f600", "back\\slash", "\x7f", "'", "--- "]
-    lines = front_matter({"words": words}).splitlines()[2:-1]
-    assert [json.loads(line.removeprefix("- ")) for line in lines] == words
+def test_front_matter_is_read_as_what_it_was():
+    words = ["plain: no", "tab\tand\nline", "'\u200b\"", "日本語", "\U0001f600", "\\", "\x7f", "--- ", "08", "1e5"]
+    numbers = [1, True, 0.1, 1e-17, 1e22, numpy.float64(0.5)]
+    given = {"words": words, "numbers": numbers, "again": words, "long": "a " * 200}
+    text = front_matter(given)
+    assert list(yaml.safe_load_all(text)) == [given, None]
+    assert "float64" not in text
+    for word in ("08", "1e5"):  # plain, these are text in YAML 1.1 and numbers in 1.2
+        assert f'- "{word}"\n' in text
 
 
 def test_publishing_needs_its_package(make_trainer, installed):

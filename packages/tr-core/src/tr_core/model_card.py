@@ -5,7 +5,6 @@ Results come from the log of the run: its evaluations, and the metrics of the fi
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -346,41 +345,29 @@ def _end(state: TrainerState) -> int:
 
 def front_matter(metadata: Mapping[str, Any]) -> str:
     """Return metadata as YAML between two lines of dashes, without entries that are empty or None."""
-    return "\n".join(["---", *_mapping(metadata), "---", ""])
+    import yaml  # not needed by a run that writes no card
+
+    class Dumper(yaml.SafeDumper):
+        """Quote all text: PyYAML leaves plain what YAML 1.2, as the Hub reads it, takes for a number (`08`, `1e5`)."""
+
+    Dumper.add_representer(_Quoted, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, '"'))
+    text = yaml.dump(_plain(metadata), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    return f"---\n{text}---\n"
 
 
-def _entry(key: str, value: Any) -> list[str]:
-    name = key if key.replace("-", "").replace("_", "").isalnum() else _scalar(key)
+class _Quoted(str):
+    """Text that is a value."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in YAML's own types: the dumper does not know numpy's numbers and subclasses of text."""
     if isinstance(value, Mapping):
-        return [f"{name}:", *(f"  {line}" for line in _mapping(value))]
+        return {str(key): _plain(entry) for key, entry in value.items() if _says_something(entry)}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [f"{name}:", *(line for item in value for line in _item(item))]
-    return [f"{name}: {_scalar(value)}"]
-
-
-def _mapping(values: Mapping[str, Any]) -> list[str]:
-    return [line for key, value in values.items() if _says_something(value) for line in _entry(key, value)]
-
-
-def _item(value: Any) -> list[str]:
-    if not isinstance(value, Mapping):
-        return [f"- {_scalar(value)}"]
-    first, *others = _mapping(value) or ["{}"]
-    return [f"- {first}", *(f"  {line}" for line in others)]
-
-
-def _scalar(value: Any) -> str:
-    """Return text and numbers as JSON: YAML reads JSON, and never mistakes its text for another type."""
-    if isinstance(value, bool | int):
-        return json.dumps(value)
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else json.dumps(str(value))
-    text = json.dumps(str(value), ensure_ascii=False)
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
-
-
-def _escaped(letter: str) -> str:
-    return f"\\u{ord(letter):04x}" if ord(letter) < 0x10000 else f"\\U{ord(letter):08x}"
+        return [_plain(entry) for entry in value]
+    if value is None or isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else _Quoted(value)
 
 
 def _says_something(value: Any) -> bool:
