@@ -1,6 +1,7 @@
 """Let tests import `shared`, and keep what one test does to the packages' loggers from the tests that follow."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Half of what a short run in ranks takes is importing these.
+_OF_RANKS = "tr_core.trainer.trainer tr_ckpt.checkpointer tr_ckpt.hub.hub_callback tr_log.report.page tr_optim.registry"
+os.environ["TR_RANKS_PRELOAD"] = _OF_RANKS
 
 
 def of_the_packages() -> list[logging.Logger]:

@@ -1,6 +1,8 @@
 import multiprocessing.util
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -101,3 +103,15 @@ def test_a_nested_function_is_refused():
 
     with pytest.raises(ValueError, match="is defined inside another object; move it to its module's top level"):
         run_ranks(nested, 2)
+
+
+def test_modules_that_are_named_are_imported_before_the_ranks_begin(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom tr_dist.testing import run_ranks\n"
+        "def has(*names): return [name in sys.modules for name in names]\n"
+        "if __name__ == '__main__': print(run_ranks(has, 1, 'this', 'colorsys', 'turtle'))\n"
+    )
+    named = {**os.environ, "TR_RANKS_PRELOAD": "colorsys no_such_module"}
+    done = subprocess.run([sys.executable, script], env=named, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "[[False, True, False]]\n", done.stderr

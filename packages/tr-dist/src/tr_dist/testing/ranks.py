@@ -27,7 +27,8 @@ import torch
 _GRACE_S = 1.0
 # Imported once in the fork server. The first optimizer of a process imports torch._dynamo, which takes seconds.
 # Missing packages are skipped.
-_PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist", "tr_dist.testing", "pytest"]
+_PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist.ddp", "tr_dist.testing", "pytest"]
+_PRELOAD += os.environ.get("TR_RANKS_PRELOAD", "").split()
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # otherwise it would look for a device that the ranks do not see
     _PRELOAD.append("deepspeed")
 # Messages of gloo and torch on ranks that lost a peer.
@@ -46,7 +47,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
     Each process has one torch thread and the variables of a launcher (RANK, WORLD_SIZE, ...), so that
     `tr_dist.DDP()` in it joins a gloo group. They meet through a temporary file; no port is used. The
-    processes come from a fork server that has imported torch, so a call costs about a second.
+    processes come from a fork server that has imported torch, so a call costs about a second. The modules that the
+    variable TR_RANKS_PRELOAD names, with spaces between them, are imported there too, once for all calls.
 
     Args:
         function: a module-level function. Its module need not be importable by name (a test module is not): it is
