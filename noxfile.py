@@ -16,7 +16,8 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from packages import PACKAGES, with_siblings  # noqa: E402, I001
+import minimums as lowest  # noqa: E402, I001
+from packages import PACKAGES, with_siblings  # noqa: E402
 from requirements import (  # noqa: E402
     ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST, TRACKERS,
     TRANSFORMERS,
@@ -59,10 +60,6 @@ HARDWARE = {
     "cuda": ("packages/tr-dist/tests/test_gpu_numbers.py", "packages/tr-dist/tests/test_device.py",
              "packages/tr-core/tests/test_single_device.py"),
 }  # fmt: skip
-# Sessions that a night has the time for, in this order.
-LONG = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in BACKENDS), "robustness", "launching",
-        "examples", "ecosystem", "llama_factory", "docs", "report", "release", "trackers", "engines", "kernels",
-        "attack")  # fmt: skip
 NOTHING_COLLECTED = 5  # pytest's exit code
 
 
@@ -96,14 +93,10 @@ def tests(session: nox.Session) -> None:
         session.notify(f"alone(package='{package}')")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """Run what takes too long for every change: the tests that are marked slow, then all sessions that are long."""
-    session.notify("integration", posargs=("-m", "slow"))
-    for package in ("tr-dist", "tr-optim"):
-        session.notify(f"alone(package='{package}')", posargs=("-m", "slow"))
-    for name in LONG:
-        session.notify(name)
+    """Run what takes too long for every change, all of it or the sessions named, and write down what it found."""
+    session.run(sys.executable, "tools/nightly.py", *session.posargs)
 
 
 @nox.session
@@ -144,6 +137,27 @@ def alone(session: nox.Session, package: str) -> None:
     local = [argument for p in with_siblings(package) for argument in ("-e", f"./packages/{p.name}")]
     session.install(*PYTEST, *ALONE_EXTRAS.get(package, ()), *local, *CONSTRAINTS)
     session.run("pytest", f"packages/{package}/tests", *NOT_SLOW, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """Test all packages with the lowest version of everything that they declare: `python tools/minimums.py`."""
+    constraints = Path(session.create_tmp()) / "lowest.txt"
+    constraints.write_text(lowest.constraints())
+    _all_packages(session, "-c", str(constraints))
+
+
+@nox.session(python=["3.12", "3.13"])
+def pythons(session: nox.Session) -> None:
+    """Test all packages with the other versions of Python that they support; `alone` has the lowest."""
+    _all_packages(session, *CONSTRAINTS)
+
+
+def _all_packages(session: nox.Session, *constraints: str) -> None:
+    session.install(*PYTEST, "huggingface_hub", "tensorboard", *EVERYTHING, *constraints)
+    for package in NAMES:  # one by one: their conftest files differ
+        tested = (f"packages/{package}/tests", *NOT_SLOW, *PARALLEL)
+        session.run("pytest", *tested, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
