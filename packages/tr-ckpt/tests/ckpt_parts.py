@@ -55,6 +55,13 @@ def number_of(restored: dict[str, Values]) -> int:
     return number
 
 
+def restored(checkpointer: Checkpointer | Path, source: Path | str | None = None) -> tuple[int | None, int]:
+    """Return the step and the number of what a restore loads."""
+    into = parts()
+    checkpointer = checkpointer if isinstance(checkpointer, Checkpointer) else Checkpointer(checkpointer)
+    return checkpointer.restore(into, source), number_of(into)
+
+
 def listed(folder: Path) -> list[str]:
     """Return what is in a folder, sorted, but for its lock, which stays as long as something saves there."""
     return sorted(path.name for path in folder.iterdir() if path.name != NAME)

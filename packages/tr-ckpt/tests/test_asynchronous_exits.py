@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ckpt_parts import listed, number_of, parts
+from ckpt_parts import listed, parts, restored
 
 from tr_ckpt import Checkpointer
 
@@ -37,12 +37,6 @@ def run(directory, script, waits="threading.main_thread().is_alive()"):
     begin = BEGIN.format(tests=TESTS, directory=str(directory), waits=waits)
     command = [sys.executable, "-W", "ignore", "-c", begin + script]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def restored(directory):
-    into = parts()
-    step = Checkpointer(directory).restore(into)
-    return step, number_of(into)
 
 
 @pytest.mark.parametrize(

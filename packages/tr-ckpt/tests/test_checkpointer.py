@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ckpt_parts import Run, Values, listed, number_of, parts
+from ckpt_parts import Run, Values, listed, number_of, parts, restored
 from safetensors.torch import load_file
 
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, Restored, RNGState
@@ -88,9 +88,7 @@ def test_the_newest_is_the_one_saved_last_and_steps_are_in_their_own_order(tmp_p
     checkpointer = Checkpointer(tmp_path)
     for step in (9, 100, 20):
         checkpointer.save(step, parts(step))
-    into = parts()
-    assert checkpointer.restore(into) == 20
-    assert number_of(into) == 20
+    assert restored(checkpointer) == (20, 20)
     assert checkpointer.steps() == [9, 20, 100]
 
 
@@ -183,9 +181,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {**parts(10), "more": Values(10)})
     checkpointer.save(1, parts(20))
-    into = parts()
-    assert checkpointer.restore(into) == 1
-    assert number_of(into) == 20
+    assert restored(checkpointer) == (1, 20)
     assert not (checkpointer.path(1) / "more.json").exists()
     assert listed(tmp_path) == ["checkpoint-1"]
 

@@ -90,7 +90,8 @@ def test_when_the_newest_is_damaged_the_newest_valid_one_stays_and_the_damaged_t
     output = capsys.readouterr()
     assert steps(run) == [15, 20]
     assert "checkpoint-20 is damaged and stays: model.safetensors was changed after it was written" in output.err
-    assert "checkpoint-15" in output.out.split("stays, newest, verified")[0].splitlines()[-1]
+    assert re.search(r"^checkpoint-20 .* stays, damaged$", output.out, re.MULTILINE)
+    assert re.search(r"^checkpoint-15 .* stays, newest, verified$", output.out, re.MULTILINE)
 
 
 def test_damaged_and_foreign_ones_neither_count_nor_go(run, capsys):
@@ -180,14 +181,6 @@ def test_a_count_must_be_one(run, count, capsys):
         main(["prune", str(run), "--keep", count])
     assert left.value.code == 2
     assert steps(run) == [5, 10, 15, 20]
-
-
-def test_a_damaged_one_is_shown_as_such(run, capsys):
-    flip(run / "checkpoint-20" / "model.safetensors")
-    assert main(["prune", str(run), "--keep", "1", "--dry-run"]) == 0
-    table = capsys.readouterr().out
-    assert re.search(r"^checkpoint-20 .* stays, damaged$", table, re.MULTILINE)
-    assert re.search(r"^checkpoint-15 .* stays, newest, verified$", table, re.MULTILINE)
 
 
 def test_what_a_killed_removal_left_is_cleared_away_by_the_next(run, monkeypatch, capsys):

@@ -3,11 +3,12 @@
 import multiprocessing
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ckpt_workers
 import pytest
 from ckpt_faults import Faults, Killed
-from ckpt_parts import listed, number_of, parts
+from ckpt_parts import listed, parts, restored
 
 from tr_ckpt import Checkpointer, files
 
@@ -19,104 +20,100 @@ SCENARIOS = {
 }
 
 
-def prepare(directory: Path, before: list[tuple[int, int]], keep_last: int | None) -> Checkpointer:
-    checkpointer = Checkpointer(directory, keep_last=keep_last)
+# How a run saves: without a limit, with one, and in the background.
+WAYS = {"all stay": {}, "one stays": {"keep_last": 1}, "in the background": {"keep_last": 1, "asynchronous": True}}
+
+
+def save(checkpointer: Checkpointer, step: int, number: int) -> None:
+    checkpointer.save(step, parts(number), write_extra=lambda folder: (folder / "config.json").write_text("{}"))
+    checkpointer.wait()
+
+
+def prepare(directory: Path, before: list[tuple[int, int]], **options: Any) -> Checkpointer:
+    checkpointer = Checkpointer(directory, **options)
     for step, number in before:
-        checkpointer.save(step, parts(number))
+        save(checkpointer, step, number)
     return checkpointer
 
 
-def operations(directory: Path, before: list[tuple[int, int]], step: int, keep_last: int | None) -> int:
-    checkpointer = prepare(directory / "counted", before, keep_last)
+def operations(directory: Path, before: list[tuple[int, int]], step: int, **options: Any) -> int:
+    checkpointer = prepare(directory / "counted", before, **options)
     with Faults() as counted:
-        checkpointer.save(step, parts(20), write_extra=write_extra)
+        save(checkpointer, step, 20)
+    checkpointer.close()
+    assert len(counted.log) > 20
     return len(counted.log)
 
 
-def write_extra(folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
-
-
-def restored(directory: Path) -> tuple[int | None, int]:
-    into = parts()
-    step = Checkpointer(directory).restore(into)
-    return step, number_of(into)
-
-
-@pytest.mark.parametrize("keep_last", [None, 1])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("mode", ["kill", "tear"])
-def test_a_kill_before_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, mode, scenario, keep_last):
+def test_a_kill_before_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, mode, scenario, way, caplog):
     before, step, right = SCENARIOS[scenario]
-    total = operations(tmp_path, before, step, keep_last)
-    assert total > 20
     outcomes = []
-    for at in range(1, total + 1):
+    for at in range(1, operations(tmp_path, before, step, **WAYS[way]) + 1):
         directory = tmp_path / str(at)
-        checkpointer = prepare(directory, before, keep_last)
+        checkpointer = prepare(directory, before, **WAYS[way])
         with Faults(at, mode), pytest.raises(Killed):
-            checkpointer.save(step, parts(20), write_extra=write_extra)
+            save(checkpointer, step, 20)
         outcomes.append(restored(directory))
         assert outcomes[-1] in right
-        assert list(directory.glob("checkpoint-*/config.json")) or outcomes[-1][0] != 2 or outcomes[-1][1] != 20
+        assert list(directory.glob("checkpoint-*/config.json")) or outcomes[-1] != (2, 20)
+        if way != "all stay":  # the run after it leaves nothing behind
+            again = Checkpointer(directory, **WAYS[way])
+            again.restore(parts())
+            save(again, step + 1, 30)
+            again.close()
+            assert listed(directory) == [f"checkpoint-{step + 1}"]
+            assert restored(directory) == (step + 1, 30)
     assert len(set(outcomes)) == len(right)  # the commit is one of the operations, neither the first nor the last
     assert outcomes == sorted(outcomes, key=lambda outcome: outcome[1])  # and it is one instant
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_run_after_a_kill_saves_and_leaves_nothing_behind(tmp_path, scenario):
-    before, step, _ = SCENARIOS[scenario]
-    for at in range(1, operations(tmp_path, before, step, 1) + 1):
-        directory = tmp_path / str(at)
-        checkpointer = prepare(directory, before, 1)
-        with Faults(at), pytest.raises(Killed):
-            checkpointer.save(step, parts(20), write_extra=write_extra)
-        again = Checkpointer(directory, keep_last=1)
-        again.restore(parts())
-        again.save(step + 1, parts(30))
-        assert listed(directory) == [f"checkpoint-{step + 1}"]
-        assert restored(directory) == (step + 1, 30)
-
-
 def test_a_kill_in_the_clearing_up_after_a_kill_loses_nothing(tmp_path):
     before, step, right = SCENARIOS["same step again"]
-    for first in range(1, operations(tmp_path, before, step, None) + 1):
+    for first in range(1, operations(tmp_path, before, step) + 1):
         for second in (1, 2, 3, 5, 8):
             directory = tmp_path / f"{first}-{second}"
-            checkpointer = prepare(directory, before, None)
+            checkpointer = prepare(directory, before)
             with Faults(first), pytest.raises(Killed):
-                checkpointer.save(step, parts(20), write_extra=write_extra)
+                save(checkpointer, step, 20)
             with Faults(second), pytest.raises(Killed):
                 Checkpointer(directory).save(3, parts(30))
             assert restored(directory) in right
 
 
+@pytest.mark.parametrize("way", ["one stays", "in the background"])
 @pytest.mark.parametrize("mode", ["error", "full"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, scenario, mode, caplog):
+def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, scenario, mode, way, caplog):
     before, step, right = SCENARIOS[scenario]
-    for at in range(1, operations(tmp_path, before, step, 1) + 1):
+    for at in range(1, operations(tmp_path, before, step, **WAYS[way]) + 1):
         directory = tmp_path / str(at)
-        checkpointer = prepare(directory, before, 1)
+        checkpointer = prepare(directory, before, **WAYS[way])
         raised = None
         with Faults(at, mode) as faults:
             try:
-                checkpointer.save(step, parts(20), write_extra=write_extra)
+                save(checkpointer, step, 20)
             except OSError as error:
                 raised = error
         outcome = restored(directory)
         assert outcome in right
+        # Either it is there, or the failure was raised; and that is so once.
         assert raised is not None or outcome == (step, 20)
         assert raised is None or "No space left" in str(raised)
+        checkpointer.wait()
         left = list(directory.glob(".tmp-*"))
         removing = faults.log[at - 1] in ("remove_file", "remove_folder")
         assert not left or removing or outcome == (step, 20)
-        checkpointer.save(step + 1, parts(30))
+        save(checkpointer, step + 1, 30)
+        checkpointer.close()  # or the lock of one that is collected later counts as an operation
         assert listed(directory) == [f"checkpoint-{step + 1}"]
+        assert restored(directory) == (step + 1, 30)
 
 
 def test_a_full_disk_is_reported_and_its_temporary_folder_is_removed(tmp_path):
-    checkpointer = prepare(tmp_path, [(1, 10)], None)
+    checkpointer = prepare(tmp_path, [(1, 10)])
     with Faults(12, "full"), pytest.raises(OSError, match="No space left on device"):
         checkpointer.save(2, parts(20))
     assert listed(tmp_path) == ["checkpoint-1"]
@@ -124,7 +121,7 @@ def test_a_full_disk_is_reported_and_its_temporary_folder_is_removed(tmp_path):
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_process_that_really_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, share):
-    checkpointer = prepare(tmp_path, [(1, 10)], None)
+    checkpointer = prepare(tmp_path, [(1, 10)])
     checkpointer.close()
     with Faults() as counted:
         checkpointer.save(2, parts(20))
@@ -168,13 +165,3 @@ def test_a_folder_above_that_may_not_be_read_is_passed_over(tmp_path, monkeypatc
     monkeypatch.setattr(files, "sync_folder", sync)
     assert Checkpointer(tmp_path / "a" / "run").save(1, parts(10)).exists()
     assert refused == [tmp_path]
-
-
-def test_an_old_checkpoint_has_lost_its_name_for_good_before_its_files_go(tmp_path):
-    """Or a power cut could leave a folder of that name without half of them."""
-    checkpointer = Checkpointer(tmp_path, keep_last=1)
-    checkpointer.save(1, parts(10))
-    with Faults() as counted:
-        checkpointer.save(2, parts(20))
-    first = counted.log.index("remove_file")
-    assert counted.log[first - 2 : first] == ["rename", "sync_folder"]

@@ -45,16 +45,6 @@ def test_the_digest_of_a_file_is_that_of_its_bytes_whatever_the_blocks(tmp_path,
         assert files.record(path) == files.seal_file(path) == written
 
 
-def test_a_file_of_several_real_blocks_has_the_digest_of_its_bytes(tmp_path):
-    content = b"".join(bytes([number]) * files.BLOCK_BYTES for number in (1, 2)) + b"rest"
-    written = files.write_file(tmp_path / "file", [content])
-    assert (written.bytes, written.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    moved = content[files.BLOCK_BYTES : 2 * files.BLOCK_BYTES] + content[: files.BLOCK_BYTES] + b"rest"
-    (tmp_path / "moved").write_bytes(moved)
-    assert files.record(tmp_path / "file") == written
-    assert files.record(tmp_path / "moved") != written
-
-
 def test_files_are_synced_and_removed_several_at_once(tmp_path, monkeypatch):
     """The barrier lets nobody through who is alone."""
     met = threading.Barrier(2, timeout=60)

@@ -19,7 +19,7 @@ from pathlib import Path
 import ckpt_workers
 import pytest
 from ckpt_faults import Faults, Killed
-from ckpt_parts import listed, number_of, parts
+from ckpt_parts import listed, parts, restored
 
 from tr_ckpt import Checkpointer, FolderInUseError, command, files, folder_lock, lock_file, names
 from tr_ckpt.folder_lock import FolderLock
@@ -525,9 +525,7 @@ def test_a_lock_does_not_keep_others_from_reading(tmp_path, caplog):
         pass
     Checkpointer(tmp_path).save(4, parts(4))
     with held_elsewhere(tmp_path), caplog.at_level(logging.WARNING):
-        into = parts()
-        assert Checkpointer(tmp_path).restore(into) == 4
-        assert number_of(into) == 4
+        assert restored(tmp_path) == (4, 4)
     assert "in use" not in caplog.text
 
 

@@ -64,16 +64,6 @@ def test_each_strategy_pushes_exactly_its_files(strategy, during, after, hub, tm
     assert not (output_dir / "config.json").exists()  # nothing is written into the run's folder
 
 
-def test_the_last_checkpoint_holds_no_file_of_an_older_one(hub, tmp_path):
-    run = Run(tmp_path / "out", hub, strategy="checkpoint")
-    run.save(1, scaler=parts(1)["extra"])
-    run.settle()
-    assert "last-checkpoint/scaler.json" in hub.files("ci/run")
-    run.save(2)
-    run.settle()
-    assert "last-checkpoint/scaler.json" not in hub.files("ci/run")
-
-
 def test_a_push_holds_what_was_there_when_it_was_asked_for(hub, tmp_path):
     """Slow uploads, a checkpoint that is removed and files that are rewritten meanwhile."""
     (tmp_path / "out").mkdir()
@@ -105,46 +95,6 @@ def test_a_save_while_a_push_runs_is_skipped_unless_always(always, pushed, hub, 
     run.settle()
     assert hub.titles("ci/run")[1:] == [f"Training in progress, step {step}" for step in pushed]
     assert ("step 2 is not pushed: an earlier push is still under way" in caplog.text) is not always
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "fault"),
-    [
-        ("POST", "/commit/", {"status": 503}),
-        ("POST", "/commit/", {"drop": "after"}),
-        ("POST", "/repos/create", {"status": 502}),
-        ("POST", "/commit/", {"status": 429}),
-    ],
-    ids=["503", "dropped", "create", "throttled"],
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_passing_fault_is_tried_again(method, path, fault, hub, tmp_path, caplog):
-    run = Run(tmp_path / "out", hub)
-    run.settle()
-    run.repository._made = False
-    hub.fail(method, path, times=2 if "drop" not in fault else 1, **fault)
-    run.save(1)
-    run.settle()
-    assert hub.files("ci/run") == MODEL
-    assert "trying again in 0 s" in caplog.text
-
-
-def test_with_every_commit_failing_the_run_ends_normally_and_says_what_is_missing(hub, tmp_path, caplog):
-    run = Run(tmp_path / "out", hub, strategy="checkpoint", always_push=True)
-    run.settle()
-    hub.fail("POST", "/commit/", status=500, times=10**6)
-    run.save(1)
-    run.settle()
-    assert "'Training in progress, step 1' was not pushed to ci/run: HfHubHTTPError: " in caplog.text
-    run.save(2)
-    run.finish()
-    [summary] = [record.message for record in caplog.records if record.message.startswith("not all of the run")]
-    assert "step 1" in summary
-    assert "step 2" in summary
-    assert "End of training" in summary
-    assert hub.titles("ci/run") == ["initial commit"]
-    assert run.checkpointer.steps() == [1, 2]
-    assert not list((tmp_path / "out").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize("status", [400, 403])
@@ -248,19 +198,6 @@ def test_files_that_cannot_be_copied_are_a_failed_push_and_no_more(hub, tmp_path
     run.callback.on_checkpoint(tmp_path / "out" / "checkpoint-7", 7)  # which is not there
     run.settle()
     assert "'Training in progress, step 7' was not pushed: its files could not be copied: " in caplog.text
-
-
-def test_files_are_copied_where_there_are_no_links(hub, tmp_path, monkeypatch):
-    from tr_ckpt import files
-
-    def link(source, target):
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(files, "link", link)
-    run = Run(tmp_path / "out", hub, strategy="checkpoint")
-    run.save(1)
-    run.settle()
-    assert "last-checkpoint/manifest.json" in hub.files("ci/run")
 
 
 def test_an_unknown_strategy_is_refused(hub, tmp_path):

@@ -115,7 +115,7 @@ def in_a_minute():
     ],
 )
 @pytest.mark.parametrize("status", [429, 503])
-def test_the_hub_says_how_long_to_wait(headers, least, most, status, hub, tmp_path, without_waiting):
+def test_the_hub_says_how_long_to_wait(headers, least, most, status, hub, tmp_path, without_waiting, caplog):
     run = Run(tmp_path / "out", hub)
     run.settle()
     asked = {name: value() if callable(value) else value for name, value in headers.items()}
@@ -124,6 +124,7 @@ def test_the_hub_says_how_long_to_wait(headers, least, most, status, hub, tmp_pa
     run.settle()
     [waited] = without_waiting.pushes
     assert least <= waited <= most
+    assert "trying again in" in caplog.text
     assert "Training in progress, step 1" in hub.titles("ci/run")
 
 
@@ -216,8 +217,10 @@ def test_the_summary_names_every_commit_and_says_how_to_push_later(hub, tmp_path
     run = Run(tmp_path / "a run", hub, strategy="checkpoint", always_push=True, repo_id="ci/run", revision="exp")
     run.settle()
     hub.fail("POST", "/commit/", status=500, times=10**6)
-    for step in (1, 2):
-        run.save(step)
+    run.save(1)
+    run.settle()
+    assert "'Training in progress, step 1' was not pushed to ci/run: HfHubHTTPError: " in caplog.text  # at once
+    run.save(2)
     caplog.clear()
     run.finish()
     [summary] = [record.message for record in caplog.records if record.message.startswith("not all of the run")]
@@ -230,6 +233,9 @@ def test_the_summary_names_every_commit_and_says_how_to_push_later(hub, tmp_path
         r"last-checkpoint --revision exp$",
         summary,
     )
+    assert hub.titles("ci/run") == ["initial commit"]
+    assert run.checkpointer.steps() == [1, 2]
+    assert not list(run.output_dir.glob(".tmp-*"))
     hub.heal()
     run.callback.push_to_hub(run.output_dir)  # brings the checkpoint too
     assert json.loads(hub.read("ci/run", "last-checkpoint/config.json", "exp")) == {"step": 2}

@@ -9,7 +9,7 @@ import ckpt_hub
 import pytest
 import torch.multiprocessing
 from ckpt_hub import Run
-from ckpt_parts import listed, number_of, parts
+from ckpt_parts import listed, number_of, parts, restored
 from minihub import TOKEN, wait_until
 
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, HubRepository
@@ -73,9 +73,7 @@ def test_the_repository_and_its_branch_are_those_of_the_arguments(hub, tmp_path)
 def test_a_checkpoint_of_an_earlier_commit_can_be_named(hub, tmp_path):
     pushed(hub, tmp_path / "out", steps=(1, 2, 3))
     for commit, step in zip(hub.history("ci/run")[1:], (1, 2, 3), strict=True):
-        into = parts()
-        assert reading(hub, tmp_path / "fresh").restore(into, f"hub:ci/run@{commit.oid}") == step
-        assert number_of(into) == step
+        assert restored(reading(hub, tmp_path / "fresh"), f"hub:ci/run@{commit.oid}") == (step, step)
 
 
 @pytest.mark.parametrize("path", ["/models/ci/run$", "/resolve/.*/manifest.json", "/resolve/.*/extra.safetensors"])
@@ -140,9 +138,7 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_commit_is_offered(file, ch
     assert text.startswith(f"no valid checkpoint at {hub.endpoint}/ci/run, commit ")
     offered = re.findall(r"(hub:\S+) \(([^)]*)\)", text)
     assert [title for _, title in offered][:2] == ["Training in progress, step 2", "Training in progress, step 1"]
-    into = parts()
-    assert reading(hub, tmp_path / "fresh").restore(into, offered[0][0]) == 2
-    assert number_of(into) == 2
+    assert restored(reading(hub, tmp_path / "fresh"), offered[0][0]) == (2, 2)
 
 
 @pytest.mark.parametrize(("file", "change", "message"), DAMAGE)
@@ -150,9 +146,7 @@ def test_a_damaged_one_of_many_is_passed_over(file, change, message, hub, tmp_pa
     pushed(hub, tmp_path / "out", steps=(1, 2, 3), strategy="all_checkpoints")
     path = f"checkpoint-3/{file}"
     hub.replace("ci/run", path, change and change(hub.read("ci/run", path)))
-    into = parts()
-    assert reading(hub, tmp_path / "fresh").restore(into, "hub") == 2
-    assert number_of(into) == 2
+    assert restored(reading(hub, tmp_path / "fresh"), "hub") == (2, 2)
     [warning] = [record.message for record in caplog.records if "skipped" in record.message]
     assert re.search(rf"skipped checkpoint-3 of {hub.endpoint}/ci/run, commit \w+: .*({message})", warning)
 
@@ -232,9 +226,7 @@ def test_being_told_to_stay_offline_is_an_error_in_words(hub, tmp_path, monkeypa
 def test_a_fault_on_the_way_is_tried_again(path, fault, hub, tmp_path):
     pushed(hub, tmp_path / "out")
     hub.fail("GET", path, times=2, **fault)
-    into = parts()
-    assert reading(hub, tmp_path / "fresh").restore(into, "hub") == 2
-    assert number_of(into) == 2
+    assert restored(reading(hub, tmp_path / "fresh"), "hub") == (2, 2)
 
 
 def test_a_download_that_failed_goes_on_where_it_was(hub, tmp_path):
@@ -292,9 +284,7 @@ def test_a_snapshot_that_the_client_itself_downloaded_is_restored_and_links_else
     checkpoint = tmp_path / "cache" / os.path.relpath(snapshot, tmp_path / "cache") / "last-checkpoint"
     link = checkpoint / "extra.safetensors"
     assert link.is_symlink()  # as the client does it
-    into = parts()
-    assert Checkpointer(tmp_path / "fresh").restore(into, checkpoint) == 2
-    assert number_of(into) == 2
+    assert restored(tmp_path / "fresh", checkpoint) == (2, 2)
     elsewhere = tmp_path / "blobs" / "same"
     elsewhere.parent.mkdir()
     elsewhere.write_bytes(link.read_bytes())

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from ckpt_malice import rewritten, vouched
-from ckpt_parts import Holding, listed, number_of, parts
+from ckpt_parts import Holding, listed, parts, restored
 
 from tr_ckpt import Checkpointer, CheckpointError, discovery, part_files, tensor_file, untrusted
 from tr_ckpt.command import main
@@ -29,9 +29,7 @@ def test_more_names_than_can_be_read_back_are_refused_before_the_older_one_goes(
     with pytest.raises(CheckpointError, match=message):
         save()
     assert listed(tmp_path) == ["checkpoint-1"]
-    into = parts()
-    assert checkpointer.restore(into) == 1
-    assert number_of(into) == 1
+    assert restored(checkpointer) == (1, 1)
 
 
 def test_the_limit_is_the_librarys(tmp_path):

@@ -7,7 +7,7 @@ import logging
 import ckpt_foreign
 import pytest
 from ckpt_faults import ERRNOS, BadReads, error, in_threads
-from ckpt_parts import number_of, parts, save_steps
+from ckpt_parts import number_of, parts, restored, save_steps
 
 from tr_ckpt import (
     Checkpointer,
@@ -315,9 +315,7 @@ def test_a_step_saved_again_keeps_the_one_before_until_the_new_one_has_been_read
     )
     saved.save(30, parts(31))
     [aside] = saved.directory.glob(".tmp-replaced-checkpoint-30@*")
-    into = parts()
-    assert Checkpointer(saved.directory).restore(into, aside) == 30
-    assert number_of(into) == 30
+    assert restored(saved.directory, aside) == (30, 30)
 
 
 def test_an_error_of_reading_is_logged_once_while_it_is_tried_again(saved, caplog):

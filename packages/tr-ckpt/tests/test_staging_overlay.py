@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ckpt_faults import Faults, Killed, forget_temporaries
-from ckpt_parts import number_of, parts
+from ckpt_parts import listed, number_of, parts, restored
 
 from tr_ckpt import Checkpointer, discovery, files, names
 from tr_ckpt.command import main
@@ -53,11 +53,6 @@ def prepared(directory: Path, *steps: int) -> Checkpointer:
     return checkpointer
 
 
-def restored(directory):
-    into = parts()
-    return Checkpointer(directory).restore(into), number_of(into)
-
-
 def whole(directory: Path) -> list[tuple[int, int]]:
     """Return step and content of all that count as checkpoints, each read whole; no other looks like one."""
     found = []
@@ -67,10 +62,6 @@ def whole(directory: Path) -> list[tuple[int, int]]:
             into = parts()
             found.append((Checkpointer(directory).restore(into, source=each.path), number_of(into)))
     return found
-
-
-def listed(directory):
-    return sorted(path.name for path in directory.iterdir() if path.name != ".run-lock.json")
 
 
 def test_one_beyond_the_limit_is_removed_where_it_is(tmp_path, lower, caplog):

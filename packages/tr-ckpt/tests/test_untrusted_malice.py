@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_malice import Watching, refused, rewritten, saved_twice, vouched
-from ckpt_parts import number_of, parts
+from ckpt_parts import number_of, parts, restored
 
 from tr_ckpt import CheckpointError
 
@@ -190,9 +190,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(saved):
 def test_a_checkpoint_reached_through_a_link_is_read(saved, tmp_path):
     """What the user names may be a link: only inside of it nothing is followed."""
     (tmp_path / "alias").symlink_to(saved.path(30))
-    into = parts()
-    assert saved.restore(into, tmp_path / "alias") == 30
-    assert number_of(into) == 30
+    assert restored(saved, tmp_path / "alias") == (30, 30)
 
 
 def test_the_payloads_do_what_they_say_where_they_are_unpickled(tmp_path):
