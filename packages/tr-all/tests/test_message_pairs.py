@@ -1,10 +1,9 @@
-"""Reading messages and their translations from catalogs, splitting them, and measuring translations of them."""
+"""Reading messages and their translations from catalogs, splitting them, and looking translations of them up."""
 
 import struct
 
 import message_pairs
 import pytest
-from chrf import chrf
 from message_pairs import Pair, installed_catalogs, is_usable, meaning, read_catalog, read_pairs, split
 from nearest_pair import most_frequent_translation, nearest_pairs
 
@@ -127,38 +126,6 @@ def test_a_pair_stays_in_its_split_when_others_come():
     few, many = ([Pair(f"Text {number}", "译") for number in range(count)] for count in (100, 300))
     for name, part in split(few).items():
         assert set(part) <= set(split(many)[name])
-
-
-def test_chrf_of_translations_that_are_right_is_100_and_of_those_with_nothing_in_common_0():
-    assert chrf(["保存文件", "a b"], ["保存文件", "ab"]) == 100
-    assert chrf(["保存"], ["打开"]) == 0
-    assert chrf([""], ["打开"]) == 0
-
-
-def test_chrf_is_that_computed_by_hand():
-    # abcd for abed: of 4, 3, 2 and 1 n-grams each, 3, 1, 0 and 0 are in common; none has 5 characters.
-    # Precision and recall are both (3/4 + 1/3 + 0 + 0) / 4, and so is their mean.
-    assert chrf(["abcd"], ["abed"]) == pytest.approx(100 * (3 / 4 + 1 / 3) / 4)
-    # ab for abc: precision (2/2 + 1/1) / 2, recall (2/3 + 1/2) / 2; F with beta 2 is 5PR / (4P + R).
-    precision, recall = 1, 7 / 12
-    assert chrf(["ab"], ["abc"]) == pytest.approx(100 * 5 * precision * recall / (4 * precision + recall))
-
-
-def test_chrf_counts_over_all_texts_and_no_character_twice():
-    # Single characters: 1 of 3 and 1 of 1 in common; pairs: 0 of 2 (the second text has none); triples: 0 of 1.
-    assert chrf(["aaa", "b"], ["acd", "b"]) == pytest.approx(100 * (2 / 4 + 0 + 0) / 3)
-
-
-def test_chrf_is_that_of_sacrebleu():
-    # What sacrebleu 2.6 gives for these.
-    translations = ["the cat", "一个 猫", "x", "long enough to have all n-grams"]
-    references = ["the bat sat", "一只猫在这里", "xyz abc", "long enough for all the n-grams"]
-    assert chrf(translations, references) == pytest.approx(41.912836591783766)
-
-
-def test_as_many_translations_as_references_are_needed():
-    with pytest.raises(ValueError, match="zip"):
-        chrf(["a"], ["a", "b"])
 
 
 MEMORY = [

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from chrf import chrf
 from message_pairs import Pair, read_pairs, split
 from nearest_pair import most_frequent_translation, nearest_pairs
 from small_translator import encode, small_translator, train_tokenizer
@@ -30,6 +29,13 @@ from tr_all import (
     Seq2SeqTrainingArguments,
     set_seed,
 )
+
+try:
+    from sacrebleu.metrics import CHRF
+except ImportError:
+    raise SystemExit(
+        "error: sacrebleu, which computes chrF, is missing; run: python -m pip install sacrebleu"
+    ) from None
 
 _ABOUT = "Train a translator of the messages of programs; translation.args holds what is not given here."
 
@@ -111,6 +117,11 @@ def measure_with(tokenizer: Any) -> Callable[[EvalPrediction], dict[str, float]]
         return {"chrf": chrf(written, right), "exact": exact(written, right)}
 
     return measure
+
+
+def chrf(written: Sequence[str], right: Sequence[str]) -> float:
+    """Return chrF of all texts together, from 0 to 100."""
+    return CHRF().corpus_score(list(written), [list(right)]).score
 
 
 def exact(written: Sequence[str], right: Sequence[str]) -> float:
