@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from fused_models import Shapes, Tied, build, loss_of, weights_of
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from tr_optim import AdaLomo, Lomo
 from tr_optim.engine import averaging
@@ -139,78 +138,6 @@ def one_bad_rank(ranks):
         optimizer.step()
         found.append(weights_of(model))
     return found
-
-
-SHARDED = {
-    "plain": {},
-    "clipped": {"clip_grad_norm": 0.2, "weight_decay": 0.1},
-    "stored": {"clip_grad_norm": 0.2, "accumulate": "store"},
-    "skipping": {"nonfinite": "skip_step"},
-}
-
-
-class Uneven(nn.Sequential):
-    """Has rows that two ranks cannot share evenly, and a row that only one of them can have."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 1))
-
-    @staticmethod
-    def batch(step, rows=6):
-        return torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
-
-
-def run_sharded(name, ranks):
-    """Train with parameters that FSDP2 divides, or, without ranks, with whole ones and the data of two."""
-    model, options = build(Uneven), SHARDED[name]
-    if ranks is not None:
-        for layer in [*model, model]:
-            if not isinstance(layer, nn.Tanh):
-                fully_shard(layer)
-    optimizer = Lomo(model.parameters(), lr=0.3, **options)
-    if ranks is not None:
-        optimizer.bind(ranks)
-    norms, parts = [], 2 if "accumulate" in options else 1
-    for step in range(STEPS):
-        for number in range(parts):
-            seed = 10 * step + number
-            batch = Uneven.batch(seed, 12) if ranks is None else part(Uneven, seed, ranks.rank, ranks.world_size)
-            loss = loss_of(model, batch) / parts
-            if name == "skipping" and step == 2 and (ranks is None or ranks.rank == 1):
-                loss = loss * torch.nan
-            optimizer.backward(loss, last=number == parts - 1)
-        norms.append(optimizer.clip_grad_norm(None).item())
-        optimizer.step()
-    whole = {
-        key: (value if ranks is None else value.full_tensor()).detach().clone()
-        for key, value in model.named_parameters()
-    }
-    return {"weights": whole, "norms": norms}
-
-
-class OnlyWhole(AdaLomo):
-    takes_shards = False
-
-
-def refuses_shards(ranks):
-    model = build(Uneven)
-    fully_shard(model)
-    optimizer = OnlyWhole(model.parameters())
-    optimizer.bind(ranks)
-    try:
-        optimizer.backward(loss_of(model, Uneven.batch(0)))
-    except ValueError as error:
-        return str(error)
-
-
-def train_sharded_as_rank(rank, world_size, folder):
-    join(rank, world_size, folder)
-    ranks = Ranks()
-    results = {name: run_sharded(name, ranks) for name in SHARDED}
-    results["refused"] = refuses_shards(ranks)
-    torch.save(results, Path(folder, f"{rank}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def unbound():

@@ -23,6 +23,8 @@ ENTRIES = {
 LAZY = "refresh=lazy, refresh_window=1, update_proj_gap=2, basis_dtype=int8"
 STORED = "accumulate=store"
 ROUNDED = "stochastic_rounding=true"  # in bfloat16 alone
+# What Q-GaLore has beside int8 weights.
+Q_GALORE = f"basis_dtype=int4, refresh=lazy, refresh_window=1, update_proj_gap=2, {ROUNDED}"
 # By name: `optim_args`, and the norm to clip to, if not None.
 WAYS = {
     "adafactor": [("beta1=0.9, scale_parameter=true", None), (ROUNDED, None)],
@@ -50,9 +52,13 @@ WAYS = {
         ("method=svd", 0.1),
         ("refresh_from=first", None),
         ("mode=immediate", None),
+        ("proj_type=full, basis_dtype=bfloat16", None),
+        ("mode=immediate, proj_type=full, stagger=false", None),
+        ("mode=immediate, proj_type=reverse_std, method=svd", None),
+        (f"mode=immediate, {LAZY}", None),
     ],
     "galore_adamw_8bit": [("rotate_moments=false", None)],
-    "galore_adamw_8bit_layerwise": [("mode=immediate, refresh_from=first", None), (LAZY, 0.1)],
+    "galore_adamw_8bit_layerwise": [("mode=immediate, refresh_from=first", None), (LAZY, 0.1), (Q_GALORE, None)],
     "galore_adafactor": [("beta1=0.9", 0.1), (ROUNDED, None)],
     "galore_adafactor_layerwise": [("beta1=0.9", None), ("mode=immediate, beta1=0.9", None)],
     "apollo_adamw": [(ROUNDED, None), ("proj=svd", 0.1), ("proj_type=reverse_std", None)],

@@ -25,7 +25,11 @@ FUSED = {
     "adalomo partly": (AdaLomo, {"lr": 2e-2, "clip_grad_norm": 0.2}),
     "adalomo skipping": (AdaLomo, {"lr": 2e-2}),
     "adalomo skipping steps": (AdaLomo, {"lr": 2e-2, "nonfinite": "skip_step"}),
+    "lomo": (Lomo, {"lr": 0.3}),
+    "lomo decayed and clipped": (Lomo, {"lr": 0.3, "clip_grad_norm": 0.2, "weight_decay": 0.1}),
+    "lomo stored and clipped": (Lomo, {"lr": 0.3, "accumulate": "store", "clip_grad_norm": 0.2}),
     "lomo skipping": (Lomo, {"lr": 0.3, "nonfinite": "skip_tensor"}),
+    "lomo skipping steps": (Lomo, {"lr": 0.3, "nonfinite": "skip_step"}),
 }
 
 
@@ -330,10 +334,14 @@ def with_another_gradient(model):
     optimizer.step()
 
 
-def adalomo_step(model):
-    optimizer = AdaLomo(model.parameters())
-    optimizer.bind(Ranks())
+def step_of(optimizer, model, *, binds=True):
+    if binds:
+        optimizer.bind(Ranks())
     optimizer.backward(model(batch(0)))
+
+
+class OnlyWhole(AdaLomo):
+    takes_shards = False
 
 
 REFUSED = {
@@ -344,7 +352,10 @@ REFUSED = {
     "by columns": lambda model: galore(by_columns(model)),
     "on meta": lambda model: galore(on_meta(model)),
     "over two meshes": lambda model: galore(over_two_meshes(model)),
-    "over two meshes, adalomo": lambda model: adalomo_step(over_two_meshes(model)),
+    "over two meshes, adalomo": lambda model: step_of(AdaLomo(over_two_meshes(model).parameters()), model),
+    "whole ones alone": lambda model: step_of(OnlyWhole(shard(model).parameters()), model),
+    "not bound, deferred": lambda model: step_of(galore(model), model, binds=False),
+    "not bound, immediate": lambda model: step_of(galore(model, mode="immediate"), model, binds=False),
     "another gradient": with_another_gradient,
 }
 

@@ -7,7 +7,7 @@ import torch
 from shard_8bit_workers import KINDS, STEPS, train
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request):
     return shard_models.run(request.param, shard_8bit_workers.train_all)
 

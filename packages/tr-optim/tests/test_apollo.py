@@ -82,20 +82,6 @@ def test_apollo_mini_has_one_direction_and_one_step_size_times_the_root_of_128()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_the_state_has_no_basis_and_is_of_the_size_that_is_documented():
-    parameter = nn.Parameter(torch.randn(40, 110))
-    optimizer = APOLLOAdamW([parameter], rank=8)
-    step_by_step(optimizer, parameter, gradients((40, 110), 2, torch.float32))
-    state = optimizer.state[parameter]
-    assert {name: tuple(value.shape) for name, value in state.items()} == {
-        "exp_avg": (8, 110),
-        "exp_avg_sq": (8, 110),
-        "scaled_norm": (),
-        "step": (),
-    }
-    assert sum(value.numel() * value.element_size() for value in state.values()) == 8 * 8 * 110 + 12
-
-
 @pytest.mark.parametrize("proj", ["svd", "subspace"])
 def test_directions_may_be_those_in_which_the_gradient_is_large(proj):
     model = net()

@@ -62,8 +62,15 @@ def test_hooks_are_timed_beside_a_plain_backward_pass(script, monkeypatch, tmp_p
     assert all(name in printed for name in ("plain", "lomo", "galore_adamw_layerwise"))
 
 
-@pytest.mark.parametrize(("clip", "besides"), [(0.0, 0), (1.0, 64 * 64 * 4)])
-@pytest.mark.parametrize(("options", "part"), [("", 1), (":exchange_dtype=bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("clip", "besides", "options", "part"),
+    [
+        pytest.param(0.0, 0, "", 1, marks=pytest.mark.slow),
+        pytest.param(1.0, 64 * 64 * 4, "", 1, marks=pytest.mark.slow),
+        pytest.param(0.0, 0, ":exchange_dtype=bfloat16", 2, marks=pytest.mark.slow),
+        (1.0, 64 * 64 * 4, ":exchange_dtype=bfloat16", 2),
+    ],
+)
 def test_ranks_exchange_a_quarter_at_a_quarter_of_the_rank_and_one_sketch_to_clip_by(
     script, clip, besides, options, part
 ):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from fused_models import assert_same_bits, build
-from fused_workers import SCENARIOS, SHARDED, Branches
+from fused_workers import SCENARIOS, Branches
 
 
 @functools.cache
@@ -15,7 +15,7 @@ def alone(name, world_size):
     return fused_workers.run_scenario(name, world_size)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     torch.multiprocessing.start_processes(
@@ -83,26 +83,3 @@ def test_ranks_that_are_not_bound_are_refused(results):
         f"{size} ranks train together, and Lomo would apply the gradients of each rank alone"
     )
     assert "call optimizer.bind(strategy) first" in results[0]["unbound"]
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shards")
-    torch.multiprocessing.start_processes(
-        fused_workers.train_sharded_as_rank, (2, str(folder)), nprocs=2, start_method="forkserver"
-    )
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_parameters_that_are_divided_over_ranks_end_as_whole_ones(sharded, name):
-    expected = fused_workers.run_sharded(name, None)
-    for result in sharded:
-        torch.testing.assert_close(result[name]["weights"], expected["weights"], rtol=0, atol=1e-6)
-        assert result[name]["norms"] == pytest.approx(expected["norms"], rel=1e-5, nan_ok=True)
-    assert_same_bits(sharded[0][name]["weights"], sharded[1][name]["weights"])
-
-
-def test_what_cannot_update_a_part_of_a_parameter_refuses_it(sharded):
-    assert "OnlyWhole: a parameter of shape (9, 6) is a DTensor" in sharded[0]["refused"]
-    assert "train with replicas (strategy='ddp'), or with adafactor" in sharded[0]["refused"]

@@ -2,9 +2,21 @@
 
 import pytest
 import torch
-import torch.multiprocessing
-import unbound_workers
-from unbound_workers import batch, build
+from torch import nn
+
+from tr_optim import GaLoreAdamW
+
+
+def build(dtype=torch.float32, mode="deferred"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)).to(dtype)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    return model, GaLoreAdamW([{"params": matrices, "rank": 4}, {"params": others}], 1e-2, mode=mode)
+
+
+def batch(seed=0):
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -51,7 +63,3 @@ def test_a_matrix_that_is_unfrozen_later_trains(mode):
     optimizer.backward(model(batch()).square().mean())
     optimizer.step()
     assert torch.equal(model[0].weight, trained)
-
-
-def test_ranks_that_are_not_bound_are_refused(tmp_path):
-    torch.multiprocessing.start_processes(unbound_workers.train, (str(tmp_path),), nprocs=2, start_method="forkserver")

@@ -1,8 +1,6 @@
-import copy
-
 import pytest
 import torch
-from galore_runs import data, distance, groups, net, run, train, weights
+from galore_runs import data, groups, net, run, train, weights
 
 from tr_optim import GaLoreAdamW
 from tr_optim.engine.bases import Bases
@@ -131,29 +129,6 @@ def test_a_lazy_run_finds_fewer_bases_and_one_that_is_never_lazy_is_the_fixed_on
     assert torch.equal(never, fixed)
 
 
-@pytest.mark.parametrize("mode", ["deferred", "immediate"])
-def test_all_modes_are_lazy_alike(mode):
-    assert torch.equal(train_long(**LAZY), train_long(mode=mode, **LAZY))
-    assert distance(train_long(**LAZY), train_long(mode=mode, micro_batches=4, **LAZY)) < 1e-6
-
-
-@pytest.mark.parametrize("at", [1, 17, 18, 19, 20, 30])
-def test_a_lazy_run_that_is_gone_on_with_ends_as_the_one_left_alone(at):
-    model = net()
-    optimizer = GaLoreAdamW(groups(model, update_proj_gap=3), 1e-3, **LAZY)
-    train_long(optimizer, model, last=at)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    alone = train_long(optimizer, model, first=at)
-    resumed = net()
-    resumed.load_state_dict(saved[0])
-    fresh = GaLoreAdamW(groups(resumed, update_proj_gap=3), 1e-3, **LAZY)
-    fresh.load_state_dict(saved[1])
-    assert torch.equal(train_long(fresh, resumed, first=at), alone)
-    state = optimizer.state[next(model.parameters())]
-    assert state["refreshed"].dtype == torch.float64
-    assert fresh.state[next(resumed.parameters())]["refreshed"][1] == state["refreshed"][1] > 0
-
-
 def test_a_run_may_become_lazy_in_a_checkpoint_and_cease_to_be():
     model = net()
     optimizer = GaLoreAdamW(groups(model), 1e-2)
@@ -166,20 +141,6 @@ def test_a_run_may_become_lazy_in_a_checkpoint_and_cease_to_be():
         optimizer = fresh
         assert optimizer.state[model[0].weight]["refreshed"][0] == 10  # where lazy; a fixed schedule leaves it
     assert optimizer.state[model[0].weight]["step"] == 18
-
-
-def test_steps_that_are_left_out_leave_the_schedule_as_it_is():
-    model = net()
-    optimizer = GaLoreAdamW(groups(model, update_proj_gap=3), 1e-3, mode="deferred", **LAZY)
-    train_long(optimizer, model, last=25)
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    for _ in range(8):  # computed, and dropped as after an overflow
-        optimizer.backward((model(data()[0][0]) - data()[1][0]).square().mean())
-        optimizer.zero_grad()
-    after = optimizer.state_dict()["state"]
-    for number, state in before.items():
-        for name, value in state.items():
-            assert torch.equal(value, after[number][name])
 
 
 def test_the_cosines_are_read_on_the_host_once_a_refresh(monkeypatch):

@@ -151,6 +151,12 @@ WORDS = {
     "on meta": "is on meta, and its gradients are exchanged on cpu",
     "over two meshes": "a parameter of shape (5, 5) is divided over other ranks than one of shape (9, 6)",
     "over two meshes, adalomo": "AdaLomo: a parameter of shape (5, 5) is divided over other ranks",
+    "whole ones alone": "OnlyWhole: a parameter of shape (9, 6) is a DTensor, of which each rank holds a part",
+    **{
+        f"not bound, {mode}": "2 ranks train together, and GaLoreAdamW would apply the gradients of each rank alone; "
+        "call optimizer.bind"
+        for mode in ("deferred", "immediate")
+    },
     "another gradient": "is laid out over the ranks in another way than the parameter",
 }
 

@@ -43,6 +43,7 @@ def test_two_ranks_end_as_one_process_with_whole_parameters(on_two, name):
         assert_ends_as_whole(ranks[name], alone(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", " in replicas"])
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_end_as_one_process_with_whole_parameters(on_four, name, how):
