@@ -142,8 +142,11 @@ def test_the_state_is_tensors_only_of_the_size_that_is_documented(kind, besides)
     optimizer = kind([parameter], rank=8)
     parameter.grad = torch.randn(40, 110)
     optimizer.step()
-    shapes = {name: tuple(value.shape) for name, value in optimizer.state[parameter].items()}
+    state = optimizer.state[parameter]
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
     assert shapes == {"exp_avg": (8, 110), "exp_avg_sq": (8, 110), "step": (), **besides}
+    numbers = sum(value.numel() for value in state.values())
+    assert sum(value.nbytes for value in state.values()) == 4 * numbers + 4, "all in float32 but the step, in float64"
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(GaLoreAdamW, 1e-5), (All8bit, 1e-3)])
