@@ -1,12 +1,15 @@
 """Build Trainers of small models for every test of this package."""
 
+import gc
 import logging
+import multiprocessing
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,9 +21,27 @@ from support.runs import saving_trainer
 from tr_core import Trainer, TrainingArguments, plugins
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of collections of garbage, which look at all objects of torch each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread_and_no_worker_left():
+    """Ends the workers of loaders that an error keeps alive: where they are garbage, torch waits 5 s for each."""
     torch.set_num_threads(1)
+    yield
+    if multiprocessing.active_children():
+        for found in gc.get_objects():
+            if type(found) is _MultiProcessingDataLoaderIter:
+                found._shutdown_workers()
 
 
 @pytest.fixture

@@ -265,20 +265,20 @@ def test_gradients_that_are_there_when_training_begins_are_cleared(make_trainer,
     assert log_of(trainer, "grad_norm") == pytest.approx(by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
 
 
-def test_a_head_replaced_after_an_evaluation_is_trained_measured_and_clipped(make_trainer, twin):
-    trainer = make_trainer(16, eval_dataset=samples(4), **OPTIONS)
-    trainer.evaluate()
-    trainer.model.layers[3], twin.layers[3] = head(), head()
-    trainer.train()
-    assert log_of(trainer, "grad_norm") == pytest.approx(by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
-    assert_same_weights(trainer.model, twin)
+def replace_head(model):
+    model.layers[3] = head()
 
 
-def test_a_parameter_replaced_after_an_evaluation_is_trained_measured_and_clipped(make_trainer, twin):
+def replace_parameter(model):
+    model.layers[3].weight = nn.Parameter(torch.ones(3, 16))
+
+
+@pytest.mark.parametrize("replace", [replace_head, replace_parameter])
+def test_a_part_replaced_after_an_evaluation_is_trained_measured_and_clipped(make_trainer, twin, replace):
     trainer = make_trainer(16, eval_dataset=samples(4), **OPTIONS)
     trainer.evaluate()
-    for model in (trainer.model, twin):
-        model.layers[3].weight = nn.Parameter(torch.ones(3, 16))
+    replace(trainer.model)
+    replace(twin)
     trainer.train()
     assert log_of(trainer, "grad_norm") == pytest.approx(by_hand(twin, twin.parameters(), samples(16)), rel=1e-5)
     assert_same_weights(trainer.model, twin)

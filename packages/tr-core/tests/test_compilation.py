@@ -195,7 +195,6 @@ def test_a_model_that_was_compiled_into_another_module_is_refused(make_trainer, 
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_compiled_by_inductor_learns_as_an_uncompiled_one(make_trainer, model):
     plain = train(make_trainer, model, use_cpu=False)
     compiled = train(make_trainer, model, use_cpu=False, torch_compile=True)

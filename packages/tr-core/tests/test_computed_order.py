@@ -15,7 +15,6 @@ from support.models import Classifier
 
 from tr_core import Trainer
 from tr_core.data import sampler as sampler_module
-from tr_core.data.batches import batches_of
 from tr_core.data.computed_order import AT_ONCE, DRAWN_UP_TO, ComputedOrder
 from tr_core.data.sampler import EpochSampler, permutation
 
@@ -240,16 +239,11 @@ def test_a_run_resumes_bit_equal_with_the_next_samples(make_trainer, number):
     assert first == ComputedOrder(number, alone.args.seed, 0).at(np.arange(len(first))).tolist()
 
 
-def test_a_pass_is_not_resumed_in_the_other_random_order(make_trainer):
-    begun, other = (batches_of(make_trainer(24, **options).get_train_dataloader(), 4, 1) for options in (COMPUTED, {}))
-    with pytest.raises(ValueError, match="8 samples into an epoch with train_sampling_strategy='random_computed'"):
-        other.restore_order(begun.order_state(), 8)
-    other.restore_order(begun.order_state(), 0)
-
-
-def test_iterable_data_has_an_order_of_its_own(make_trainer):
-    trainer = make_trainer(train_dataset=Stream(Rows(8)), max_steps=2, **COMPUTED)
-    with pytest.raises(ValueError, match="'random_computed' puts samples into an order, but Stream is iterable data"):
+@pytest.mark.parametrize("strategy", ["random_computed", "group_by_length"])
+def test_iterable_data_has_an_order_of_its_own(make_trainer, strategy):
+    trainer = make_trainer(train_dataset=Stream(Rows(8)), max_steps=2, train_sampling_strategy=strategy)
+    message = f"'{strategy}' puts samples into an order, but Stream is iterable data, which has its own; leave"
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 

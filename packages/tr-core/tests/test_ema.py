@@ -450,7 +450,6 @@ def test_two_parts_of_one_name_are_refused(averaged):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_with_an_average_on_a_cuda_device_do_not_wait_for_it(averaged):
     class Strict(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -24,7 +24,6 @@ def test_on_a_cpu_there_is_nothing_to_empty(make_trainer):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_that_no_tensor_uses_goes_back_to_a_cuda_device(make_trainer):
     class Leaves(torch.nn.Module):
         """Frees a large tensor in every forward."""

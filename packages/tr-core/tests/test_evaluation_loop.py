@@ -295,21 +295,6 @@ def test_outputs_that_come_and_go_are_an_error(make_trainer):
         make_trainer(model=Fickle(), per_device_eval_batch_size=4).predict(samples(6))
 
 
-def test_a_loss_that_is_not_finite_is_shown_unless_filtered(make_trainer):
-    class Broken(Classifier):
-        def forward(self, x, labels=None):
-            outputs = super().forward(x, labels)
-            outputs["loss"] = outputs["loss"] + (float("nan") if x.shape[0] < 4 else 0.0)
-            return outputs
-
-    model, data = Broken(), samples(6)
-    options = {"model": model, "per_device_eval_batch_size": 4}
-    assert np.isnan(make_trainer(eval_dataset=data, **options).evaluate()["eval_loss"])
-    hidden = make_trainer(eval_dataset=data, logging_nan_inf_filter=True, **options).evaluate()
-    of_the_rest = make_trainer(eval_dataset=data[:4], **options).evaluate()
-    assert hidden["eval_loss"] == of_the_rest["eval_loss"]
-
-
 def test_a_prediction_unpacks_into_what_was_asked_for():
     assert tuple(EvalPrediction(1, 2)) == (1, 2)
     assert tuple(EvalPrediction(1, 2, inputs=3, losses=4)) == (1, 2, 3, 4)

@@ -31,17 +31,18 @@ def test_all_trainable_weights_count_six_and_embeddings_nothing():
     assert look_at(Language(tied=True)).per_position == 6 * (24 + 24 + 40)
 
 
-def test_frozen_weights_behind_trainable_ones_pass_a_gradient_on():
+@pytest.mark.parametrize(
+    ("frozen", "operations"),
+    [
+        (["second"], 6 * 24 + 4 * 24 + 6 * 40),  # behind a trainable one it passes a gradient on
+        # The first trainable layer needs its own gradient, and none for its input.
+        (["embedding", "first"], 2 * 24 + 4 * 24 + 6 * 40),
+    ],
+)
+def test_frozen_weights_count_less_and_least_with_nothing_trainable_before_them(frozen, operations):
     model = Language()
-    freeze(model.second)
-    assert look_at(model).per_position == 6 * 24 + 4 * 24 + 6 * 40
-
-
-def test_frozen_weights_with_nothing_trainable_before_them_only_multiply():
-    model = Language()
-    freeze(model.embedding, model.first)
-    # The first trainable layer needs its own gradient, and none for its input.
-    assert look_at(model).per_position == 2 * 24 + 4 * 24 + 6 * 40
+    freeze(*map(model.get_submodule, frozen))
+    assert look_at(model).per_position == operations
 
 
 def test_adapters_on_frozen_weights_count_for_what_they_do():

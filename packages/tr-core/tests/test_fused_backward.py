@@ -1,6 +1,7 @@
 """Optimizers that consume gradients in the backward pass, by one that needs no other package."""
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from support.callbacks import on
 from support.runs import ScaledDevice
 from torch import nn
 
-from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments
+from tr_core import SingleDevice, Trainer, TrainerCallback
 from tr_core.optim.fused_backward import kind, skips_nonfinite
 from tr_core.testing import check_in_backward
 
@@ -87,22 +88,16 @@ def rows(number=32):
     return [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(float(i % 3))} for i in range(number)]
 
 
-def build(folder, kind, *, callbacks=(), trainer_class=Trainer, strategy=None, **options):
-    options = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 6,
-        "learning_rate": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "max_grad_norm": 0.5,
-        **options,
-    }
-    args = TrainingArguments(output_dir=str(folder), **options)
-    chosen = (kind, {"lr": args.learning_rate})
-    parts = {"optimizer_cls_and_kwargs": chosen, "callbacks": list(callbacks), "strategy": strategy}
-    return trainer_class(Regression(), args, train_dataset=rows(), **parts)
+@pytest.fixture
+def build(make_trainer):
+    """Build a Trainer of six steps with such an optimizer."""
+
+    def make(kind, **changes):
+        options = {"max_steps": 6, "learning_rate": 0.1, "max_grad_norm": 0.5, **changes}
+        chosen = (kind, {"lr": options["learning_rate"]})
+        return make_trainer(model=Regression(), train_dataset=rows(), optimizer_cls_and_kwargs=chosen, **options)
+
+    return make
 
 
 def test_such_an_optimizer_keeps_its_promises():
@@ -110,9 +105,9 @@ def test_such_an_optimizer_keeps_its_promises():
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_loop_trains_through_it_as_through_any_other(tmp_path, accumulation):
+def test_the_loop_trains_through_it_as_through_any_other(build, accumulation):
     options = {"gradient_accumulation_steps": accumulation}
-    plain, hooked = build(tmp_path, torch.optim.SGD, **options), build(tmp_path, HookedSGD, **options)
+    plain, hooked = build(torch.optim.SGD, **options), build(HookedSGD, **options)
     plain.train()
     hooked.train()
     for usual, other in zip(plain.model.parameters(), hooked.model.parameters(), strict=True):
@@ -124,12 +119,12 @@ def test_the_loop_trains_through_it_as_through_any_other(tmp_path, accumulation)
     assert hooked.optimizer.calls == [("bind", 1)] + step * 6
 
 
-def test_its_hooks_and_the_wrapper_are_gone_after_an_exception(tmp_path):
+def test_its_hooks_and_the_wrapper_are_gone_after_an_exception(build):
     class Fail(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             raise KeyError("on purpose")
 
-    trainer = build(tmp_path, HookedSGD, callbacks=[Fail()])
+    trainer = build(HookedSGD, callbacks=[Fail()])
     strategy = trainer.strategy
     with pytest.raises(KeyError):
         trainer.train()
@@ -138,39 +133,39 @@ def test_its_hooks_and_the_wrapper_are_gone_after_an_exception(tmp_path):
     assert trainer.optimizer.sums == {}
 
 
-def test_evaluation_and_saving_see_the_strategy_through_the_wrapper(tmp_path):
+def test_evaluation_and_saving_see_the_strategy_through_the_wrapper(build):
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             self.strategy = trainer.strategy
 
     look = Look()
-    trainer = build(tmp_path, HookedSGD, callbacks=[look])
+    trainer = build(HookedSGD, callbacks=[look])
     trainer.train()
     assert look.strategy is not trainer.strategy
     assert look.strategy.device == trainer.strategy.device
     assert look.strategy.gather_objects(3) == [3]
 
 
-def test_an_estimated_norm_is_said_to_be_one_once(tmp_path, caplog):
+def test_an_estimated_norm_is_said_to_be_one_once(build, caplog):
     class Guessing(HookedSGD):
         norm_is_estimated = True
 
     caplog.set_level(logging.INFO)
-    build(tmp_path, Guessing, log_level="info").train()
+    build(Guessing, log_level="info").train()
     assert caplog.text.count("grad_norm is an estimate") == 1
 
 
-def test_a_left_out_step_is_one_that_is_not_made(tmp_path):
+def test_a_left_out_step_is_one_that_is_not_made(build):
     data = rows()
     data[5]["x"][0] = float("nan")
-    trainer = build(tmp_path, HookedSGD, on_nonfinite="skip", max_steps=8)
+    trainer = build(HookedSGD, on_nonfinite="skip", max_steps=8)
     trainer.train_dataset = data
     trainer.train()
     assert trainer.optimizer.calls.count("step") == 7
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_a_loss_scaler_sees_overflows_where_no_gradient_is_left(tmp_path):
+def test_a_loss_scaler_sees_overflows_where_no_gradient_is_left(build):
     class Unscaling(HookedSGD):
         def backward(self, loss, *, last=True, scale=None):
             self.scale = scale
@@ -190,7 +185,7 @@ def test_a_loss_scaler_sees_overflows_where_no_gradient_is_left(tmp_path):
 
     applied = []
     note = on("on_optimizer_step", lambda **event: applied.append(event["applied"]))
-    trainer = build(tmp_path, Unscaling, callbacks=[note], max_steps=3)
+    trainer = build(Unscaling, callbacks=[note], max_steps=3)
     trainer.model = Overflow()
     trainer.strategy = ScaledDevice(8.0)
     trainer.train()
@@ -198,27 +193,27 @@ def test_a_loss_scaler_sees_overflows_where_no_gradient_is_left(tmp_path):
     assert trainer.strategy.scale == 4.0
 
 
-def test_an_optimizer_that_only_says_so_is_refused(tmp_path):
+def test_an_optimizer_that_only_says_so_is_refused(build):
     class Pretending(torch.optim.SGD):
         fused_in_backward = True
 
     with pytest.raises(
         ValueError, match="says that it consumes gradients .* but has no backward, bind, clip_grad_norm"
     ):
-        build(tmp_path, Pretending).train()
+        build(Pretending).train()
 
 
-def test_gradients_that_are_exchanged_after_every_micro_batch_are_refused(tmp_path):
+def test_gradients_that_are_exchanged_after_every_micro_batch_are_refused(build):
     config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ValueError, match="sync_each_batch=True cannot be used with"):
-        build(tmp_path, HookedSGD, accelerator_config=config).train()
+        build(HookedSGD, accelerator_config=config).train()
 
 
-def test_several_ranks_need_an_optimizer_that_averages(tmp_path):
+def test_several_ranks_need_an_optimizer_that_averages(build):
     class Two(SingleDevice):
         world_size = 2
 
-    trainer = build(tmp_path, HookedSGD, strategy=Two("cpu"))
+    trainer = build(HookedSGD, trainer_class=partial(Trainer, strategy=Two("cpu")))
     with pytest.raises(
         ValueError, match="does not average gradients over ranks, and they are consumed before Two could"
     ):

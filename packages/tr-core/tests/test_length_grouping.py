@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.data import Stream
 from support.models import Base
 from torch import nn
 
@@ -251,18 +250,6 @@ def test_evaluation_keeps_the_order_of_the_data(make_trainer):
     assert trainer.predict(dataset).label_ids.tolist() == [sample["labels"] for sample in dataset]
 
 
-def test_a_stream_cannot_be_grouped(make_trainer):
-    trainer = make_trainer(
-        model=Sequences(),
-        train_dataset=Stream(sequences(4)),
-        data_collator=pad,
-        max_steps=2,
-        train_sampling_strategy="group_by_length",
-    )
-    with pytest.raises(ValueError, match="Stream is iterable data, which has its own; leave train_sampling_strategy"):
-        trainer.train()
-
-
 # Resuming
 
 
@@ -290,11 +277,10 @@ def test_a_resumed_run_keeps_the_groups_it_began_with(make_trainer):
     assert resumed.order_state() == begun.order_state() == {"strategy": "group_by_length", "samples_per_step": 4}
 
 
-def test_continuing_an_epoch_in_another_order_is_refused(make_trainer):
-    begun, other = (
-        passes_of(make_trainer(24, train_sampling_strategy=strategy)) for strategy in ("random", "sequential")
-    )
-    message = "8 samples into an epoch with train_sampling_strategy='random'; going on with 'sequential' would repeat"
+@pytest.mark.parametrize("orders", [("random", "sequential"), ("random_computed", "random")])
+def test_continuing_an_epoch_in_another_order_is_refused(make_trainer, orders):
+    begun, other = (passes_of(make_trainer(24, train_sampling_strategy=strategy)) for strategy in orders)
+    message = f"8 samples into an epoch with train_sampling_strategy='{orders[0]}'; going on with '{orders[1]}' would"
     with pytest.raises(ValueError, match=message):
         other.restore_order(begun.order_state(), 8)
     other.restore_order(begun.order_state(), 0)

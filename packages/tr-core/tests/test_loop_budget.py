@@ -145,7 +145,6 @@ def test_every_log_reads_loss_and_norm_once(make_trainer, read_counter):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_on_a_cuda_device_do_not_wait_for_it(make_trainer, model):
     class Strict(tr_core.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -25,19 +25,6 @@ def test_one_batch_of_n_and_n_batches_of_one_give_the_same_step(make_trainer, ki
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("uses_count", [True, False])
-def test_a_loss_function_is_normalised_by_what_it_does_with_the_count(make_trainer, uses_count):
-    def loss_function(outputs, labels, num_items_in_batch=None):
-        reduction = "sum" if uses_count else "mean"
-        loss = nn.functional.cross_entropy(outputs["logits"], labels, reduction=reduction)
-        return loss / num_items_in_batch if uses_count else loss
-
-    results = [first_gradient(make_trainer, IgnoresCount(), n, 8 // n, compute_loss_func=loss_function) for n in (1, 4)]
-    assert results[0][1] == pytest.approx(results[1][1], rel=1e-6)
-    for one, other in zip(results[0][0], results[1][0], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-
-
 def test_a_loss_function_without_a_count_parameter_works(make_trainer):
     def loss_function(outputs, labels):
         return nn.functional.cross_entropy(outputs["logits"], labels)

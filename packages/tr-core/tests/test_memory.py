@@ -115,7 +115,6 @@ def test_errors_of_memory_are_distinguished_from_others_by_kind_and_message():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_tells_its_memory_too(make_trainer):
     class OnDevice(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):

@@ -65,9 +65,17 @@ def test_values_count_by_their_weights(make_trainer):
     assert not any(name.startswith("weightless") for name in entry)
 
 
-def test_numbers_and_tensors_of_one_name_make_one_mean(make_trainer):
+def in_inference_mode(number):
+    with torch.inference_mode(number % 2 == 1):
+        return torch.full((1,), float(number))
+
+
+@pytest.mark.parametrize(
+    "value", [lambda number: number if number % 2 else torch.tensor(number, dtype=torch.int32), in_inference_mode]
+)
+def test_values_of_several_kinds_of_one_name_make_one_mean(make_trainer, value):
     def log(trainer, number):
-        trainer.log_metric("value", number if number % 2 else torch.tensor(number, dtype=torch.int32))
+        trainer.log_metric("value", value(number))
 
     assert log_of(run(make_trainer, "on_step_end", log, number=16, logging_steps=4), "value") == [2.5]
 
@@ -150,14 +158,6 @@ def test_nothing_is_kept_of_the_graph_behind_a_value(make_trainer):
 
     run(make_trainer, "on_step_end", log, number=12, logging_steps=3)
     assert alive == [[], [False], [False, False]]
-
-
-def test_values_logged_under_inference_mode_and_outside_it_make_one_mean(make_trainer):
-    def log(trainer, number):
-        with torch.inference_mode(number % 2 == 1):
-            trainer.log_metric("value", torch.full((1,), float(number)))
-
-    assert log_of(run(make_trainer, "on_step_end", log, number=16, logging_steps=4), "value") == [2.5]
 
 
 # What it costs
@@ -289,8 +289,7 @@ def test_the_parts_of_a_loss_add_up_in_the_log(make_trained, accumulation, train
     assert metrics["eval_ce"] + metrics["eval_scaled_size"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_a_dict_trains_as_its_loss_does(make_trained, as_dict):
+def test_a_dict_trains_as_its_loss_does(make_trained):
     class Sum(Parts):
         def compute_loss(self, model, inputs, return_outputs=False):
             return super().compute_loss(model, inputs)["loss"]

@@ -180,21 +180,14 @@ def test_dropout_after_a_callback_that_leaves_evaluation_mode_is_that_of_a_run_w
     assert all(torch.equal(a, b) for a, b in zip(left, plain, strict=True))
 
 
-def test_a_model_that_arrives_in_evaluation_mode_is_trained_as_a_whole(make_trainer):
-    assert modes(make_trainer, model=Recording().eval()) == [ALL] * 4
-
-
-def test_a_pretrained_part_that_arrives_in_evaluation_mode_is_trained(make_trainer):
+@pytest.mark.parametrize(("part", "expected"), [("", ALL), ("layers", ALL), ("norm", FROZEN_NORM)])
+def test_a_model_or_part_that_arrives_in_evaluation_mode_is_trained_but_a_norm_layer_stays_frozen(
+    make_trainer, part, expected
+):
     model = Recording()
-    model.layers.eval()
-    assert modes(make_trainer, model=model) == [ALL] * 4
-
-
-def test_a_norm_layer_frozen_before_training_stays_frozen(make_trainer):
-    model = Recording()
-    model.norm.eval()
-    assert modes(make_trainer, model=model) == [FROZEN_NORM] * 4
-    assert torch.equal(model.norm.running_mean, torch.zeros(3))
+    model.get_submodule(part).eval()
+    assert modes(make_trainer, model=model) == [expected] * 4
+    assert torch.equal(model.norm.running_mean, torch.zeros(3)) == (part == "norm")
 
 
 def test_a_norm_layer_frozen_by_a_callback_stays_frozen(make_trainer):

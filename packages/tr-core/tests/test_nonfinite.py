@@ -190,43 +190,18 @@ def test_the_events_of_a_run_count_updates_that_were_skipped_or_not_finite(make_
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("bad", [1, 3])
-def test_a_skipped_step_changes_neither_weights_nor_optimizer(make_trainer, optimizer, fault, bad):
-    before, after = [], []
-
-    class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            before.append(contents(trainer))
-
-        def on_optimizer_step(self, args, state, control, **kwargs):
-            after.append(contents(trainer))
-
-    data = rows(20, bad=[bad])
-    trainer = build(
-        make_trainer, data, optimizer, model=faulty(fault), on_nonfinite="skip", callbacks=[Look()], logging_steps=1
-    )
-    trainer.train()
-    weights = [same(one[0], other[0]) for one, other in zip(before, after, strict=True)]
-    assert weights == [step == bad for step in range(1, 6)]
-    if bad > 1:
-        assert same(before[bad - 1][1], after[bad - 1][1])
-    assert [entry["skipped_steps"] for entry in trainer.state.log_history if "loss" in entry] == [
-        int(step == bad) for step in range(1, 6)
-    ]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("bad", [[1], [2], [3, 4], [1, 5]])
-def test_a_run_with_skipped_steps_is_the_run_without_their_data(make_trainer, optimizer, bad):
+@pytest.mark.parametrize("bad", [[1], [3, 4], [1, 5]])
+def test_a_run_with_skipped_steps_is_the_run_without_their_data(make_trainer, optimizer, bad, fault):
     data = rows(20, bad=bad)
-    with_bad = build(make_trainer, data, optimizer, model=faulty(), on_nonfinite="skip")
+    with_bad = build(make_trainer, data, optimizer, model=faulty(fault), on_nonfinite="skip")
     kept = [row for number, row in enumerate(data) if number // 4 + 1 not in bad]
-    without = build(make_trainer, kept, optimizer, model=faulty())
+    without = build(make_trainer, kept, optimizer, model=faulty(fault))
     with_bad.train()
     without.train()
     assert same(contents(with_bad), contents(without))
-    applied = [loss for loss in log_of(with_bad, "loss") if math.isfinite(loss)]
-    assert applied == log_of(without, "loss")
+    losses, skipped = log_of(with_bad, "loss"), log_of(with_bad, "skipped_steps")
+    assert skipped == [int(step in bad) for step in range(1, 6)]
+    assert [loss for loss, left_out in zip(losses, skipped, strict=True) if not left_out] == log_of(without, "loss")
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -404,17 +379,13 @@ def test_a_parameter_without_a_gradient_does_not_disturb(make_trainer):
 @pytest.mark.parametrize("due", ["evaluation", "end"])
 def test_raise_comes_before_an_evaluation_and_before_the_end(make_trainer, due):
     events = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            events.append(state.global_step)
-
-        def on_evaluate(self, args, state, control, **kwargs):
-            events.append("evaluated")
-
+    look = [
+        on("on_step_end", lambda state, **_: events.append(state.global_step)),
+        on("on_evaluate", lambda **_: events.append("evaluated")),
+    ]
     changes = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": samples(4)} if due == "evaluation" else {}
     trainer = build(
-        make_trainer, rows(32, bad=[3]), on_nonfinite="raise", callbacks=[Look()], logging_strategy="no", **changes
+        make_trainer, rows(32, bad=[3]), on_nonfinite="raise", callbacks=look, logging_strategy="no", **changes
     )
     with pytest.raises(FloatingPointError, match="^step 3: "):
         trainer.train()
@@ -461,12 +432,7 @@ def test_under_float16_a_step_reads_the_scale_and_whether_gradients_are_finite(
     make_trainer, read_counter, optimizer, reads
 ):
     at_step_end = []
-
-    class Note(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            at_step_end.append(len(read_counter.reads))
-
-    note = Note()
+    note = on("on_step_end", lambda **_: at_step_end.append(len(read_counter.reads)))
     trainer = with_scaler(build(make_trainer, rows(64), optimizer, callbacks=[note], logging_steps=1000))
     with read_counter:
         trainer.train()
@@ -495,7 +461,6 @@ def test_under_float16_a_loss_that_is_not_finite_is_logged_or_raised(make_traine
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy", ["log", "skip", "raise"])
 def test_on_a_cuda_device_no_step_waits_for_it_and_a_bad_one_is_left_out(make_trainer, policy):
     class Strict(TrainerCallback):

@@ -51,18 +51,12 @@ def test_a_rule_divides_its_parameters_by_the_decay_rule_and_the_rest_stays_in_t
     assert [group["lr"] for _, group in found] == [1e-2, 1e-2, pytest.approx(1e-3), pytest.approx(1e-3)]
 
 
-def test_a_weight_decay_of_the_rule_is_for_all_its_parameters(make_trainer):
-    rules = [{"params": "encoder", "weight_decay": 0.3}]
-    ((members, group),) = named(make_trainer(model=Encoder(), parameter_rules=rules, weight_decay=0.2), "encoder")
+def test_the_weight_decay_of_a_rule_is_for_all_its_parameters_and_its_rate_and_scale_are_multiplied(make_trainer):
+    rules = [{"params": "encoder\\..*", "learning_rate": 1e-5, "weight_decay": 0.3, "lr_scale": 0.1}]
+    trainer = make_trainer(model=Encoder(), parameter_rules=rules, weight_decay=0.2)
+    ((members, group),) = named(trainer, "encoder")
     assert len(members) == 6
-    assert group["weight_decay"] == 0.3
-
-
-def test_a_learning_rate_and_a_scale_of_one_rule_are_multiplied(make_trainer):
-    rules = [{"params": "encoder\\..*", "learning_rate": 1e-5, "weight_decay": 0.0, "lr_scale": 0.1}]
-    ((members, group),) = named(make_trainer(model=Encoder(), parameter_rules=rules), "encoder")
-    assert len(members) == 6
-    assert (group["lr"], group["weight_decay"]) == (pytest.approx(1e-6), 0.0)
+    assert (group["lr"], group["weight_decay"]) == (pytest.approx(1e-6), 0.3)
 
 
 @pytest.mark.parametrize(

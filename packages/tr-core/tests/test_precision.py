@@ -181,7 +181,6 @@ def test_training_continues_as_if_nothing_had_been_evaluated(make_trainer, model
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_holds_only_the_cast_weights_meanwhile(tied):
     model = nn.Sequential(tied, nn.Linear(1024, 1024)).to("cuda")
     tied.part.data = tied.layers[3].weight.data[0]

@@ -408,7 +408,6 @@ def test_weights_and_states_that_exceed_the_devices_memory_are_an_error():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}])
 def test_on_cuda_the_loss_is_tested_and_the_peak_measured(make_trainer, precision):
     report = check(make_trainer(model=Normalised(), use_cpu=False, gradient_accumulation_steps=2, **precision))

@@ -357,7 +357,6 @@ def test_a_cuda_device_has_a_snapshot_of_its_memory_too(make_args, tmp_path, mon
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_and_memory_of_a_cuda_device_are_recorded(recording, tmp_path):
     recording("4:5", use_cpu=False).train()
     assert files(tmp_path) == ["steps-4-5.memory.pickle", "steps-4-5.trace.json.gz"]

@@ -302,24 +302,20 @@ def test_no_checkpoint_is_saved_that_the_uninterrupted_run_does_not_save(build, 
     assert keeper.saves == [5, 10]
 
 
-def test_a_run_that_has_its_last_evaluation_is_finished(build, tmp_path):
-    options = {"eval_strategy": "epoch", "save_strategy": "epoch"}
-    keeper = MemoryCheckpointer(tmp_path)
-    build(checkpointer=keeper, **options).train()
-    watch = DiesIn()
-    build(watch, checkpointer=keeper, **options).train(resume_from_checkpoint=True)
-    assert watch.begun == 0
-
-
-@pytest.mark.parametrize("delay", [0, 2, 2.5])
-def test_an_evaluation_that_is_delayed_beyond_the_end_is_not_pending(build, tmp_path, delay):
-    options = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 10, "eval_delay": delay}
+@pytest.mark.parametrize(
+    ("saves", "delay", "evaluations"), [("epoch", 0, 0), ("steps", 0, 1), ("steps", 2, 1), ("steps", 2.5, 0)]
+)
+def test_the_last_evaluation_is_pending_unless_it_was_made_or_is_delayed_beyond_the_end(
+    build, tmp_path, saves, delay, evaluations
+):
+    """A checkpoint of an epoch is saved after its evaluation, one of a step before it."""
+    options = {"eval_strategy": "epoch", "save_strategy": saves, "save_steps": 10, "eval_delay": delay}
     options["load_best_model_at_end"] = False
     keeper = MemoryCheckpointer(tmp_path)
     build(checkpointer=keeper, **options).train()
     watch = DiesIn()
     build(watch, checkpointer=keeper, **options).train(resume_from_checkpoint=True)
-    assert watch.begun == (delay <= 2)
+    assert watch.begun == evaluations
 
 
 def test_an_epoch_that_a_callback_ended_early_is_ended_by_the_resumed_run_too(build, tmp_path):

@@ -257,9 +257,10 @@ import torch.distributed as dist
 from tr_core.preemption.signals import StopSignals
 
 def send():
-    for name in sys.argv[2:]:
-        time.sleep(1.2)
-        os.kill(os.getpid(), getattr(signal, name))
+    time.sleep(0.2)  # until the main thread waits
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    time.sleep(1.2 if sys.argv[2] == sys.argv[3] else 0.2)  # one that comes sooner is the first one, passed on again
+    os.kill(os.getpid(), getattr(signal, sys.argv[3]))
 
 with StopSignals(int, watches=True):
     threading.Thread(target=send, daemon=True).start()

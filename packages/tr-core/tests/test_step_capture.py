@@ -16,8 +16,6 @@ from torch import nn
 from tr_core import Trainer, TrainerCallback
 from tr_core.capture import running
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch, request):
@@ -645,7 +643,6 @@ def test_compiled_steps_are_close_to_ordinary_ones(both, caplog, options):
 
 
 @pytest.mark.cuda
-@CUDA
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_accumulation_steps": 3}, {"bf16": True}, {"optim": "sgd"}, {"on_nonfinite": "skip"}]
 )
@@ -659,7 +656,6 @@ def test_cuda_graphs_are_close_to_ordinary_steps(both, caplog, options):
 
 
 @pytest.mark.cuda
-@CUDA
 @pytest.mark.parametrize("act", CHANGES, ids=lambda act: act.__name__)
 def test_a_change_during_a_run_acts_in_cuda_graphs(both, act):
     if act is leave_gradients:
@@ -670,7 +666,6 @@ def test_a_change_during_a_run_acts_in_cuda_graphs(both, act):
 
 
 @pytest.mark.cuda
-@CUDA
 def test_cuda_graphs_read_nothing_from_the_device(make_trainer):
     class Strict(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
