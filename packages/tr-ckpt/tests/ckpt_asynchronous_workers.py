@@ -14,18 +14,13 @@ import torch
 import torch.distributed as dist
 from ckpt_faults import held
 from ckpt_parts import number_of, parts
-from ckpt_workers import caught, checkpointer, join
+from ckpt_workers import caught, checkpointer
 
 from tr_ckpt import RNGState, files, rank_records
 
 
 def given(number: int) -> dict[str, Any]:
     return {**parts(number), "rng": RNGState()}
-
-
-def leave() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def sum_over_ranks() -> float:
@@ -35,11 +30,11 @@ def sum_over_ranks() -> float:
     return total.item()
 
 
-def save_and_train_on(rank: int, world_size: int, rendezvous: str, directory: str) -> None:
+def save_and_train_on(directory: str) -> None:
     """Both save, communicate while the one or the other is writing, and find what they saved."""
-    join(rank, world_size, rendezvous)
+    rank = dist.get_rank()
     keeper = checkpointer(directory, keep_last=2, asynchronous=True)
-    for slow in range(world_size):
+    for slow in (0, 1):
         torch.manual_seed(100 * slow + rank)
         step = slow + 1
         expected = torch.rand(5)
@@ -49,7 +44,7 @@ def save_and_train_on(rank: int, world_size: int, rendezvous: str, directory: st
             if rank != slow:
                 writing.let_go()
             for _ in range(20):
-                assert sum_over_ranks() == world_size
+                assert sum_over_ranks() == 2
             assert not (Path(directory) / f"checkpoint-{step}").exists()
             assert keeper._background.is_busy()
             writing.let_go()
@@ -70,12 +65,11 @@ def save_and_train_on(rank: int, world_size: int, rendezvous: str, directory: st
     keeper.close()
     assert keeper.steps() == [4, 5]
     assert not list(Path(directory).glob(".tmp-*"))
-    leave()
 
 
-def another_rank_is_slow(rank: int, world_size: int, rendezvous: str, directory: str) -> None:
+def another_rank_is_slow(directory: str) -> None:
     """Rank 1 is done early, and must not think that the checkpoint is there before rank 0 has put it there."""
-    join(rank, world_size, rendezvous)
+    rank = dist.get_rank()
     keeper = checkpointer(directory, asynchronous=True)
     if rank == 0:
         rename = files.rename
@@ -89,7 +83,6 @@ def another_rank_is_slow(rank: int, world_size: int, rendezvous: str, directory:
     if rank == 1:
         assert keeper.steps() == [1]
     keeper.close()
-    leave()
 
 
 def fail_on(failing: int, how: str) -> None:
@@ -108,9 +101,9 @@ def fail_on(failing: int, how: str) -> None:
     files.create = create
 
 
-def fail_on_one(rank: int, world_size: int, rendezvous: str, directory: str, failing: int, how: str) -> None:
+def fail_on_one(directory: str, failing: int, how: str) -> None:
     """One rank cannot write: all raise, once, and what was there before is there still."""
-    join(rank, world_size, rendezvous)
+    rank = dist.get_rank()
     keeper = checkpointer(directory, asynchronous=True)
     keeper.save(1, given(10))
     keeper.wait()
@@ -145,12 +138,11 @@ def fail_on_one(rank: int, world_size: int, rendezvous: str, directory: str, fai
     into = parts()
     assert keeper.restore({**into, "rng": RNGState()}) == 5
     assert number_of(into) == 50
-    leave()
 
 
-def rank_1_takes_too_long(rank: int, world_size: int, rendezvous: str, directory: str) -> None:
+def rank_1_takes_too_long(directory: str) -> None:
     """Rank 0 gives up, and rank 1 learns of it when it is done."""
-    join(rank, world_size, rendezvous)
+    rank = dist.get_rank()
     rank_records.LIMIT_S = 0.3 if rank == 0 else 60
     keeper = checkpointer(directory, asynchronous=True)
     keeper.save(1, given(10))
@@ -173,12 +165,11 @@ def rank_1_takes_too_long(rank: int, world_size: int, rendezvous: str, directory
     keeper.save(3, given(30))
     keeper.close()
     assert keeper.steps() == [1, 3]
-    leave()
 
 
-def one_is_killed(rank: int, world_size: int, rendezvous: str, directory: str, killed: int) -> None:
+def one_is_killed(directory: str, killed: int) -> None:
     """The other one notices at once, and what was there before is there still."""
-    join(rank, world_size, rendezvous)
+    rank = dist.get_rank()
     keeper = checkpointer(directory, asynchronous=True)
     keeper.save(1, given(10))
     keeper.wait()

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from ckpt_parts import number_of, parts
-from ckpt_workers import checkpointer, join
+from ckpt_parts import parts, restored
+from ckpt_workers import checkpointer
 from minihub import TOKEN
 
 from tr_ckpt import Checkpointer, HubCallback, HubRepository
+
+
+def environment(hub, home, **more):
+    """Return the environment of a process whose Hub is this one, as a user would set it."""
+    return os.environ | {
+        "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more,
+    }  # fmt: skip
 
 
 class Run:
@@ -54,10 +64,12 @@ class Run:
     def settle(self):
         self.callback._queue.wait()
 
+    def push(self, step, **more):
+        """Save, and wait for the push."""
+        self.save(step, **more)
+        self.settle()
 
-def restore(rank: int, world_size: int, rendezvous: str, directory: str, endpoint: str, source: str) -> None:
+
+def restore(directory: str, endpoint: str, source: str) -> None:
     os.environ |= {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    join(rank, world_size, rendezvous)
-    into = parts()
-    step = checkpointer(directory).restore(into, source)
-    Path(f"{rendezvous}-{rank}").write_text(f"{step} {number_of(into)}", encoding="utf-8")
+    assert restored(checkpointer(directory), source) == (2, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,9 +10,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from ckpt_parts import number_of, parts
+from ckpt_parts import number_of, parts, rewritten
 
-from tr_ckpt import Checkpointer, CheckpointError, files
+from tr_ckpt import Checkpointer, CheckpointError, discovery, files, part_files
+from tr_ckpt.discovery import Found
 
 # What opens files here that is not the code under test: imports.
 OF_PYTHON = tuple({*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, str(Path(files.__file__).parents[1])})
@@ -80,15 +80,6 @@ class Watching:
             assert not set(mode) & set("wax+")
 
 
-def rewritten(folder, **changes):
-    """Write a manifest that is whole but says something else, as anybody can."""
-    content = json.loads((folder / "manifest.json").read_text()) | changes
-    content["manifest_sha256"] = "0" * 64
-    text = json.dumps(content)
-    own = hashlib.sha256(text.encode()).hexdigest()
-    (folder / "manifest.json").write_text(text.replace("0" * 64, own, 1))
-
-
 def vouched(folder, *added):
     """Have the manifest give the size and digest that each file has now."""
     described = json.loads((folder / "manifest.json").read_text())["files"]
@@ -107,6 +98,11 @@ def refused(saved, folder, name, *, vouched=False):
     assert number_of(into) == 0
     if not vouched:
         assert saved.restore(into) == 20
+    elif folder.parent == saved.directory:  # its bytes are as they are said to be, and `verify` knows better
+        described = discovery.check_quickly(Found(None, folder.name, folder))
+        discovery.verify(folder, described)
+        with pytest.raises(CheckpointError, match=name.partition(".")[0]):
+            part_files.verify(folder, described)
 
 
 def saved_twice(folder):

@@ -169,7 +169,11 @@ def rewritten(folder: Path, drop: Sequence[str] = (), **changes: Any) -> None:
     """Write a manifest that is whole but says something else."""
     content = json.loads((folder / "manifest.json").read_text()) | changes
     content = {name: value for name, value in content.items() if name not in drop}
-    content["manifest_sha256"] = "0" * 64
-    text = json.dumps(content, indent=2)
+    (folder / "manifest.json").write_text(sealed(content))
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """Return the text of a manifest with the digest that fits it."""
+    text = json.dumps({**content, "manifest_sha256": "0" * 64}, indent=2).replace("Infinity", "1e999")
     own = hashlib.sha256(text.encode()).hexdigest()
-    (folder / "manifest.json").write_text(text.replace(f'"{"0" * 64}"', f'"{own}"', 1))
+    return text.replace(f'"{"0" * 64}"', f'"{own}"', 1)

@@ -3,73 +3,19 @@
 from __future__ import annotations
 
 import os
-import pickle
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from ckpt_workers import checkpointer
 from torch import nn
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState
+from tr_ckpt import CheckpointError, RNGState
 from tr_ckpt.sharded import reading, stateful
 
 ROWS = 12  # of a batch: 1, 2, 3 and 4 ranks take equal shares of it
-
-
-def run(world_size: int, work: Callable[..., None], *arguments: Any, limit_s: float = 120) -> None:
-    """Call `work(*arguments)` in so many processes of one gloo group; raises what one of them raised."""
-    with tempfile.TemporaryDirectory(prefix="tr_shards_") as folder:
-        context = torch.multiprocessing.start_processes(
-            _enter,
-            (world_size, str(Path(folder) / "meet"), work, arguments),
-            nprocs=world_size,
-            join=False,
-            start_method="forkserver",
-        )
-        end = time.monotonic() + limit_s
-        try:
-            while not context.join(timeout=max(0.0, end - time.monotonic())):
-                assert time.monotonic() < end, f"{work.__name__} took longer than {limit_s} s"
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
-
-
-def _enter(rank: int, world_size: int, meeting: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(meeting, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    global STORE
-    STORE = dist.PrefixStore("objects", store)
-    work(*arguments)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-STORE: Any = None
-SENT: list[int] = []  # bytes of each value this rank gave to `gather_objects`
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Exchange values through the store, with no collective of the process group."""
-    data = pickle.dumps(value)
-    STORE.set(f"{len(SENT)}/{dist.get_rank()}", data)
-    values = [pickle.loads(STORE.get(f"{len(SENT)}/{rank}")) for rank in range(dist.get_world_size())]
-    SENT.append(len(data))
-    return values
-
-
-def checkpointer(directory: str | Path, **options: Any) -> Checkpointer:
-    return Checkpointer(
-        directory, rank=dist.get_rank(), world_size=dist.get_world_size(), gather_objects=gather_objects, **options
-    )
 
 
 class Net(nn.Module):

@@ -6,13 +6,17 @@ import os
 import pickle
 import shutil
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from ckpt_faults import Faults
 from ckpt_parts import number_of, parts
 
@@ -45,19 +49,57 @@ def gather_objects(value: Any) -> list[Any]:
     return [pickle.loads(bytes(one[: int(size)].tolist())) for one, size in zip(gathered, sizes, strict=True)]
 
 
-def join(rank: int, world_size: int, rendezvous: str) -> None:
+STORE: Any = None  # a way to exchange values without a collective
+
+
+def _enter(rank: int, world_size: int, meeting: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    store = dist.FileStore(meeting, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    global STORE
+    STORE = dist.PrefixStore("objects", store)
+    work(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def checkpointer(directory: str, **options: Any) -> Checkpointer:
-    return Checkpointer(
-        directory,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        gather_objects=gather_objects,
-        **options,
-    )
+@contextmanager
+def _started(world_size: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> Iterator[Any]:
+    with tempfile.TemporaryDirectory(prefix="tr_ranks_") as folder:
+        context = torch.multiprocessing.start_processes(
+            _enter,
+            (world_size, str(Path(folder) / "meet"), work, arguments),
+            nprocs=world_size,
+            join=False,
+            start_method="forkserver",
+        )
+        try:
+            yield context
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+
+
+def run(world_size: int, work: Callable[..., None], *arguments: Any, limit_s: float = 120) -> None:
+    """Call `work(*arguments)` in so many processes of one gloo group; raises what one of them raised."""
+    end = time.monotonic() + limit_s
+    with _started(world_size, work, arguments) as context:
+        while not context.join(timeout=max(0.0, end - time.monotonic())):
+            assert time.monotonic() < end, f"{work.__name__} took longer than {limit_s} s"
+
+
+def exit_codes(work: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """Call `work(*arguments)` in two processes that may die, and return their exit codes."""
+    with _started(2, work, arguments) as context:
+        for process in context.processes:
+            process.join(timeout=60)
+        return [process.exitcode for process in context.processes]
+
+
+def checkpointer(directory: str | Path, **options: Any) -> Checkpointer:
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "gather_objects": gather_objects}
+    return Checkpointer(directory, **{**place, **options})
 
 
 class FailsOn:
@@ -87,13 +129,11 @@ class Gathers:
         assert state_dict == {"gathered": ["mine of 0", "mine of 1"]}
 
 
-def fail_before_a_state_that_all_make(rank: int, world_size: int, rendezvous: str, directory: str) -> None:
+def fail_before_a_state_that_all_make(directory: str) -> None:
     """Two ranks: on one a part fails, by its state or at the disk, that others of the same save follow."""
-    join(rank, world_size, rendezvous)
     for asynchronous, in_shards in ((False, False), (False, True), (True, False), (True, True)):
         saving.may_exist = lambda in_shards=in_shards: in_shards  # the states are then taken all at once
         fail_and_save(checkpointer(f"{directory}-{asynchronous}-{in_shards}", asynchronous=asynchronous))
-    dist.destroy_process_group()
 
 
 def fail_and_save(keeper: Checkpointer) -> None:
@@ -124,9 +164,9 @@ def caught(work: Any) -> str:
     return "nothing raised"
 
 
-def save_and_restore(rank: int, world_size: int, rendezvous: str, directory: str) -> None:
+def save_and_restore(directory: str) -> None:
     """Two ranks: save, draw, restore, draw the same; then a failure on either rank; then damage that one sees."""
-    join(rank, world_size, rendezvous)
+    rank = dist.get_rank()
     torch.manual_seed(100 + rank)
     keeper = checkpointer(directory, keep_last=2)
     for step in (1, 2, 3):
@@ -158,20 +198,13 @@ def save_and_restore(rank: int, world_size: int, rendezvous: str, directory: str
     dist.barrier()
     assert keeper.restore({**into, "rng": RNGState()}) == 2
     assert into["extra"].number == 2
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def keeper_of(rank: int, directory: Path, **options: object) -> Checkpointer:
-    place = {"rank": rank, "local_rank": rank % 2, "world_size": 4, "gather_objects": gather_objects}
-    return Checkpointer(directory, **place, **options)
-
-
-def save_on_two_machines(rank: int, rendezvous: str, folder: str, asynchronous: bool) -> None:
+def save_on_two_machines(folder: str, asynchronous: bool) -> None:
     """Save and restore together, fail together, and go on from what both machines have."""
-    join(rank, 4, rendezvous)
+    rank = dist.get_rank()
     own = Path(folder) / f"machine-{rank // 2}"
-    keeper = keeper_of(rank, own, keep_last=2, asynchronous=asynchronous)
+    keeper = checkpointer(own, local_rank=rank % 2, keep_last=2, asynchronous=asynchronous)
     committed: list[Path] = []
     torch.manual_seed(100 + rank)
     for step in (1, 2, 3):
@@ -223,13 +256,11 @@ def save_on_two_machines(rank: int, rendezvous: str, folder: str, asynchronous: 
         alone.save(7, parts(7))
         alone.save(8, parts(8 + rank))
     dist.barrier()
-    assert keeper_of(rank, own).restore(into) == 7
+    assert checkpointer(own, local_rank=rank % 2).restore(into) == 7
     message = caught(lambda: keeper.restore(into, own / "checkpoint-8"))
     assert "checkpoint-8 is not the same on every machine" in message, message
     message = caught(lambda: keeper.restore(into, "hub:me/mine"))
     assert "downloaded by one machine" in message, message
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def hold(folder: str, connection: Any) -> None:

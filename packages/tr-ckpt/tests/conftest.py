@@ -47,6 +47,32 @@ def left(tmp_path, run):
     return ckpt_foreign.save(tmp_path / "theirs", 3, run)
 
 
+@pytest.fixture(autouse=True)
+def any_width(monkeypatch):
+    """Let what is printed be as wide as it is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def trainer_ckpt(capsys):
+    """Return a function that runs the command, demands an exit code, and returns what was printed."""
+
+    def run(*words, code=0):
+        from tr_ckpt.command import main
+
+        assert main([*map(str, words)]) == code
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """A folder that exists once something was executed."""
+    yield tmp_path / "executed"
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path_factory):
     """A Hub on loopback, with the client's settings, which it reads when it is imported, set for tests."""

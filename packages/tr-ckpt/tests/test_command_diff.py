@@ -6,6 +6,7 @@ import re
 import weakref
 
 import ckpt_shards
+import ckpt_workers
 import pytest
 import torch
 from ckpt_parts import State, flip, foreign, model, rewritten, save
@@ -13,11 +14,6 @@ from ckpt_parts import State, flip, foreign, model, rewritten, save
 from tr_ckpt import Checkpointer, RNGState
 from tr_ckpt.command import comparing, main
 from tr_ckpt.command.comparing import SavedTensors, compare_values
-
-
-@pytest.fixture(autouse=True)
-def any_width(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def saved(folder, step=1, extra=None, **parts):
@@ -46,35 +42,31 @@ def lines_of(output):
     return [line.strip() for line in body.splitlines()[1:] if line.strip()]
 
 
-def test_equal_checkpoints_are_equal_whenever_they_were_saved(tmp_path, capsys):
+def test_equal_checkpoints_are_equal_whenever_they_were_saved(tmp_path, trainer_ckpt):
     one, other = save(tmp_path / "a", 5), save(tmp_path / "b", 5)
     rewritten(other, saved_at="2020-01-01T00:00:00+00:00", versions={"torch": "1.0"}, sequence=7)
-    assert main(["diff", str(one), str(other)]) == 0
-    output = capsys.readouterr().out
+    output = trainer_ckpt("diff", one, other).out
     assert output == (f"A: {one}\nB: {other}\n\nequal: manifest, model, scheduler, trainer_state, config.json\n")
-    assert main(["diff", str(one), str(other), "--manifest", "--all"]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("diff", one, other, "--manifest", "--all", code=1).out
     assert "manifest.sequence: 1 -> 7" in output
     assert 'manifest.versions.torch: "' in output
     assert 'manifest.saved_at: "' in output
 
 
-def test_two_steps_of_a_run_differ_by_part(tmp_path, capsys):
+def test_two_steps_of_a_run_differ_by_part(tmp_path, trainer_ckpt):
     one, other = (save(tmp_path, step) for step in (10, 20))
-    assert main(["diff", str(one), str(other)]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("diff", one, other, code=1).out
     assert "\nmanifest: 1 value differs\n  manifest.step: 10 -> 20\n" in output
     assert "\nscheduler: 1 value differs\n  scheduler.last_epoch: 10 -> 20\n" in output
     assert "\nmodel: 1 of 2 tensors differ\n  model.weight: float32 [3, 4], 12 of 12 elements, by up to 10\n" in output
     assert output.endswith("\nequal: config.json\n")
 
 
-def test_of_an_output_folder_the_newest_is_compared(tmp_path, capsys):
+def test_of_an_output_folder_the_newest_is_compared(tmp_path, trainer_ckpt):
     save(tmp_path / "a", 1)
     newest = save(tmp_path / "a", 2)
     other = save(tmp_path / "b", 2)
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out.startswith(f"A: {newest}\nB: {other}\n")
+    assert trainer_ckpt("diff", tmp_path / "a", tmp_path / "b").out.startswith(f"A: {newest}\nB: {other}\n")
 
 
 VALUES = [
@@ -207,17 +199,16 @@ def test_comparing_takes_no_memory_for_all_tensors_at_once(tmp_path, monkeypatch
     assert max(most) <= 4
 
 
-def test_parts_and_files_that_only_one_has_are_named(tmp_path, capsys):
+def test_parts_and_files_that_only_one_has_are_named(tmp_path, trainer_ckpt):
     one = saved(tmp_path / "a", model={"x": 1}, optimizer={"y": 1}, extra=lambda f: (f / "vocab.txt").write_text("a"))
     other = saved(tmp_path / "b", model={"x": 1}, ema={"z": 1}, extra=lambda f: (f / "merges.txt").write_text("b"))
-    assert main(["diff", str(one), str(other)]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("diff", one, other, code=1).out
     for name, side in {"optimizer": "A", "ema": "B", "vocab.txt": "A", "merges.txt": "B"}.items():
         assert f"\n{name}: 1 value differs\n  {name}: only in {side}\n" in output
     assert output.endswith("\nequal: manifest, model\n")
 
 
-def test_added_files_are_compared_as_json_or_as_bytes(tmp_path, capsys):
+def test_added_files_are_compared_as_json_or_as_bytes(tmp_path, trainer_ckpt):
     def extra(number):
         def write(folder):
             (folder / "config.json").write_text(json.dumps({"layers": number}))
@@ -228,27 +219,24 @@ def test_added_files_are_compared_as_json_or_as_bytes(tmp_path, capsys):
         return write
 
     one, other = saved(tmp_path / "a", extra=extra(2), m={}), saved(tmp_path / "b", extra=extra(3), m={})
-    assert main(["diff", str(one), str(other)]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("diff", one, other, code=1).out
     assert "  config.json.layers: 2 -> 3\n" in output
     assert "  odd.json: 2 bytes -> 3 bytes\n" in output
     assert "  vocab.txt: 2 bytes -> 3 bytes\n" in output
     assert "  merges.txt: other bytes\n" in output
 
 
-def test_random_states_are_compared_rank_by_rank(tmp_path, capsys):
+def test_random_states_are_compared_rank_by_rank(tmp_path, trainer_ckpt):
     folders = []
     for name in ("a", "b"):
         folders.append(Checkpointer(tmp_path / name).save(1, {"rng": RNGState()}))
         torch.rand(1)
-    assert main(["diff", *map(str, folders)]) == 1
-    assert re.search(r"\nrng: .*differ", capsys.readouterr().out)
+    assert re.search(r"\nrng: .*differ", trainer_ckpt("diff", *folders, code=1).out)
 
 
-def test_only_one_part_can_be_compared(tmp_path, capsys):
+def test_only_one_part_can_be_compared(tmp_path, capsys, trainer_ckpt):
     one, other = save(tmp_path, 10), save(tmp_path, 20)
-    assert main(["diff", str(one), str(other), "--part", "scheduler"]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("diff", one, other, "--part", "scheduler", code=1).out
     assert "manifest" not in output
     assert "model" not in output
     assert main(["diff", str(one), str(other), "--part", "optimiser"]) == 2
@@ -256,13 +244,12 @@ def test_only_one_part_can_be_compared(tmp_path, capsys):
     assert capsys.readouterr().err == f"trainer ckpt diff: {expected}"
 
 
-def test_what_is_to_be_ignored_is(tmp_path, capsys):
+def test_what_is_to_be_ignored_is(tmp_path, trainer_ckpt):
     one, other = save(tmp_path, 10), save(tmp_path, 20)
     ignored = ["*.last_epoch", "manifest.step", "trainer_state.*", "model.weight"]
     words = [word for pattern in ignored for word in ("--ignore", pattern)]
     assert main(["diff", str(one), str(other), *words]) == 0
-    assert main(["diff", str(one), str(other), *words[:-2]]) == 1
-    assert "model.weight" in capsys.readouterr().out
+    assert "model.weight" in trainer_ckpt("diff", one, other, *words[:-2], code=1).out
 
 
 @pytest.mark.parametrize("width", [120, 80, 50])
@@ -276,44 +263,40 @@ def test_it_fits_the_terminal(width, diff, monkeypatch):
     assert "8,192 elements, by up to 1" in output
 
 
-def test_damaged_and_foreign_ones_are_refused_in_words(tmp_path, capsys):
+def test_damaged_and_foreign_ones_are_refused_in_words(tmp_path, trainer_ckpt):
     one = save(tmp_path / "a", 10)
     damaged, other = save(tmp_path / "b", 10), foreign(tmp_path / "c", 10)
     (damaged / "model.json").unlink()
     assert main(["diff", str(one), str(damaged)]) == 2
     assert main(["diff", str(one), str(other)]) == 2
-    assert main(["diff", str(tmp_path / "none"), str(one)]) == 2
-    first, second, third = capsys.readouterr().err.splitlines()
+    first, second, third = trainer_ckpt("diff", tmp_path / "none", one, code=2).err.splitlines()
     assert first == f"trainer ckpt diff: {damaged}: model.json is missing"
     assert second.startswith(f"trainer ckpt diff: {other}: it was written by another program")
     assert second.endswith("`trainer ckpt import` makes one of ours of it")
     assert third.startswith(f"trainer ckpt diff: {tmp_path / 'none'} does not exist")
 
 
-def test_a_bit_that_flipped_on_the_disk_shows(tmp_path, capsys):
+def test_a_bit_that_flipped_on_the_disk_shows(tmp_path, trainer_ckpt):
     one, other = save(tmp_path / "a", 10), save(tmp_path / "b", 10)
     flip(other / "model.safetensors")
-    assert main(["diff", str(one), str(other)]) == 1
-    assert "model: 1 of 2 tensors differ" in capsys.readouterr().out
+    assert "model: 1 of 2 tensors differ" in trainer_ckpt("diff", one, other, code=1).out
     flip(other / "model.safetensors", at=0)  # the length of its header
-    assert main(["diff", str(one), str(other)]) == 2
-    assert "model.safetensors is no valid safetensors file" in capsys.readouterr().err
+    assert "model.safetensors is no valid safetensors file" in trainer_ckpt("diff", one, other, code=2).err
 
 
-def test_tied_tensors_are_compared_once(tmp_path, capsys):
+def test_tied_tensors_are_compared_once(tmp_path, trainer_ckpt):
     shared = torch.ones(3)
     folders = []
     for name, tensor in (("a", shared), ("b", shared + 1)):
         part = model(1.0, head=tensor, embedding=tensor)
         folders.append(Checkpointer(tmp_path / name).save(1, {"model": part}))
-    assert main(["diff", *map(str, folders)]) == 1
-    assert "model: 1 of 3 tensors differ" in capsys.readouterr().out
+    assert "model: 1 of 3 tensors differ" in trainer_ckpt("diff", *folders, code=1).out
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed makes no shards")
-def test_what_was_saved_in_shards_equals_what_was_saved_whole(tmp_path, capsys):
+def test_what_was_saved_in_shards_equals_what_was_saved_whole(tmp_path, capsys, trainer_ckpt):
     sharded = {layout: str(tmp_path / layout) for layout in ("0", "1")}
-    ckpt_shards.run(2, ckpt_shards.save_in, sharded)
+    ckpt_workers.run(2, ckpt_shards.save_in, sharded)
     numbers = ckpt_shards.numbers()
     whole = saved(tmp_path / "whole", held={"held": [numbers], "count": 3})
     apart = [*sharded.values()]
@@ -322,7 +305,6 @@ def test_what_was_saved_in_shards_equals_what_was_saved_whole(tmp_path, capsys):
     numbers["uneven"][4, 0] += 1
     other = saved(tmp_path / "other", held={"held": [numbers], "count": 3})
     capsys.readouterr()
-    assert main(["diff", str(other), apart[1], "--part", "held"]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("diff", other, apart[1], "--part", "held", code=1).out
     assert "held: 1 of 7 tensors differ" in output
     assert "held.held.0.uneven: float32 [5, 7], 1 of 35 elements, by up to 1" in output

@@ -103,19 +103,20 @@ def test_a_size_must_be_one(run, tmp_path, size, capsys):
     assert "is no size; give one such as 500MB or 5GB" in capsys.readouterr().err
 
 
-def test_another_part_can_be_exported(tmp_path, capsys):
+def test_another_part_can_be_exported(tmp_path, trainer_ckpt):
     parts = {"model": State(x=torch.zeros(2)), "ema": State(x=torch.ones(2))}
     Checkpointer(tmp_path / "run").save(1, parts)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "model"), "--part", "ema"]) == 0
     assert load_file(tmp_path / "model" / "model.safetensors")["x"].sum() == 2
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "other"), "--part", "emma"]) == 2
-    assert "there is no 'emma' in it, only ema, model" in capsys.readouterr().err
+    assert (
+        "there is no 'emma' in it, only ema, model"
+        in trainer_ckpt("export", tmp_path / "run", tmp_path / "other", "--part", "emma", code=2).err
+    )
 
 
-def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, trainer_ckpt):
     flip(run / "checkpoint-10" / "model.safetensors")
-    assert main(["export", str(run), str(tmp_path / "model")]) == 2
-    error = capsys.readouterr().err
+    error = trainer_ckpt("export", run, tmp_path / "model", code=2).err
     assert "checkpoint-10: model.safetensors was changed after it was written" in error
     assert "`trainer ckpt verify` tells which other one is whole" in error
     assert names(tmp_path) == ["run"]
@@ -139,7 +140,7 @@ def test_a_model_folder_is_replaced_when_that_is_asked_for(run, tmp_path):
     assert names(tmp_path) == ["model", "run"]
 
 
-def test_only_a_model_folder_is_replaced(run, tmp_path, capsys):
+def test_only_a_model_folder_is_replaced(run, tmp_path, trainer_ckpt):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").touch()
@@ -152,8 +153,9 @@ def test_only_a_model_folder_is_replaced(run, tmp_path, capsys):
     }
     for target, reason in reasons.items():
         before = names(target)
-        assert main(["export", str(run), str(target), "--overwrite"]) == 2
-        assert capsys.readouterr().err.startswith(f"trainer ckpt export: {target} is not replaced: {reason[:14]}")
+        assert trainer_ckpt("export", run, target, "--overwrite", code=2).err.startswith(
+            f"trainer ckpt export: {target} is not replaced: {reason[:14]}"
+        )
         assert names(target) == before
 
 

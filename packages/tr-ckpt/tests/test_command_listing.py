@@ -19,11 +19,6 @@ from tr_ckpt.command import listing, main, terminal
 LOSSES = {9: 0.75, 10: 0.5, 20: 0.625}
 
 
-@pytest.fixture(autouse=True)
-def any_width(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 @pytest.fixture
 def run(tmp_path):
     """A folder with the checkpoints 9, 10 and 20, the second of them the best."""
@@ -37,9 +32,8 @@ def rows(output):
     return output.split("\n\n")[0].splitlines()[1:]
 
 
-def test_ls_lists_every_checkpoint_by_step(run, capsys):
-    assert main(["ls", str(run)]) == 0
-    heading, first, second, third, empty, of_each = capsys.readouterr().out.splitlines()
+def test_ls_lists_every_checkpoint_by_step(run, trainer_ckpt):
+    heading, first, second, third, empty, of_each = trainer_ckpt("ls", run).out.splitlines()
     headings = ["checkpoint", "step", "size", "ranks", "saved at (UTC)", "eval_loss", "mark", "condition"]
     assert re.split(r"\s{2,}", heading) == headings
     assert re.match(r"checkpoint-9 +9 +\d.* kB +1  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d +0\.75 +complete$", first)
@@ -63,10 +57,9 @@ def test_ls_fits_the_terminal(run, width, capsys, monkeypatch):
     assert "condition" in lines[0]
 
 
-def test_ls_marks_what_was_saved_last_and_says_why_it_is_not_the_last_step(run, capsys):
+def test_ls_marks_what_was_saved_last_and_says_why_it_is_not_the_last_step(run, trainer_ckpt):
     save(run, 12)
-    assert main(["ls", str(run)]) == 0
-    output = capsys.readouterr().out
+    output = trainer_ckpt("ls", run).out
     assert [line.split()[0] for line in rows(output) if "newest" in line] == ["checkpoint-12"]
     note = (
         "checkpoint-12 was saved after checkpoint-20: a run went back, or started over. Resuming takes checkpoint-12.\n"
@@ -74,56 +67,53 @@ def test_ls_marks_what_was_saved_last_and_says_why_it_is_not_the_last_step(run, 
     assert output.endswith(note)
 
 
-def test_ls_shows_a_file_that_is_missing_but_not_one_that_was_changed(run, capsys):
+def test_ls_shows_a_file_that_is_missing_but_not_one_that_was_changed(run, capsys, trainer_ckpt):
     flip(run / "checkpoint-9" / "model.safetensors")
     assert main(["ls", str(run)]) == 0
     (run / "checkpoint-20" / "model.json").unlink()
     capsys.readouterr()
-    assert main(["ls", str(run)]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("ls", run, code=1).out
     assert [line.split()[-1] for line in rows(output)] == ["complete", "complete", "damaged"]
     assert "checkpoint-20: model.json is missing\n" in output
     assert [line.split()[0] for line in rows(output) if "newest" in line] == ["checkpoint-10"]
 
 
-def test_ls_lists_the_checkpoints_of_another_program_as_such(run, capsys):
+def test_ls_lists_the_checkpoints_of_another_program_as_such(run, trainer_ckpt):
     foreign(run, 5, log_history=[{"step": 4, "loss": 3.5}])
-    assert main(["ls", str(run)]) == 0
-    output = capsys.readouterr().out
+    output = trainer_ckpt("ls", run).out
     assert re.match(r"checkpoint-5 +5 +1\.\d+ kB +loss 3\.5 +foreign$", rows(output)[0])
     assert "checkpoint-5: it was written by another program, as transformers' Trainer writes them" in output
 
 
-def test_what_is_to_be_said_of_many_is_said_once(tmp_path, capsys):
+def test_what_is_to_be_said_of_many_is_said_once(tmp_path, trainer_ckpt):
     for step in (5, 10, 15, 20):
         foreign(tmp_path, step)
-    assert main(["ls", str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = trainer_ckpt("ls", tmp_path).out
     assert output.count("another program") == 1
     assert "checkpoint-5, checkpoint-10 … checkpoint-20 (4): it was written by another program" in output
 
 
-def test_ls_of_nothing_but_checkpoints_of_another_program_knows_their_best(tmp_path, capsys):
+def test_ls_of_nothing_but_checkpoints_of_another_program_knows_their_best(tmp_path, trainer_ckpt):
     for step in (5, 10):
         foreign(tmp_path, step, best_model_checkpoint="out/checkpoint-5")
-    assert main(["ls", str(tmp_path)]) == 0
-    assert [("best" in line, "newest" in line) for line in rows(capsys.readouterr().out)] == [
+    assert [("best" in line, "newest" in line) for line in rows(trainer_ckpt("ls", tmp_path).out)] == [
         (True, False),
         (False, False),
     ]
 
 
-def test_a_checkpoint_without_a_manifest_is_listed_as_damaged(run, capsys):
+def test_a_checkpoint_without_a_manifest_is_listed_as_damaged(run, trainer_ckpt):
     (run / "checkpoint-11").mkdir()
-    assert main(["ls", str(run)]) == 1
-    assert "checkpoint-11: manifest.json is missing, so it is incomplete or was written by" in capsys.readouterr().out
+    assert (
+        "checkpoint-11: manifest.json is missing, so it is incomplete or was written by"
+        in trainer_ckpt("ls", run, code=1).out
+    )
     assert main(["ls", str(run / "checkpoint-11")]) == 1
 
 
-def test_one_that_a_newer_version_wrote_is_told_from_a_damaged_one(run, capsys):
+def test_one_that_a_newer_version_wrote_is_told_from_a_damaged_one(run, trainer_ckpt):
     rewritten(run / "checkpoint-20", format=2)
-    assert main(["ls", str(run)]) == 0
-    output = capsys.readouterr().out
+    output = trainer_ckpt("ls", run).out
     assert rows(output)[-1].endswith("not readable")
     assert "checkpoint-20: its format is 2; this version reads 1 — install a newer tr-ckpt\n" in output
     assert main(["verify", str(run)]) == 1
@@ -136,11 +126,10 @@ def test_verify_of_nothing_that_could_be_verified_is_no_success(tmp_path, capsys
     assert main(["verify", str(tmp_path)]) == 0
 
 
-def test_ls_mentions_what_a_run_left_behind_and_what_one_is_writing(run, capsys):
+def test_ls_mentions_what_a_run_left_behind_and_what_one_is_writing(run, trainer_ckpt):
     (run / ".tmp-writing-checkpoint-30@elsewhere@1@ab").mkdir()
     (run / f".tmp-removed-checkpoint-3@{socket.gethostname()}@{os.getppid()}@cd").mkdir()
-    assert main(["ls", str(run)]) == 0
-    output = capsys.readouterr().out
+    output = trainer_ckpt("ls", run).out
     ended = "left by a run that ended while writing checkpoint-30; the next save clears it away\n"
     assert f".tmp-writing-checkpoint-30@elsewhere@1@ab: {ended}" in output
     assert re.search(r"\.tmp-removed-checkpoint-3@.*@cd: a run is removing checkpoint-3 now\n", output)
@@ -154,13 +143,12 @@ def test_ls_tells_which_have_which_parts(run, capsys):
     assert "parts of checkpoint-30: model\n" in output
 
 
-def test_json_says_all_of_it(run, capsys):
+def test_json_says_all_of_it(run, trainer_ckpt):
     save(run, 12)
     foreign(run, 5)
     (run / "checkpoint-20" / "model.json").unlink()
     (run / ".tmp-writing-checkpoint-30@elsewhere@1@ab").mkdir()
-    assert main(["ls", "--json", str(run)]) == 1
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(trainer_ckpt("ls", "--json", run, code=1).out)
     told_of = {each["name"]: each for each in told["checkpoints"]}
     assert list(told_of) == [f"checkpoint-{step}" for step in (5, 9, 10, 12, 20)]
     assert {name: each["condition"] for name, each in told_of.items()} == {
@@ -220,50 +208,46 @@ def test_the_metric_shown_is_the_one_that_chooses_the_best(tmp_path, written, sh
     assert shown in capsys.readouterr().out.splitlines()[0]
 
 
-def test_verify_names_the_file_and_the_tensor(run, capsys):
+def test_verify_names_the_file_and_the_tensor(run, trainer_ckpt):
     flip(run / "checkpoint-20" / "model.safetensors")
-    assert main(["verify", str(run)]) == 1
-    output = capsys.readouterr().out
+    output = trainer_ckpt("verify", run, code=1).out
     assert [line.split()[-1] for line in rows(output)] == ["verified", "verified", "damaged"]
     assert [line.split()[0] for line in rows(output) if "newest" in line] == ["checkpoint-10"]
     where = r"checkpoint-20: model\.safetensors was changed after it was written: its SHA-256 differs.*tensor.* weight"
     assert re.search(where, output)
-    assert main(["verify", "--json", str(run)]) == 1
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(trainer_ckpt("verify", "--json", run, code=1).out)
     assert [each["condition"] for each in told["checkpoints"]] == ["verified", "verified", "damaged"]
     assert "model.safetensors was changed" in told["checkpoints"][2]["problem"]
 
 
-def test_verify_names_all_damage_of_a_checkpoint(run, capsys):
+def test_verify_names_all_damage_of_a_checkpoint(run, trainer_ckpt):
     folder = run / "checkpoint-10"
     (folder / "scheduler.json").unlink()
     flip(folder / "model.safetensors")
-    assert main(["verify", str(folder)]) == 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoint-10: ")]
+    [line] = [
+        line for line in trainer_ckpt("verify", folder, code=1).out.splitlines() if line.startswith("checkpoint-10: ")
+    ]
     assert "scheduler.json is missing" in line
     assert "model.safetensors was changed" in line
 
 
-def test_one_checkpoint_can_be_verified_under_any_name(run, capsys):
+def test_one_checkpoint_can_be_verified_under_any_name(run, trainer_ckpt):
     (run / "checkpoint-9").rename(run / "best")
-    assert main(["verify", str(run / "best")]) == 0
-    [row] = rows(capsys.readouterr().out)
+    [row] = rows(trainer_ckpt("verify", run / "best").out)
     assert re.match(r"best +9 .*verified$", row)
     assert "newest" not in row
 
 
-def test_a_step_that_a_killed_run_was_replacing_is_listed(run, capsys):
+def test_a_step_that_a_killed_run_was_replacing_is_listed(run, trainer_ckpt):
     (run / "checkpoint-20").rename(run / ".tmp-replaced-checkpoint-20@elsewhere@1@ab")
-    assert main(["verify", str(run)]) == 0
-    output = capsys.readouterr().out
+    output = trainer_ckpt("verify", run).out
     assert re.match(r"checkpoint-20 .* newest +verified$", rows(output)[-1])
     assert "left by a run that ended while replacing checkpoint-20" in output
 
 
-def test_the_prefix_can_be_given(tmp_path, capsys):
+def test_the_prefix_can_be_given(tmp_path, trainer_ckpt):
     Checkpointer(tmp_path, prefix="epoch").save(1, parts(1))
-    assert main(["ls", str(tmp_path), "--prefix", "epoch"]) == 0
-    assert "epoch-1" in capsys.readouterr().out
+    assert "epoch-1" in trainer_ckpt("ls", tmp_path, "--prefix", "epoch").out
 
 
 class Terminal(io.StringIO):
@@ -298,14 +282,13 @@ def test_verify_reads_every_byte(run, monkeypatch):
     assert sum(read) == sum(path.stat().st_size for path in held)
 
 
-def test_a_file_that_cannot_be_read_is_damage_in_words(run, capsys, monkeypatch):
+def test_a_file_that_cannot_be_read_is_damage_in_words(run, trainer_ckpt, monkeypatch):
     def record(path):
         raise OSError(5, "Input/output error")
 
     flip(run / "checkpoint-20" / "model.json")
     monkeypatch.setattr(files, "record", record)
-    assert main(["verify", str(run / "checkpoint-20")]) == 1
-    assert "model.json cannot be read: Input/output error" in capsys.readouterr().out
+    assert "model.json cannot be read: Input/output error" in trainer_ckpt("verify", run / "checkpoint-20", code=1).out
 
 
 @pytest.mark.parametrize("action", ["ls", "verify"])
@@ -315,23 +298,21 @@ def test_a_folder_without_checkpoints_is_an_error(action, tmp_path, capsys):
     assert capsys.readouterr().err == f"trainer ckpt {action}: {expected}"
 
 
-def test_what_does_not_exist_or_is_no_folder_is_an_error(tmp_path, capsys):
+def test_what_does_not_exist_or_is_no_folder_is_an_error(tmp_path, trainer_ckpt):
     assert main(["ls", str(tmp_path / "absent")]) == 2
     (tmp_path / "file").touch()
-    assert main(["ls", str(tmp_path / "file")]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = trainer_ckpt("ls", tmp_path / "file", code=2).err.splitlines()
     hint = "give a run's output folder, or one checkpoint in it"
     assert first == f"trainer ckpt ls: {tmp_path / 'absent'} does not exist; {hint}"
     assert second == f"trainer ckpt ls: {tmp_path / 'file'} is a file; {hint}"
 
 
-def test_a_folder_that_may_not_be_read_is_an_error_in_words(run, capsys, monkeypatch):
+def test_a_folder_that_may_not_be_read_is_an_error_in_words(run, trainer_ckpt, monkeypatch):
     def by_age(directory, prefix):
         raise PermissionError(13, "Permission denied", str(directory))
 
     monkeypatch.setattr(discovery, "by_age", by_age)
-    assert main(["ls", str(run)]) == 2
-    assert capsys.readouterr().err == f"trainer ckpt ls: {run}: Permission denied\n"
+    assert trainer_ckpt("ls", run, code=2).err == f"trainer ckpt ls: {run}: Permission denied\n"
 
 
 def test_listing_and_verifying_change_nothing(run, monkeypatch):

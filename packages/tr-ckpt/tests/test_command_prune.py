@@ -15,11 +15,6 @@ from tr_ckpt import Checkpointer, files
 from tr_ckpt.command import main
 
 
-@pytest.fixture(autouse=True)
-def any_width(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 @pytest.fixture
 def run(tmp_path):
     for step in (5, 10, 15, 20):
@@ -50,10 +45,9 @@ def test_what_is_asked_for_stays(run, words, kept, capsys):
     assert sorted(path.name for path in run.iterdir()) == sorted(f"checkpoint-{step}" for step in kept)
 
 
-def test_it_shows_what_goes_and_what_that_frees(run, capsys):
+def test_it_shows_what_goes_and_what_that_frees(run, trainer_ckpt):
     sizes = {step: sum(path.stat().st_size for path in (run / f"checkpoint-{step}").iterdir()) for step in (5, 10)}
-    assert main(["prune", str(run), "--keep", "2", "--dry-run"]) == 0
-    heading, *rows, empty, total = capsys.readouterr().out.splitlines()
+    heading, *rows, empty, total = trainer_ckpt("prune", run, "--keep", "2", "--dry-run").out.splitlines()
     assert heading.split() == ["checkpoint", "size"]
     assert [" ".join(row.split()[3:]) for row in rows] == ["goes", "goes", "stays", "stays, newest, verified"]
     assert empty == ""
@@ -61,21 +55,19 @@ def test_it_shows_what_goes_and_what_that_frees(run, capsys):
     assert steps(run) == [5, 10, 15, 20]
 
 
-def test_files_that_have_another_name_free_nothing(run, tmp_path, capsys):
+def test_files_that_have_another_name_free_nothing(run, tmp_path, trainer_ckpt):
     """As those of a checkpoint that is being pushed: what is pushed stays whole."""
     pushing = tmp_path / ".tmp-pushing-checkpoint-5@elsewhere@1@ab"
     pushing.mkdir()
     for path in (run / "checkpoint-5").iterdir():
         os.link(path, pushing / path.name)
-    assert main(["prune", str(run), "--keep", "3", "--yes"]) == 0
-    assert "1 checkpoint to remove, 0 B to free" in capsys.readouterr().out
+    assert "1 checkpoint to remove, 0 B to free" in trainer_ckpt("prune", run, "--keep", "3", "--yes").out
     assert steps(run) == [10, 15, 20]
     assert (pushing / "manifest.json").exists()
 
 
-def test_with_nothing_to_remove_it_says_so_and_does_not_ask(run, capsys):
-    assert main(["prune", str(run), "--keep", "4"]) == 0
-    assert capsys.readouterr().out.endswith("\nnothing to remove\n")
+def test_with_nothing_to_remove_it_says_so_and_does_not_ask(run, trainer_ckpt):
+    assert trainer_ckpt("prune", run, "--keep", "4").out.endswith("\nnothing to remove\n")
 
 
 def test_the_newest_stays_and_not_the_last_step(run):
@@ -84,10 +76,9 @@ def test_the_newest_stays_and_not_the_last_step(run):
     assert steps(run) == [7]
 
 
-def test_when_the_newest_is_damaged_the_newest_valid_one_stays_and_the_damaged_too(run, capsys):
+def test_when_the_newest_is_damaged_the_newest_valid_one_stays_and_the_damaged_too(run, trainer_ckpt):
     flip(run / "checkpoint-20" / "model.safetensors")
-    assert main(["prune", str(run), "--keep", "1", "--yes"]) == 0
-    output = capsys.readouterr()
+    output = trainer_ckpt("prune", run, "--keep", "1", "--yes")
     assert steps(run) == [15, 20]
     assert "checkpoint-20 is damaged and stays: model.safetensors was changed after it was written" in output.err
     assert re.search(r"^checkpoint-20 .* stays, damaged$", output.out, re.MULTILINE)
@@ -106,11 +97,12 @@ def test_damaged_and_foreign_ones_neither_count_nor_go(run, capsys):
     assert ["stays,", "foreign"] in [row[-2:] for row in rows]
 
 
-def test_without_a_valid_checkpoint_nothing_is_removed(tmp_path, capsys):
+def test_without_a_valid_checkpoint_nothing_is_removed(tmp_path, trainer_ckpt):
     for step in (5, 10):
         flip(save(tmp_path, step) / "model.safetensors")
-    assert main(["prune", str(tmp_path), "--keep", "1", "--yes"]) == 1
-    assert capsys.readouterr().err.endswith("nothing is removed: there is no valid checkpoint to keep\n")
+    assert trainer_ckpt("prune", tmp_path, "--keep", "1", "--yes", code=1).err.endswith(
+        "nothing is removed: there is no valid checkpoint to keep\n"
+    )
     assert steps(tmp_path) == [5, 10]
 
 
@@ -145,7 +137,7 @@ def test_without_a_terminal_it_wants_to_be_told(run, capsys, monkeypatch):
     assert steps(run) == [5, 10, 15, 20]
 
 
-def test_one_that_cannot_be_removed_is_named_and_the_others_go(run, capsys, monkeypatch):
+def test_one_that_cannot_be_removed_is_named_and_the_others_go(run, trainer_ckpt, monkeypatch):
     original = files.rename
 
     def rename(source, target):
@@ -154,16 +146,20 @@ def test_one_that_cannot_be_removed_is_named_and_the_others_go(run, capsys, monk
         original(source, target)
 
     monkeypatch.setattr(files, "rename", rename)
-    assert main(["prune", str(run), "--keep", "1", "--yes"]) == 1
-    assert capsys.readouterr().err == "checkpoint-5 could not be removed: Permission denied\n"
+    assert (
+        trainer_ckpt("prune", run, "--keep", "1", "--yes", code=1).err
+        == "checkpoint-5 could not be removed: Permission denied\n"
+    )
     assert steps(run) == [5, 20]
 
 
-def test_a_best_that_is_not_known_cannot_be_kept(tmp_path, capsys):
+def test_a_best_that_is_not_known_cannot_be_kept(tmp_path, trainer_ckpt):
     for step in (5, 10):
         save(tmp_path, step)
-    assert main(["prune", str(tmp_path), "--keep", "1", "--keep-best", "--yes"]) == 2
-    assert "nothing was removed: checkpoint-10 knows of no best step, so --keep-best cannot" in capsys.readouterr().err
+    assert (
+        "nothing was removed: checkpoint-10 knows of no best step, so --keep-best cannot"
+        in trainer_ckpt("prune", tmp_path, "--keep", "1", "--keep-best", "--yes", code=2).err
+    )
     assert steps(tmp_path) == [5, 10]
 
 
@@ -183,7 +179,7 @@ def test_a_count_must_be_one(run, count, capsys):
     assert steps(run) == [5, 10, 15, 20]
 
 
-def test_what_a_killed_removal_left_is_cleared_away_by_the_next(run, monkeypatch, capsys):
+def test_what_a_killed_removal_left_is_cleared_away_by_the_next(run, monkeypatch, trainer_ckpt):
     remove_file = files.remove_file
 
     def die(path):
@@ -196,8 +192,7 @@ def test_what_a_killed_removal_left_is_cleared_away_by_the_next(run, monkeypatch
         assert main(["prune", str(run), "--keep", "1", "--yes"]) == 130
     assert [path.name.split("@")[0] for path in run.glob(".tmp-*")] == [".tmp-removed-checkpoint-5"]
     forget_temporaries()  # as in another process
-    assert main(["prune", str(run), "--keep", "9", "--dry-run"]) == 0
-    assert "1 that an earlier removal left half done" in capsys.readouterr().out
+    assert "1 that an earlier removal left half done" in trainer_ckpt("prune", run, "--keep", "9", "--dry-run").out
     assert len(list(run.glob(".tmp-*"))) == 1
     assert main(["prune", str(run), "--keep", "9", "--yes"]) == 0
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-10", "checkpoint-15", "checkpoint-20"]

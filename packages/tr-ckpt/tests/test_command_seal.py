@@ -34,15 +34,14 @@ def test_a_changed_checkpoint_is_refused_and_the_message_says_how_to_accept_it(f
         restore(folder)
 
 
-def test_what_was_changed_is_shown_and_then_restored(folder, capsys):
+def test_what_was_changed_is_shown_and_then_restored(folder, trainer_ckpt):
     change_schedule(folder)
     weights = tensor_file.read(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     tensor_file.write(folder / "model.safetensors", {**weights, "bias": torch.full((4,), 7.0)})
     (folder / "config.json").write_text("{}")
     before = manifest.read(folder)
-    assert main(["seal", str(folder), "--yes"]) == 0
-    shown = capsys.readouterr().out
+    shown = trainer_ckpt("seal", folder, "--yes").out
     for name in ("scheduler.json", "model.safetensors", "config.json"):
         assert f"{name} " in shown.split("accepted: ")[0]
     state = restore(folder)
@@ -59,17 +58,15 @@ def test_what_was_changed_is_shown_and_then_restored(folder, capsys):
     assert main(["verify", str(folder)]) == 0
 
 
-def test_a_file_that_belongs_to_no_part_may_be_gone(folder, capsys):
+def test_a_file_that_belongs_to_no_part_may_be_gone(folder, trainer_ckpt):
     (folder / "config.json").unlink()
-    assert main(["seal", str(folder), "--yes"]) == 0
-    assert "config.json is missing" in capsys.readouterr().out
+    assert "config.json is missing" in trainer_ckpt("seal", folder, "--yes").out
     assert main(["verify", str(folder)]) == 0
 
 
-def test_where_nothing_was_changed_nothing_is_written(folder, capsys):
+def test_where_nothing_was_changed_nothing_is_written(folder, trainer_ckpt):
     before = (folder / "manifest.json").stat().st_mtime_ns
-    assert main(["seal", str(folder)]) == 0
-    assert "nothing was changed" in capsys.readouterr().out
+    assert "nothing was changed" in trainer_ckpt("seal", folder).out
     assert (folder / "manifest.json").stat().st_mtime_ns == before
 
 
@@ -82,11 +79,10 @@ def test_it_asks_before(folder, monkeypatch, answer, accepted, capsys):
     assert main(["verify", str(folder)]) == (0 if accepted else 1)
 
 
-def test_without_a_terminal_it_needs_yes(folder, monkeypatch, capsys):
+def test_without_a_terminal_it_needs_yes(folder, monkeypatch, trainer_ckpt):
     change_schedule(folder)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
-    assert main(["seal", str(folder)]) == 2
-    assert "no terminal to ask on; give --yes" in capsys.readouterr().err
+    assert "no terminal to ask on; give --yes" in trainer_ckpt("seal", folder, code=2).err
 
 
 def cut(folder):
@@ -122,21 +118,18 @@ def change_manifest(folder):
         (change_manifest, "manifest.json was changed after it was written"),
     ],
 )
-def test_what_is_no_change_on_purpose_is_refused(folder, capsys, damage, message):
+def test_what_is_no_change_on_purpose_is_refused(folder, trainer_ckpt, damage, message):
     damage(folder)
     before = (folder / "manifest.json").read_bytes()
-    assert main(["seal", str(folder), "--yes"]) == 2
-    assert message in capsys.readouterr().err
+    assert message in trainer_ckpt("seal", folder, "--yes", code=2).err
     assert (folder / "manifest.json").read_bytes() == before
 
 
-def test_what_is_none_of_our_checkpoints_is_refused(tmp_path, capsys):
-    assert main(["seal", str(foreign(tmp_path, 3)), "--yes"]) == 2
-    assert "written by another program" in capsys.readouterr().err
+def test_what_is_none_of_our_checkpoints_is_refused(tmp_path, trainer_ckpt):
+    assert "written by another program" in trainer_ckpt("seal", foreign(tmp_path, 3), "--yes", code=2).err
 
 
-def test_a_copy_under_another_step_is_refused(folder, capsys):
+def test_a_copy_under_another_step_is_refused(folder, trainer_ckpt):
     change_schedule(folder)
     copy = folder.rename(folder.with_name("checkpoint-9"))
-    assert main(["seal", str(copy), "--yes"]) == 2
-    assert "is a copy of step 5" in capsys.readouterr().err
+    assert "is a copy of step 5" in trainer_ckpt("seal", copy, "--yes", code=2).err

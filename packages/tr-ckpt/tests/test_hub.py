@@ -48,8 +48,7 @@ def test_each_strategy_pushes_exactly_its_files(strategy, during, after, hub, tm
     (output_dir / "profile" / "step-1.trace.json.gz").write_bytes(b"stays at home")
     run = Run(output_dir, hub, strategy=strategy)
     for step in (1, 2):
-        run.save(step)
-        run.settle()
+        run.push(step)
     assert hub.files("ci/run") == sorted(during)
     if strategy != "end":
         assert json.loads(hub.read("ci/run", "config.json")) == {"step": 2}
@@ -102,8 +101,7 @@ def test_a_request_that_is_at_fault_is_not_tried_again(status, hub, tmp_path, ca
     run = Run(tmp_path / "out", hub)
     run.settle()
     hub.fail("POST", "/commit/", status=status, times=9)
-    run.save(1)
-    run.settle()
+    run.push(1)
     assert sum("/commit/" in path for _, path in hub.log) == 1
     assert "trying again" not in caplog.text
 
@@ -178,8 +176,7 @@ def test_other_processes_push_nothing(hub, tmp_path):
 @pytest.mark.parametrize("private", [None, True, False])
 def test_the_repository_is_made_as_asked(private, hub, tmp_path):
     run = Run(tmp_path / "out", hub, private=private, repo_id="org/named", revision="exp/1")
-    run.save(1)
-    run.settle()
+    run.push(1)
     assert hub.repositories["org/named"].private is bool(private)
     assert hub.files("org/named", "exp/1") == MODEL
     assert hub.files("org/named") == []
@@ -188,8 +185,7 @@ def test_the_repository_is_made_as_asked(private, hub, tmp_path):
 def test_a_repository_that_exists_is_used(hub, tmp_path):
     for step in (1, 2):
         run = Run(tmp_path / str(step), hub, revision="branch")
-        run.save(step)
-        run.settle()
+        run.push(step)
     assert hub.titles("ci/run", "branch")[1:] == ["Training in progress, step 1", "Training in progress, step 2"]
 
 

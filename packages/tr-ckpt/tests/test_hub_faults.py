@@ -43,10 +43,8 @@ def without_waiting(monkeypatch):
 
 def save_twice(run):
     """Save, push and finish; a second save makes the mirror of the last checkpoint delete a file."""
-    run.save(1, scaler=run.parts(1)["extra"])
-    run.settle()
-    run.save(2)
-    run.settle()
+    run.push(1, scaler=run.parts(1)["extra"])
+    run.push(2)
     run.finish()
 
 
@@ -120,8 +118,7 @@ def test_the_hub_says_how_long_to_wait(headers, least, most, status, hub, tmp_pa
     run.settle()
     asked = {name: value() if callable(value) else value for name, value in headers.items()}
     hub.fail("POST", "/commit/", status=status, headers=asked)
-    run.save(1)
-    run.settle()
+    run.push(1)
     [waited] = without_waiting.pushes
     assert least <= waited <= most
     assert "trying again in" in caplog.text
@@ -132,12 +129,10 @@ def test_a_hub_that_asks_for_hours_is_not_waited_for(hub, tmp_path, without_wait
     run = Run(tmp_path / "out", hub)
     run.settle()
     hub.fail("POST", "/commit/", status=429, headers={"Retry-After": "7200"})
-    run.save(1)
-    run.settle()
+    run.push(1)
     assert without_waiting.pushes == []
     assert "and asks to wait 7200 s" in caplog.text
-    run.save(2)
-    run.settle()
+    run.push(2)
     assert hub.titles("ci/run")[1:] == ["Training in progress, step 2"]
 
 
@@ -148,11 +143,9 @@ def test_a_hub_that_comes_back_gets_what_it_missed(hub, tmp_path, caplog):
     for method in ("GET", "POST", "PUT"):
         hub.fail(method, ".", drop="before", times=10**6)
     for step in (1, 2, 3):
-        run.save(step)
-        run.settle()
+        run.push(step)
     hub.heal()
-    run.save(4)
-    run.settle()
+    run.push(4)
     held = {name.split("/")[0] for name in hub.files("ci/run") if "/" in name}
     # Step 2 was removed from the disk as the fourth was saved; its push was still possible.
     assert held == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
@@ -172,8 +165,7 @@ def test_a_hub_that_comes_back_at_the_end_gets_the_whole_run(hub, tmp_path):
     run.settle()
     hub.fail("POST", "/commit/", times=10**6)
     for step in (1, 2):
-        run.save(step)
-        run.settle()
+        run.push(step)
     hub.heal()
     run.finish()
     assert json.loads(hub.read("ci/run", "last-checkpoint/config.json")) == {"step": 2}
@@ -217,8 +209,7 @@ def test_the_summary_names_every_commit_and_says_how_to_push_later(hub, tmp_path
     run = Run(tmp_path / "a run", hub, strategy="checkpoint", always_push=True, repo_id="ci/run", revision="exp")
     run.settle()
     hub.fail("POST", "/commit/", status=500, times=10**6)
-    run.save(1)
-    run.settle()
+    run.push(1)
     assert "'Training in progress, step 1' was not pushed to ci/run: HfHubHTTPError: " in caplog.text  # at once
     run.save(2)
     caplog.clear()
@@ -254,8 +245,7 @@ def test_a_repository_that_exists_is_no_error_for_a_token_that_may_only_read_it(
     Run(tmp_path / "first", hub).settle()
     run = Run(tmp_path / "out", hub, token=READ_TOKEN, repo_id="ci/run")
     run.fire("on_train_begin")
-    run.save(1)
-    run.settle()
+    run.push(1)
     assert "This token may not write" in caplog.text
 
 
@@ -266,8 +256,7 @@ def test_a_hub_at_fault_keeps_nobody_from_training(fault, hub, tmp_path):
     run.fire("on_train_begin")
     hub.heal()
     run.settle()
-    run.save(1)
-    run.settle()
+    run.push(1)
     assert hub.titles("ci/run")[1:] == ["Training in progress, step 1"]
 
 

@@ -188,8 +188,7 @@ def test_a_list_of_commits_that_is_none_leaves_out_the_hint_alone(files, world):
 def test_the_hub_itself_may_list_what_it_likes(name, hub, world, tmp_path):
     """With the client that is installed, over HTTP."""
     run = Run(tmp_path / "out", hub, strategy="checkpoint", always_push=True)
-    run.save(2)
-    run.settle()
+    run.push(2)
     hub.replace("ci/run", name, b"written")
     own = HubRepository("ci/run", token=TOKEN, endpoint=hub.endpoint, retry_delays_s=())
     with pytest.raises(CheckpointError, match=re.escape("nothing of it is downloaded: its listing names")):

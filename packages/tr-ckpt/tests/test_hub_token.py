@@ -1,13 +1,13 @@
 """The access token is in nothing that is written, printed, raised or shown."""
 
 import copy
-import os
 import pickle
 import subprocess
 import sys
 import traceback
 
 import pytest
+from ckpt_hub import environment
 from minihub import TOKEN
 
 from tr_ckpt import HubRepository
@@ -80,14 +80,10 @@ def test_a_token_is_nowhere(given, right, hub, tmp_path):
     """In a process of its own, whose files, output and tracebacks with local variables are all searched."""
     token = TOKEN if right else WRONG
     home = tmp_path / "home"
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }  # fmt: skip
-    environment.pop("HF_TOKEN", None)
+    of_process = environment(hub, home, HF_HUB_DISABLE_IMPLICIT_TOKEN="0")
+    of_process.pop("HF_TOKEN")
     if given == "environment":
-        environment["HF_TOKEN"] = token
+        of_process["HF_TOKEN"] = token
     if given == "login":
         home.mkdir()
         (home / "token").write_text(token)
@@ -96,13 +92,18 @@ def test_a_token_is_nowhere(given, right, hub, tmp_path):
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "my-run"), str(tmp_path / "secret")],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+        env=of_process, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     printed = done.stdout + done.stderr
     assert "done" in done.stdout, printed
     assert ("my-run could not be made on" in printed) is not right
     assert "nothing raised <class 'TypeError'>" not in printed
     assert ("nothing raised <class 'tr_ckpt.errors.PushError'>" in printed) is right
+    if right:
+        assert hub.repositories["ci/my-run"].private
+        assert "last-checkpoint/manifest.json" in hub.files("ci/my-run")
+        # At the end there is nothing new, and no commit.
+        assert hub.titles("ci/my-run") == ["initial commit", "Training in progress, step 1"]
     for form in (token, token.replace("/", "%2F").replace("+", "%2B")):
         assert form not in printed
         for path in tmp_path.rglob("*"):

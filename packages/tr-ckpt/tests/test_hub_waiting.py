@@ -8,8 +8,8 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from ckpt_hub import Run
-from minihub import TOKEN, wait_until
+from ckpt_hub import Run, environment
+from minihub import wait_until
 
 from tr_ckpt import PushError
 from tr_ckpt.hub import push_queue
@@ -130,15 +130,11 @@ def start(hub, tmp_path):
     started = []
 
     def begin(what):
-        environment = os.environ | {
-            "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1", "HF_HOME": str(tmp_path / "home"),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }  # fmt: skip
         log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, hub.endpoint, str(tmp_path / "out"), what],
-            env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True,
+            env=environment(hub, tmp_path / "home"),
+            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         os.close(log)
         started.append(process)
@@ -259,6 +255,5 @@ def test_what_a_killed_process_was_pushing_is_cleared_away_at_the_next_save(hub,
     assert list((tmp_path / "out").glob(".tmp-pushing-*"))
     gate.set()
     run = Run(tmp_path / "out", hub)
-    run.save(2)
-    run.settle()
+    run.push(2)
     assert not list((tmp_path / "out").glob(".tmp-*"))

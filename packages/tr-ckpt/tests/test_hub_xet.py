@@ -1,10 +1,10 @@
 """Pushes and downloads with Xet, which keeps large files outside of the Hub's own requests."""
 
-import os
 import subprocess
 import sys
 
 import pytest
+from ckpt_hub import environment
 from minihub import TOKEN
 
 SCRIPT = """
@@ -18,8 +18,7 @@ endpoint, out = sys.argv[1:]
 run = Run(out, SimpleNamespace(endpoint=endpoint), strategy="checkpoint")
 run.settle()
 for step in (1, 2):
-    run.save(step)
-    run.settle()
+    run.push(step)
 run.finish()
 into = parts()
 assert Checkpointer(out + "-fresh").restore(into, "hub:ci/run") == 2
@@ -32,14 +31,10 @@ def test_a_push_is_one_commit_and_comes_back_the_same(is_disabled, hub, tmp_path
     pytest.importorskip("hf_xet")
     hub.xet_folder = None if is_disabled else tmp_path / "xet"
     hub.fail("POST", "/commit/", drop="unanswered")
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_XET": str(int(is_disabled)), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, hub.endpoint, str(tmp_path / "out")],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        env=environment(hub, tmp_path / "home", HF_HUB_DISABLE_XET=str(int(is_disabled))),
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert "restored 2" in done.stdout, done.stdout + done.stderr
     titles = ["Training in progress, step 1", "Training in progress, step 2", "End of training"]

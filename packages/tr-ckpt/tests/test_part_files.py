@@ -9,7 +9,6 @@ from ckpt_malice import rewritten, vouched
 from ckpt_parts import Holding, listed, parts, restored
 
 from tr_ckpt import Checkpointer, CheckpointError, discovery, part_files, tensor_file, untrusted
-from tr_ckpt.command import main
 from tr_ckpt.discovery import Found
 
 
@@ -97,32 +96,6 @@ def saved(tmp_path):
     checkpointer = Checkpointer(tmp_path / "run")
     checkpointer.save(1, parts(1))
     return checkpointer
-
-
-UNREADABLE = {
-    "no tensors": ("model.safetensors", b"pickle"),
-    "a header that lies": ("model.safetensors", (30).to_bytes(8, "little") + b"{}".ljust(30)),
-    "no JSON": ("model.json", b"{"),
-    "an unknown tag": ("model.json", b'{"$python": 1}'),
-    "a tensor that is not there": ("model.json", b'{"$tensor": "other"}'),
-    "a deep value": ("model.json", b"[" * 100_000),
-}
-
-
-@pytest.mark.parametrize("kind", UNREADABLE)
-def test_verify_finds_what_is_as_it_was_written_and_cannot_be_loaded(kind, saved, capsys, caplog):
-    name, content = UNREADABLE[kind]
-    folder = saved.path(1)
-    (folder / name).write_bytes(content)
-    vouched(folder)
-    described = discovery.check_quickly(Found(1, "checkpoint-1", folder))
-    discovery.verify(folder, described)  # the bytes are right
-    with pytest.raises(CheckpointError, match="model"):
-        part_files.verify(folder, described)
-    assert main(["verify", str(folder)]) == 1
-    shown = capsys.readouterr().out
-    assert "not readable" in shown
-    assert name.removesuffix(".safetensors") in shown
 
 
 def test_what_cannot_be_loaded_removes_no_older_one(saved, monkeypatch, caplog):

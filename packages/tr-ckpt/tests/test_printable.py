@@ -124,9 +124,7 @@ def test_errors_of_a_restore_and_log_lines_hold_nothing_that_is_obeyed(run, capl
 
 
 def test_import_prints_nothing_that_is_obeyed(tmp_path, capsys, caplog):
-    made = ckpt_foreign.make()
-    ckpt_foreign.train(made, 2)
-    left = ckpt_foreign.save(tmp_path / "theirs", 2, made, **{EVIL: EVIL})
+    left = ckpt_foreign.save(tmp_path / "theirs", 2, ckpt_foreign.make(), **{EVIL: EVIL})
     (left / f"folder{EVIL}".replace("\ud800", "")).mkdir()
     assert shown(capsys, "import", left, tmp_path / "ours")[0] == 0
     torch.save({EVIL.replace("\ud800", ""): ckpt_foreign.Payload(tmp_path / "x")}, left / "optimizer.pt")

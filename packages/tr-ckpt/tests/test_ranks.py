@@ -6,20 +6,15 @@ from pathlib import Path
 import ckpt_workers
 import pytest
 import torch
-import torch.multiprocessing
 from ckpt_parts import listed, number_of, parts
+from ckpt_workers import run
 
 from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery
 from tr_ckpt.ranks import Ranks
 
 
 def test_two_ranks_save_restore_and_fail_together(tmp_path):
-    torch.multiprocessing.start_processes(
-        ckpt_workers.save_and_restore,
-        (2, str(tmp_path / "rendezvous"), str(tmp_path / "run")),
-        nprocs=2,
-        start_method="forkserver",
-    )
+    run(2, ckpt_workers.save_and_restore, str(tmp_path / "run"))
     kept = {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
     assert {"rng-0.json", "rng-0.safetensors", "rng-1.json", "rng-1.safetensors", "model.json"} <= kept
 
@@ -31,18 +26,7 @@ def test_two_ranks_save_restore_and_fail_together(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_failure_leaves_no_rank_waiting_in_a_state_that_all_make_together(tmp_path):
-    context = torch.multiprocessing.start_processes(
-        ckpt_workers.fail_before_a_state_that_all_make,
-        (2, str(tmp_path / "rendezvous"), str(tmp_path / "run")),
-        nprocs=2,
-        start_method="forkserver",
-        join=False,
-    )
-    try:
-        assert any(context.join(timeout=50) for _ in range(2)), "the ranks wait for each other"  # once for each rank
-    finally:
-        for process in context.processes:
-            process.kill()
+    run(2, ckpt_workers.fail_before_a_state_that_all_make, str(tmp_path / "run"))  # or they wait for each other
 
 
 def as_rank(rank, world_size, others):

@@ -2,8 +2,8 @@
 
 import ckpt_workers
 import pytest
-import torch.multiprocessing
 from ckpt_parts import number_of, parts
+from ckpt_workers import run
 
 from tr_ckpt import Checkpointer, RNGState
 from tr_ckpt.ranks import NodeRanks
@@ -11,12 +11,7 @@ from tr_ckpt.ranks import NodeRanks
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_two_machines_save_restore_and_fail_together(tmp_path, asynchronous):
-    torch.multiprocessing.start_processes(
-        ckpt_workers.save_on_two_machines,
-        (str(tmp_path / "rendezvous"), str(tmp_path), asynchronous),
-        nprocs=4,
-        start_method="forkserver",
-    )
+    run(4, ckpt_workers.save_on_two_machines, str(tmp_path), asynchronous)
     # One process goes on from what either machine has.
     into = parts()
     assert Checkpointer(tmp_path / "machine-1").restore({**into}, tmp_path / "machine-1" / "checkpoint-7") == 7

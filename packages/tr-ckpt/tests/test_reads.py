@@ -44,18 +44,17 @@ def reads_of_a_restore(directory):
     return len(counted.log)
 
 
-@pytest.mark.parametrize("number", ERRNOS)
-def test_a_momentary_error_at_any_read_of_a_restore_changes_nothing(number, saved, caplog):
+def test_a_momentary_error_at_any_read_of_a_restore_changes_nothing(saved, caplog):
     count = reads_of_a_restore(saved.directory)
     assert count > 40
     for after in range(count):
         into = parts()
-        with BadReads(number, times=1, after=after) as bad:
+        with BadReads(times=1, after=after) as bad:
             assert Checkpointer(saved.directory).restore(into) == 30
         assert bad.failed == 1
         assert number_of(into) == 30
     said = {record.getMessage().partition(" (")[2] for record in caplog.records}
-    assert said == {f"{error(number).strerror}); trying again for a while"}
+    assert said == {f"{error(errno.EIO).strerror}); trying again for a while"}
 
 
 @pytest.mark.parametrize("number", ERRNOS)
@@ -178,12 +177,11 @@ def restored_by_two(directory):
     return in_threads(restore)
 
 
-@pytest.mark.parametrize("number", ERRNOS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("where", PLACES)
-def test_one_rank_of_two_that_cannot_read_for_a_moment_changes_nothing(number, rank, where, saved):
+def test_one_rank_of_two_that_cannot_read_for_a_moment_changes_nothing(rank, where, saved):
     for after in range(0, 12, 3):
-        with BadReads(number, where=where, times=2, after=after, thread=f"rank-{rank}") as bad:
+        with BadReads(where=where, times=2, after=after, thread=f"rank-{rank}") as bad:
             assert restored_by_two(saved.directory) == [(30, 30), (30, 30)]
         assert bad.failed or after
 
@@ -216,10 +214,9 @@ def test_what_all_ranks_find_damaged_is_skipped_by_all(saved):
     assert restored_by_two(saved.directory) == [(20, 20), (20, 20)]
 
 
-@pytest.mark.parametrize("number", ERRNOS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("times", [1, 0])
-def test_machines_without_a_shared_file_system_go_on_together_or_not_at_all(number, rank, times, tmp_path):
+def test_machines_without_a_shared_file_system_go_on_together_or_not_at_all(rank, times, tmp_path):
     def work(this, gather_objects):
         keeper = Checkpointer(
             tmp_path / f"machine-{this}", rank=this, local_rank=0, world_size=2, gather_objects=gather_objects
@@ -231,7 +228,7 @@ def test_machines_without_a_shared_file_system_go_on_together_or_not_at_all(numb
 
     assert in_threads(work) == [20, 20]
     for where in ("", "checkpoint-20", "model.safetensors"):
-        with BadReads(number, where=where, times=times, thread=f"rank-{rank}"):
+        with BadReads(where=where, times=times, thread=f"rank-{rank}"):
             ends = in_threads(work)
         if times:
             assert ends == [20, 20]
@@ -239,36 +236,30 @@ def test_machines_without_a_shared_file_system_go_on_together_or_not_at_all(numb
             assert [type(end) for end in ends] == [UnreadableError, UnreadableError]
 
 
-@pytest.mark.parametrize("number", ERRNOS)
-def test_a_checkpoint_of_another_program_is_not_called_damaged_either(number, tmp_path):
-    run = ckpt_foreign.make()
-    ckpt_foreign.train(run, 3)
-    left = ckpt_foreign.save(tmp_path / "theirs", 3, run)
+def test_a_checkpoint_of_another_program_is_not_called_damaged_either(left, tmp_path):
     with BadReads(after=10**9) as counted:
         assert Checkpointer(tmp_path / "ours").restore(ckpt_foreign.make(), left) == 3
-    for after in range(len(counted.log)):
-        with BadReads(number, times=1, after=after):
+    for after in range(0, len(counted.log), 2):
+        with BadReads(times=1, after=after):
             assert Checkpointer(tmp_path / "ours").restore(ckpt_foreign.make(), left) == 3
-        with BadReads(number, after=after), pytest.raises(UnreadableError):
+        with BadReads(after=after), pytest.raises(UnreadableError):
             Checkpointer(tmp_path / "ours").restore(ckpt_foreign.make(), left)
 
 
-@pytest.mark.parametrize("number", ERRNOS)
-def test_a_momentary_error_while_saving_gives_no_lower_sequence_and_loses_nothing(number, saved):
+def test_a_momentary_error_while_saving_gives_no_lower_sequence_and_loses_nothing(saved):
     with BadReads(after=10**9) as counted:
         saved.save(40, parts(40))
     for after in range(0, len(counted.log), 2):
-        with BadReads(number, times=1, after=after):
+        with BadReads(times=1, after=after):
             Checkpointer(saved.directory).save(50, parts(50))
         ages = {step: manifest.read_age(saved.path(step)) for step in (10, 20, 30, 40, 50)}
         assert max(ages, key=ages.get) == 50
     assert folders(saved.directory) == [f"checkpoint-{step}" for step in (10, 20, 30, 40, 50)]
 
 
-@pytest.mark.parametrize("number", ERRNOS)
-def test_a_save_that_cannot_find_out_what_is_newer_is_refused_in_words(number, saved):
+def test_a_save_that_cannot_find_out_what_is_newer_is_refused_in_words(saved):
     with (
-        BadReads(number, where="checkpoint-20/manifest.json", operations=("open_file",)),
+        BadReads(where="checkpoint-20/manifest.json", operations=("open_file",)),
         pytest.raises(SaveError, match=r"checkpoint-40 was not saved in .*checkpoint-20/manifest.json cannot be read"),
     ):
         Checkpointer(saved.directory).save(40, parts(40))

@@ -5,7 +5,7 @@ import logging
 import shutil
 
 import pytest
-from ckpt_faults import ERRNOS, BadReads, Faults
+from ckpt_faults import BadReads, Faults
 from ckpt_parts import flip, number_of, parts, rewritten, save_steps
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError, discovery, files, reads, retention
@@ -212,9 +212,8 @@ def test_a_restore_that_failed_verifies_nothing(earlier):
     assert keeper.steps() == [10, 20, 30, 40]
 
 
-@pytest.mark.parametrize("number", ERRNOS)
 @pytest.mark.parametrize("where", ["checkpoint-20", "checkpoint-20/manifest.json", "checkpoint-20/model.json"])
-def test_one_that_cannot_be_read_now_stays_and_the_next_save_looks_again(number, where, earlier, monkeypatch):
+def test_one_that_cannot_be_read_now_stays_and_the_next_save_looks_again(where, earlier, monkeypatch):
     monkeypatch.setattr(reads, "DELAYS_S", (0.001,))
     keeper = Checkpointer(earlier, keep_last=1)
     keeper.restore(parts())
@@ -222,7 +221,7 @@ def test_one_that_cannot_be_read_now_stays_and_the_next_save_looks_again(number,
     originals = retention.complete
 
     def complete(*arguments):
-        with BadReads(number, where=where):
+        with BadReads(where=where):
             return originals(*arguments)
 
     with monkeypatch.context() as patched:
@@ -233,15 +232,14 @@ def test_one_that_cannot_be_read_now_stays_and_the_next_save_looks_again(number,
     assert keeper.steps() == [60]
 
 
-@pytest.mark.parametrize("number", ERRNOS)
 @pytest.mark.parametrize("where", ["", "checkpoint-40", "checkpoint-40/extra.json"])
-def test_nothing_is_removed_while_the_new_one_cannot_be_read_back(number, where, earlier, monkeypatch, caplog):
+def test_nothing_is_removed_while_the_new_one_cannot_be_read_back(where, earlier, monkeypatch, caplog):
     keeper = Checkpointer(earlier, keep_last=1)
     keeper.restore(parts())
     original = discovery.verify
 
     def verify(folder, described):
-        with BadReads(number, where=where) as bad:
+        with BadReads(where=where) as bad:
             try:
                 original(folder, described)
             finally:
@@ -257,9 +255,8 @@ def test_nothing_is_removed_while_the_new_one_cannot_be_read_back(number, where,
     assert keeper.steps() == [50]
 
 
-@pytest.mark.parametrize("number", ERRNOS)
 @pytest.mark.parametrize("source", ["own", "named"])
-def test_a_momentary_error_while_looking_for_what_to_resume_from_deletes_nothing(number, source, tmp_path, monkeypatch):
+def test_a_momentary_error_while_looking_for_what_to_resume_from_deletes_nothing(source, tmp_path, monkeypatch):
     """What once began at step 0 and then removed a thousand good steps."""
     monkeypatch.setattr(reads, "DELAYS_S", (0.001,))
     for step in (800, 900, 1000):
@@ -270,7 +267,7 @@ def test_a_momentary_error_while_looking_for_what_to_resume_from_deletes_nothing
         for after in range(0, len(counted.log), 7):
             keeper, into = Checkpointer(tmp_path, keep_last=1), parts()
             try:
-                with BadReads(number, times=0 if lasting else 1, after=after):
+                with BadReads(times=0 if lasting else 1, after=after):
                     keeper.restore(into, tmp_path if source == "named" else None)
             except reads.UnreadableError:
                 assert lasting

@@ -7,7 +7,7 @@ from pathlib import Path
 import ckpt_shards
 import pytest
 import torch
-from ckpt_shards import run
+from ckpt_workers import run
 
 from tr_ckpt import Checkpointer
 from tr_ckpt.sharded import stateful

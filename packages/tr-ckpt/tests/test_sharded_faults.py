@@ -4,30 +4,16 @@ import ckpt_shard_faults
 import ckpt_shards
 import pytest
 import torch
-import torch.multiprocessing
 from ckpt_parts import listed
-from ckpt_shards import Holder, run
+from ckpt_shards import Holder
+from ckpt_workers import exit_codes, run
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError
 
 
 def ranks_of_a_death(directory, victim, at, asynchronous=False):
     """Run two ranks of which one may die; returns their exit codes, and what each did and said."""
-    context = torch.multiprocessing.start_processes(
-        ckpt_shard_faults.die_in_a_save,
-        (str(directory) + ".meet", str(directory), victim, at, asynchronous),
-        nprocs=2,
-        join=False,
-        start_method="forkserver",
-    )
-    try:
-        for process in context.processes:
-            process.join(timeout=60)
-        codes = [process.exitcode for process in context.processes]
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
+    codes = exit_codes(ckpt_shard_faults.die_in_a_save, str(directory), victim, at, asynchronous)
     told = []
     for rank in (0, 1):
         path = directory.with_name(f"{directory.name}.rank-{rank}")

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed
 from ckpt_faults import Faults, Killed, forget_temporaries
-from ckpt_shards import Buffers, Holder, build, numbers, run, save_in, train
+from ckpt_shards import Buffers, Holder, build, numbers, save_in, train
+from ckpt_workers import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 

@@ -6,7 +6,8 @@ import math
 import ckpt_shards
 import pytest
 import torch
-from ckpt_shards import Buffers, Holder, run
+from ckpt_shards import Buffers, Holder
+from ckpt_workers import run
 
 from tr_ckpt import Checkpointer
 

@@ -88,38 +88,22 @@ def test_hostile_json_is_refused_by_name(kind, saved):
     refused(saved, folder, "model.json", vouched=True)
 
 
+def test_the_command_shows_what_cannot_be_loaded(saved, trainer_ckpt):
+    folder = saved.path(30)
+    (folder / "model.json").write_bytes(BOMBS["an unknown tag"])
+    vouched(folder)
+    shown = trainer_ckpt("verify", folder, code=1).out
+    assert "not readable" in shown
+    assert "model.json cannot be loaded" in shown
+
+
 @pytest.mark.parametrize("kind", [kind for kind in BOMBS if "$" not in BOMBS[kind].decode("latin-1")])
 def test_a_hostile_manifest_is_refused_and_passed_over(kind, saved):
     (saved.path(30) / "manifest.json").write_bytes(BOMBS[kind])
     refused(saved, saved.path(30), "manifest.json")
 
 
-OUTSIDE = (
-    "../../secret",
-    "/etc/passwd",
-    "a/../../../secret",
-    "..",
-    ".",
-    "",
-    "a\0b",
-    "\ud800",
-    "sub/../../checkpoint-20/model.json",
-    "C:\\Windows\\x",
-    "sub\\..\\x",
-    "D:x",
-    "\\\\server\\share",
-    "sub//x",
-    "sub/",
-    "./x",
-    "NUL",
-    "sub/com1.json",
-    "x.",
-    "x ",
-    "\x1b[31mx",
-    "\u2028x",
-    "x" * 256,
-    "x/" * 600 + "x",
-)
+OUTSIDE = ("../../secret", "/etc/passwd", "a/../../../secret", "", "a\0b", "\ud800", "sub\\..\\x", "NUL", "\x1b[31mx")
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -142,7 +126,8 @@ def test_a_manifest_that_names_what_lies_outside_is_refused(name, where, saved, 
 
 
 NO_NUMBERS = (
-    {"step": 1e308 * 10}, {"step": None}, {"world_size": []}, {"sequence": {}}, {"versions": 3},
+    {"step": 1e308 * 10}, {"step": None}, {"step": "many"}, {"world_size": []}, {"versions": 3},
+    {"sequence": "many"}, {"sequence": None}, {"sequence": [1]},
     {"files": []}, {"files": {"model.json": 1}}, {"files": {"a": {"bytes": 1e308 * 10, "sha256": ""}}},
     {"sections": {"model.json": {"a": "1"}}}, {"sections": []}, {"sections": {"model.json": [1]}},
     {"parts": [1]}, {"parts": {"model": 3}},
@@ -151,10 +136,7 @@ NO_NUMBERS = (
 
 @pytest.mark.parametrize("changes", NO_NUMBERS, ids=repr)
 def test_a_manifest_whose_numbers_are_none_is_refused(changes, saved):
-    text = json.loads((saved.path(30) / "manifest.json").read_text()) | changes | {"manifest_sha256": "0" * 64}
-    content = json.dumps(text).replace("Infinity", "1e999")
-    own = hashlib.sha256(content.encode()).hexdigest()
-    (saved.path(30) / "manifest.json").write_text(content.replace("0" * 64, own, 1))
+    rewritten(saved.path(30), **changes)
     refused(saved, saved.path(30), "manifest.json")
 
 

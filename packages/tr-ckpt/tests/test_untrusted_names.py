@@ -25,7 +25,7 @@ INSIDE = (
 )
 OUTSIDE = (
     "", ".", "..", "../a", "a/..", "a/../b", "/a", "//a", "a//b", "a/", "./a", "a\\b", "\\a", "C:", "c:a", "C:/a",
-    "a/d:b",
+    "a/d:b", "sub/../../checkpoint-20/model.json", "\\\\server\\share", "sub/com1.json", "\u2028x",
     "a\0", "a\nb", "\x1b[2J", "\x7f", "\x9b", "con", "NUL", "a/Aux.txt", "lpt\u00b9", "com1 .x", "CONIN$", "a.", "a ",
     "a./b",
     "\ud800", "\udc80", "a" * 256, "\u65e5" * 86, "a/" * 600 + "a", 7, None, b"a",
