@@ -1,9 +1,8 @@
 """What the ranks of tests do with moments in 8 bits of parameters that FSDP2 divides over them."""
 
-import torch
 import torch.distributed as dist
 from fused_workers import Ranks
-from shard_models import batch, build, local, shard, weights_of, whole
+from shard_models import batch, build, goes_on_alike, placements, shard, weights_of, whole_states
 from shard_workers import projected_groups
 
 from tr_optim import AdamW8bit, GaLoreAdamW8bit
@@ -47,11 +46,6 @@ def begin(name):
     return model, optimizer
 
 
-def full_state_dict(optimizer):
-    saved = optimizer.state_dict()
-    return {n: {name: whole(value) for name, value in values.items()} for n, values in saved["state"].items()}
-
-
 def dtypes_differ(optimizer):
     """Whether a state is in 8 bits on some ranks only."""
     own = [str(value.dtype) for state in optimizer.state.values() for _, value in sorted(state.items())]
@@ -60,36 +54,25 @@ def dtypes_differ(optimizer):
     return any(other != own for other in found)
 
 
-def goes_on_alike(name, model, optimizer, saved, ranks):
-    """Whether another optimizer with a saved state ends with the bits that this one ends with."""
-    other, resumed = begin(name)
-    other.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
-    resumed.load_state_dict(saved)
-    train(other, resumed, 4, STEPS, ranks.rank, ranks.world_size)
-    train(model, optimizer, 4, STEPS, ranks.rank, ranks.world_size)
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(local(first), local(second)) for first, second in pairs)
-
-
 def train_all(ranks):
+    def go_on(model, optimizer):
+        train(model, optimizer, 4, STEPS, ranks.rank, ranks.world_size)
+
     found = {}
     for name in KINDS:
         model, optimizer = begin(name)
         train(model, optimizer, 0, 4, ranks.rank, ranks.world_size)
         saved = optimizer.state_dict()
-        states = full_state_dict(optimizer)
         found[name] = {
-            "middle": {"weights": weights_of(model), "states": states},
-            "layout": {
-                n: {k: str(getattr(v, "placements", None)) for k, v in s.items()} for n, s in saved["state"].items()
-            },
+            "middle": {"weights": weights_of(model), "states": whole_states(optimizer)},
+            "layout": placements(saved["state"]),
             "differ": dtypes_differ(optimizer),
         }
-        found[name]["same layout"] = goes_on_alike(name, model, optimizer, saved, ranks)
+        found[name]["same layout"] = goes_on_alike((model, optimizer), begin(name), saved, go_on)
         found[name]["weights"] = weights_of(model)
         # As from a checkpoint of another number of ranks, where whole tensors are read.
         model, optimizer = begin(name)
         train(model, optimizer, 0, 4, ranks.rank, ranks.world_size)
-        gathered = {**optimizer.state_dict(), "state": full_state_dict(optimizer)}
-        found[name]["whole"] = goes_on_alike(name, model, optimizer, gathered, ranks)
+        gathered = {**optimizer.state_dict(), "state": whole_states(optimizer)}
+        found[name]["whole"] = goes_on_alike((model, optimizer), begin(name), gathered, go_on)
     return found

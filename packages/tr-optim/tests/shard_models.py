@@ -3,6 +3,7 @@
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -96,14 +97,45 @@ def placements(state):
     return {n: {k: str(getattr(v, "placements", None)) for k, v in values.items()} for n, values in state.items()}
 
 
-def described(model, optimizer, ranks, norms):
+def whole_states(optimizer):
     state = optimizer.state_dict()["state"]
-    found = {"weights": weights_of(model), "norms": norms}
-    found["states"] = {number: {k: whole(v) for k, v in values.items()} for number, values in state.items()}
+    return {number: {name: whole(value) for name, value in values.items()} for number, values in state.items()}
+
+
+def described(model, optimizer, ranks, norms):
+    found = {"weights": weights_of(model), "norms": norms, "states": whole_states(optimizer)}
     if ranks is not None:
         found["equal"] = all(map(same_bits_on_all, replicated(optimizer, model)))
-        found["placements"] = placements(state)
+        found["placements"] = placements(optimizer.state_dict()["state"])
     return found
+
+
+def goes_on_alike(pair, other, saved, train):
+    """Whether another model and optimizer, with a saved state of a pair, end with the bits that the pair ends with."""
+    (model, optimizer), (twin, resumed) = pair, other
+    twin.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+    resumed.load_state_dict(saved)
+    train(model, optimizer)
+    train(twin, resumed)
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    return all(torch.equal(local(first), local(second)) for first, second in pairs)
+
+
+def exchanges(model, optimizer):
+    """Return the number of numbers of each exchange of the second step, beside what FSDP2 does itself."""
+    sizes, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    for step in range(2):
+        sizes.clear()
+        with mock.patch.object(dist, "all_reduce", counted):
+            optimizer.backward(model(batch(step, dist.get_rank(), dist.get_world_size())))
+            optimizer.step()
+        optimizer.zero_grad()
+    return sizes
 
 
 def run(world_size, work, *arguments, limit_s=200):

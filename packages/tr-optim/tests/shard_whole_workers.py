@@ -2,9 +2,8 @@
 
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from shard_models import batch, build, described, local, shard, whole
+from shard_models import batch, build, described, exchanges, goes_on_alike, shard, weights_of, whole_states
 from shard_workers import STEPS, projected_groups
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,17 +127,14 @@ def resume(name, ranks):
         train(name, model, optimizer, ranks, 0, 3)
         saved = optimizer.state_dict()
         if how == "whole":  # as from a checkpoint of another number of ranks
-            states = {n: {k: whole(v) for k, v in values.items()} for n, values in saved["state"].items()}
-            saved = {**saved, "state": states}
-            found["states"], found["weights"] = states, {k: whole(v) for k, v in model.named_parameters()}
-        other, resumed = begin(name, ranks)
-        other.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
-        resumed.load_state_dict(saved)
-        train(name, model, optimizer, ranks, 3, STEPS)
-        train(name, other, resumed, ranks, 3, STEPS)
-        pairs = zip(model.parameters(), other.parameters(), strict=True)
-        found[how] = all(torch.equal(local(first), local(second)) for first, second in pairs)
-    found["end"] = {name: whole(parameter) for name, parameter in model.named_parameters()}
+            found["states"], found["weights"] = whole_states(optimizer), weights_of(model)
+            saved = {**saved, "state": found["states"]}
+
+        def go_on(model, optimizer):
+            train(name, model, optimizer, ranks, 3, STEPS)
+
+        found[how] = goes_on_alike((model, optimizer), begin(name, ranks), saved, go_on)
+    found["end"] = weights_of(model)
     return found
 
 
@@ -163,25 +159,8 @@ EXCHANGES = (
 )
 
 
-def exchanges(name, ranks):
-    """Return the number of numbers of each exchange of a step."""
-    model, optimizer = begin(name, ranks, update_proj_gap=100)
-    sizes, all_reduce = [], dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    for step in range(2):
-        sizes.clear()
-        dist.all_reduce = counted
-        try:
-            optimizer.backward(model(batch(step, ranks.rank, ranks.world_size)))
-            optimizer.step()
-        finally:
-            dist.all_reduce = all_reduce
-        optimizer.zero_grad()
-    return sizes
+def exchanges_of(name, ranks):
+    return exchanges(*begin(name, ranks, update_proj_gap=100))
 
 
 def reckoned(name, ranks):
@@ -199,10 +178,10 @@ def reckoned(name, ranks):
 def train_all(ranks):
     found = {name: run(name, ranks) for name in TRAINED}
     found["resumed"] = {name: resume(name, ranks) for name in RESUMED}
-    found["exchanges"] = {name: exchanges(name, ranks) for name in EXCHANGES}
+    found["exchanges"] = {name: exchanges_of(name, ranks) for name in EXCHANGES}
     found["reckoned"] = {name: reckoned(name, ranks) for name in ("apollo left", "apollo")}
     with mock.patch.object(updates, "_TOGETHER", 40):  # parts of 27 and 95 numbers wait together, then of 13 and 3
-        found["few at a time"] = {**run("fira left", ranks), "exchanges": exchanges("fira left", ranks)}
+        found["few at a time"] = {**run("fira left", ranks), "exchanges": exchanges_of("fira left", ranks)}
     return found
 
 

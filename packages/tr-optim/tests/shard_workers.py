@@ -1,10 +1,12 @@
 """What the ranks of tests do with parameters that FSDP2 divides over them."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from fused_workers import Ranks
 from shard_gathering import gathered_by_svd
-from shard_models import batch, build, described, local, shard
+from shard_models import batch, build, described, exchanges, goes_on_alike, local, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -180,7 +182,7 @@ def train_all(ranks):
     found["rounded"] = rounded(ranks)
     found |= {name: run_ordinary(name, ranks) for name in ORDINARY}
     found |= {f"resumed {name}": resume(name) for name in RESUMED}
-    found["exchanges"] = {name: exchanges(name) for name in EXCHANGES}
+    found["exchanges"] = {name: exchanges_of(name) for name in EXCHANGES}
     found["gathered by svd"] = gathered_by_svd()
     found["kept memory"] = kept_memory(ranks)
     found["refusals"] = {name: refuse(name) for name in REFUSED}
@@ -206,32 +208,31 @@ RESUMED = {
 }
 
 
+def bound(name):
+    """Return a model and its optimizer."""
+    model = shard(build())
+    optimizer = RESUMED[name](model)
+    if getattr(optimizer, "fused_in_backward", False):
+        optimizer.bind(Ranks())
+    return model, optimizer
+
+
 def resume(name):
     """Return whether an optimizer that got another's state at one step or another goes on with the same bits."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def train(model, optimizer, first, last):
-        if getattr(optimizer, "fused_in_backward", False):
-            optimizer.bind(Ranks())
         for step in range(first, last):
-            loss = model(batch(step, rank, world_size))
+            loss = model(batch(step, dist.get_rank(), dist.get_world_size()))
             loss.backward() if isinstance(optimizer, Adafactor) else optimizer.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
 
     found = []
     for saved_at in range(1, 4):
-        model = shard(build())
-        optimizer = RESUMED[name](model)
+        model, optimizer = bound(name)
         train(model, optimizer, 0, saved_at)
-        other = shard(build())
-        other.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
-        resumed = RESUMED[name](other)
-        resumed.load_state_dict(optimizer.state_dict())
-        train(model, optimizer, saved_at, 4)
-        train(other, resumed, saved_at, 4)
-        first, second = ([local(p) for p in one.parameters()] for one in (model, other))
-        found.append(all(map(torch.equal, first, second)))
+        go_on = functools.partial(train, first=saved_at, last=4)
+        found.append(goes_on_alike((model, optimizer), bound(name), optimizer.state_dict(), go_on))
     return found
 
 
@@ -264,7 +265,6 @@ def rounded(ranks):
     }
 
 
-# What is exchanged in a step beside what FSDP2 does itself, which gathers weights and scatters gradients.
 EXCHANGES = {
     "adalomo": RESUMED["adalomo"],
     "adalomo, no flags": lambda model: AdaLomo(model.parameters(), 2e-2, nonfinite="skip_step"),
@@ -276,26 +276,11 @@ EXCHANGES = {
 }
 
 
-def exchanges(name):
-    """Return the number of numbers of each exchange of the second step."""
-    model, sizes = shard(build()), []
+def exchanges_of(name):
+    model = shard(build())
     optimizer = EXCHANGES[name](model)
     optimizer.bind(Ranks())
-    all_reduce = dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    for step in range(2):
-        sizes.clear()
-        dist.all_reduce = counted
-        try:
-            optimizer.backward(model(batch(step, dist.get_rank(), 2)))
-            optimizer.step()
-        finally:
-            dist.all_reduce = all_reduce
-    return sizes
+    return exchanges(model, optimizer)
 
 
 class RuleOfWholeOnes(AdamRule):
