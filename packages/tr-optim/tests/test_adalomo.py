@@ -219,21 +219,6 @@ def test_a_step_that_is_not_finite_is_left_out_whole_on_request_and_where_all_is
         assert_same_bits(state, states["state"][number])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"weight_decay": -1.0}, "weight_decay=-1 must not be negative"),
-        ({"eps": (1e-30,)}, r"eps=\(1e-30,\) must be two numbers from 0"),
-        ({"clip_threshold": 0.0}, "clip_threshold=0 must be positive"),
-        ({"decay_rate": 0.8}, "decay_rate=0.8 must be negative"),
-        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1 must be positive"),
-    ],
-)
-def test_an_argument_out_of_range_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        AdaLomo([nn.Parameter(torch.ones(1))], **arguments)
-
-
 def test_training_arguments_reach_it():
     args = types.SimpleNamespace(
         learning_rate=3e-4,

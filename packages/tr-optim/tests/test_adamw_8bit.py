@@ -304,21 +304,6 @@ def test_training_arguments_give_rate_betas_and_eps():
         AdamW8bit.from_arguments(made, args)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be two numbers"),
-        ({"eps": -1.0}, "eps=-1 must not be negative"),
-        ({"weight_decay": -1.0}, "weight_decay=-1 must not be negative"),
-        ({"min_8bit_size": -1}, "min_8bit_size=-1 must be a whole number from 0"),
-        ({"min_8bit_size": 0.5}, "min_8bit_size=0.5 must be a whole number from 0"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdamW8bit([nn.Parameter(torch.zeros(4, 6))], **options)
-
-
 def test_states_that_do_not_fit_are_refused():
     model = net()
     optimizer = AdamW8bit(model.parameters(), lr=1e-2)

@@ -53,9 +53,3 @@ def test_with_the_kahan_sum_bfloat16_weights_follow_updates_below_their_precisio
 
     assert moved() == 0  # rounded off, each time
     assert moved(use_kahan_summation=True) == pytest.approx(0.02, rel=0.1)
-
-
-@pytest.mark.parametrize("wrong", ["float33", "int8", "float8_e4m3fn"])
-def test_a_type_that_is_none_is_refused(wrong):
-    with pytest.raises(ValueError, match="needs a type such as float32, bfloat16 or float16"):
-        AnyPrecisionAdamW(layer().parameters(), momentum_dtype=wrong)

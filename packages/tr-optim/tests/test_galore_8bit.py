@@ -139,11 +139,6 @@ def test_a_state_of_its_own_is_taken_over_as_it_is_whatever_the_least_size():
     assert {state["exp_avg"].dtype for state in other.state.values()} == {torch.int8}
 
 
-def test_a_least_size_out_of_range_is_refused():
-    with pytest.raises(ValueError, match="min_8bit_size=-1 must be a whole number from 0"):
-        GaLoreAdamW8bit([nn.Parameter(torch.zeros(4, 6))], min_8bit_size=-1)
-
-
 def test_groups_may_have_a_least_size_of_their_own():
     model = net()
     made = groups(model)

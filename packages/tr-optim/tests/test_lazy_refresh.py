@@ -162,21 +162,6 @@ def test_the_cosines_are_read_on_the_host_once_a_refresh(monkeypatch):
     assert len(reads) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"refresh": "lasy"}, "refresh='lasy' is not known; it is one of fixed, lazy"),
-        ({"refresh": "lazy", "refresh_cosine": 0.0}, "refresh_cosine=0 must be above 0 and at most 1"),
-        ({"refresh": "lazy", "refresh_window": 0}, "refresh_window=0 must be a whole number from 1"),
-        ({"refresh_cosine": 0.5}, "refresh_cosine=0.5 and refresh_window=5 are of refresh='lazy', and refresh is"),
-        ({"refresh": "lazy", "compat": "galore-torch"}, "compat='galore-torch' has a fixed schedule and float32 bases"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        GaLoreAdamW(groups(net()), 1e-2, **options)
-
-
 def test_the_default_is_that_of_the_authors():
     assert REFRESH_COSINE == Projection().refresh_cosine == 0.4
     assert Projection().refresh_window == 5

@@ -399,22 +399,6 @@ def test_what_is_not_finite_is_applied_without_a_request_as_any_optimizer_does()
     assert optimizer.found_inf.item() == 1.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must not be negative"),
-        ({"clip_grad_norm": 0.0}, "clip_grad_norm=0 must be positive, or None for no clipping"),
-        ({"clip_grad_value": -2.0}, "clip_grad_value=-2 must be positive"),
-        ({"clip_grad_norm": 1.0, "clip_grad_value": 2.0}, "clip_grad_norm=1 and clip_grad_value=2 are both set"),
-        ({"accumulate": "keep"}, "accumulate='keep' is not known; choose refuse or store"),
-        ({"nonfinite": "raise"}, "nonfinite='raise' is not known; choose skip_tensor or skip_step"),
-    ],
-)
-def test_an_argument_out_of_range_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Lomo([nn.Parameter(torch.ones(1))], **arguments)
-
-
 def arguments(**changes):
     known = {
         "learning_rate": 0.1,
