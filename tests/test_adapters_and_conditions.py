@@ -89,7 +89,7 @@ CONDITIONS = {
         (llama, "compiled"),
         (llama, "checkpointed"),
         (adapted, "checkpointed"),
-        (adapted, "compiled and checkpointed"),
+        pytest.param(adapted, "compiled and checkpointed", marks=pytest.mark.slow),
     ],
 )
 def test_losses_weights_and_files_are_those_of_a_plain_run(tmp_path, make, condition):

@@ -106,7 +106,15 @@ def combination(name):
     return draw_combination(name).but(*COMPILED, dataloader_num_workers=0)
 
 
-NAMES = [*PICKED, *DRAWN]
+ONLY_AT_NIGHT = ("compiled-noise-average-skip", "compiled-checkpointing-smoothing", *DRAWN[1:])
+
+
+def names(*chosen):
+    """Return names of combinations, all or those given; most wait for the night."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ONLY_AT_NIGHT), id=str(name))
+        for name in chosen or (*PICKED, *DRAWN)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +141,7 @@ def alone(tmp_path_factory):
     return end
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_a_second_run_gives_the_same_bits_and_leaves_nothing_behind(tmp_path, alone, name):
     alone(name)  # the compiler starts threads of its own the first time
     trainer, last = build(combination(name), tmp_path)
@@ -152,14 +160,14 @@ def test_a_second_run_gives_the_same_bits_and_leaves_nothing_behind(tmp_path, al
     assert generators() == drawn
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_a_stopped_and_resumed_run_ends_bit_equal(tmp_path, alone, name):
     steps = max(alone(name)["checkpoints"])
     step = random.Random(str(name)).randint(min(3, steps - 1), steps - 1)
     assert differences(alone(name), run_stopped(combination(name), tmp_path, step)) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_what_must_not_change_numbers_does_not(tmp_path, alone, name):
     given = combination(name)
     changed = given.but(
@@ -193,7 +201,7 @@ def assert_close(one, other, tolerance):
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["average-best-skip", "adafactor-plateau-found-size-grouped", 2, 6, 7, 300, 308])
+@pytest.mark.parametrize("name", names("average-best-skip", "adafactor-plateau-found-size-grouped", 2, 6, 7, 300, 308))
 def test_accumulation_gives_the_weights_of_one_large_batch(tmp_path, name):
     ends = [
         run(exact(name), tmp_path / str(size), per_device_train_batch_size=size, gradient_accumulation_steps=6 // size)
@@ -208,7 +216,7 @@ def run_rank(given, folder, options):
     return run(given, folder, **options)
 
 
-@pytest.mark.parametrize("name", ["average-best-skip", "adafactor-plateau-found-size-grouped", 2, 6])
+@pytest.mark.parametrize("name", names("average-best-skip", "adafactor-plateau-found-size-grouped", 6))
 def test_two_ranks_give_the_weights_of_one_process(tmp_path, name):
     given = exact(name).but(number=23)  # the last micro-batch does not divide evenly
     alone = run(given, tmp_path / "1", per_device_train_batch_size=6)

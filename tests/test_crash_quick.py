@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 RUN = Path(__file__).parent / "crash" / "run.py"
-CAMPAIGNS = ("operations", "torn", "replacing", "steps", "twice", "disk", "power", "recovery", "damage")
+CAMPAIGNS = ("operations", "steps", "power", "damage")
 
 
 def crash_session(*arguments):
@@ -47,7 +47,7 @@ def broken_session(change, name):
 
 
 def test_a_run_that_is_broken_anywhere_ends_as_one_that_was_left_alone():
-    assert faults_without_mismatch(CAMPAIGNS)["power"] > 1000
+    assert faults_without_mismatch(CAMPAIGNS)["power"] > 500
 
 
 @pytest.mark.slow

@@ -51,7 +51,9 @@ def train(folder, data, resume, **options):
     return trainer
 
 
-@pytest.mark.parametrize("order", ["random", "sequential", "random_computed"])
+@pytest.mark.parametrize(
+    "order", ["random", *(pytest.param(order, marks=pytest.mark.slow) for order in ("sequential", "random_computed"))]
+)
 def test_a_run_gone_on_with_at_sample_ten_million_touches_no_earlier_sample(order, tmp_path):
     first = Rows()
     options = {"train_sampling_strategy": order, "save_strategy": "steps", "save_steps": FIRST_STEPS}

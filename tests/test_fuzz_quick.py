@@ -1,4 +1,4 @@
-"""A part of `nox -s fuzz`: 200 random runs. `nox -s fuzz -- --faults` shows that such runs find planted faults."""
+"""A part of `nox -s fuzz`: 50 random runs. `nox -s fuzz -- --faults` shows that such runs find planted faults."""
 
 import re
 import subprocess
@@ -15,13 +15,13 @@ def fuzz(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_200_random_runs_are_those_that_were_described():
-    done = fuzz("--seed", 11, "--n", 200)
+def test_50_random_runs_are_those_that_were_described():
+    done = fuzz("--seed", 11, "--n", 50)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert re.search(r"^runs 200, discrepancies 0, ", done.stdout, re.M)
+    assert re.search(r"^runs 50, discrepancies 0, ", done.stdout, re.M)
     compared = dict(re.findall(r"^compared with (.*): (\d+)$", done.stdout, re.M))
     for oracle in ("transformers", "by hand", "uninterrupted"):
-        assert int(compared[oracle]) >= 15
+        assert int(compared[oracle]) >= 4
 
 
 @pytest.mark.slow

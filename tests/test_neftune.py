@@ -121,7 +121,7 @@ def test_a_run_resumed_after_any_step_has_the_same_noise_and_weights(tmp_path, o
     }
     whole = trained(tmp_path / "whole", save_strategy="steps", **options)
     assert whole.state.global_step == 6
-    for step in (1, 3, 5):
+    for step in (3,) if "torch_compile" in options else (1, 3, 5):
         resumed = trained(tmp_path / "other", resume=str(tmp_path / f"whole/checkpoint-{step}"), **options)
         assert torch.equal(weights(whole), weights(resumed)), step
         left, all_of_them = resumed.model.noises, whole.model.noises

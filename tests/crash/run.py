@@ -59,13 +59,13 @@ def _operations(session: Session) -> Iterable[Fault]:
 
 
 CAMPAIGNS: dict[str, tuple[str, Callable[[Session], Iterable[Fault]], int]] = {
-    "operations": ("killed before every operation on files", _operations, 24),
+    "operations": ("killed before every operation on files", _operations, 48),
     "torn": ("killed in the middle of every write", lambda s: kills_before_operations(s, "tear"), 24),
     "replacing": ("killed while a step is saved again", kills_while_replacing, 8),
     "steps": ("killed at every step, at each place in it", kills_at_places, 12),
     "twice": ("killed again in clearing up and retention", double_faults, 30),
     "disk": ("disk full or failing at every operation", failing_disks, 60),
-    "power": ("power cut at every operation: possible disks", _power_cuts, 12),
+    "power": ("power cut at every operation: possible disks", _power_cuts, 24),
     "recovery": ("power cut in the clearing up after a kill", recoveries, 8),
     "damage": ("every file of the newest checkpoint damaged", damages, 12),
     "optimizers": ("killed at every place with each optimizer", each_optimizer, 120),
