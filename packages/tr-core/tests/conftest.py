@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from support.callbacks import on
 from support.data import samples
 from support.models import Classifier
 from support.reads import read_counter  # noqa: F401  a fixture
@@ -42,6 +43,17 @@ def one_thread_and_no_worker_left():
         for found in gc.get_objects():
             if type(found) is _MultiProcessingDataLoaderIter:
                 found._shutdown_workers()
+
+
+@pytest.fixture
+def no_sync():
+    """Return a callback that makes waiting for a CUDA device an error, from the third step to the last but one."""
+
+    def check(state, **others):
+        torch.cuda.set_sync_debug_mode("error" if 2 <= state.global_step < state.max_steps - 1 else "default")
+
+    yield on("on_step_end", check)
+    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

@@ -133,18 +133,6 @@ def test_epochs_and_neighbouring_seeds_have_unrelated_orders():
             assert (orders[first] == orders[second]).sum() < 12  # one on average
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("number", [1, 17, 40, 5003])
-def test_ranks_share_the_order_from_any_position(number, world_size):
-    for position in (0, min(12, number), number // 2):
-        ranks = [sampler_of(number, 4, rank=rank, world_size=world_size) for rank in range(world_size)]
-        for sampler in ranks:
-            sampler.seek(2, position)
-        rounds = zip(*ranks, strict=True)
-        used = list(dict.fromkeys(index for batches in rounds for batch in batches for index in batch))
-        assert used == list(dict.fromkeys(whole(number, 3, 2).tolist()[position:]))
-
-
 def test_the_order_is_another_one_than_torchs_and_has_its_own_name():
     computed, usual = sampler_of(100, 4), EpochSampler(100, 4, shuffle=True, seed=3)
     assert (computed.strategy, usual.strategy) == ("random_computed", "random")

@@ -42,15 +42,7 @@ def test_a_run_stops_at_the_first_output_that_is_not_finite_and_shows_what_ran_b
         "layers.2: Dropout",
         "layers.3: Linear",
     ]
-    assert (
-        lines[-4:-1]
-        == [
-            " 3.00e+38  3.00e+38 weight weight",
-            lines[-3],
-            "  1.00e+00  1.00e+00 input 0",
-        ]
-        or "3.00e+38" in message
-    )
+    assert "3.00e+38" in message
     assert lines[-1].endswith("inf output")
     assert trainer.state.global_step == 2
 

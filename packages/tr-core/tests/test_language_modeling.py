@@ -9,10 +9,7 @@ from support.data import ToyTokenizer
 from support.models import Base
 from torch import nn
 
-from tr_core import (
-    DataCollatorForLanguageModeling,
-    TrainerCallback,
-)
+from tr_core import DataCollatorForLanguageModeling, TrainerCallback
 from tr_core.random_state import separate_randomness
 
 # Language modeling: the next token

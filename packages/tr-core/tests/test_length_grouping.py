@@ -8,7 +8,7 @@ from torch import nn
 from tr_core import TrainerCallback
 from tr_core.data.batches import batches_of
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
-from tr_core.data.sampler import EpochSampler, permutation, take_slice
+from tr_core.data.sampler import EpochSampler, permutation
 
 
 def some_lengths(number, seed=0):
@@ -30,25 +30,6 @@ def padding_of(order, lengths, batch_size):
 # The order
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("number", [1, 5, 43, 400])
-def test_every_epoch_uses_every_sample_once_whatever_the_number_of_ranks(world_size, number):
-    for epoch in range(3):
-        used = []
-        for rank in range(world_size):
-            sampler = grouped(number, 4, rank=rank, world_size=world_size)
-            sampler.seek(epoch)
-            for index, batch in enumerate(sampler):
-                used += batch if take_slice(index, 0, number, 4, rank, world_size).weight else []
-        assert sorted(used) == list(range(number))
-
-
-def test_ranks_take_slices_of_the_order_of_one_process_with_their_samples_together():
-    whole = [i for batch in grouped(96, 8) for i in batch]
-    ranks = [list(grouped(96, 4, rank=rank, world_size=2)) for rank in range(2)]
-    assert [i for pair in zip(*ranks, strict=True) for batch in pair for i in batch] == whole
-
-
 def test_epochs_and_seeds_differ_and_nothing_is_drawn_from_the_global_generator():
     state = torch.get_rng_state()
     sampler = grouped(100, 4)
@@ -59,15 +40,6 @@ def test_epochs_and_seeds_differ_and_nothing_is_drawn_from_the_global_generator(
     assert orders[0] == orders[2] != orders[1]
     assert grouped(100, 4, seed=4).order().tolist() != orders[0]
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("position", range(0, 60, 7))
-@pytest.mark.parametrize("batch_size", [1, 4, 6])
-def test_a_grouped_epoch_continues_from_any_sample_with_any_batch_size(position, batch_size):
-    whole = grouped(60, 4).order().tolist()
-    sampler = grouped(60, batch_size, per_step=4)
-    sampler.seek(0, position)
-    assert [i for batch in sampler for i in batch] == whole[position:]
 
 
 @pytest.mark.parametrize("number", [64, 500, 5000])
@@ -93,12 +65,6 @@ def test_groups_are_of_fifty_steps_or_a_quarter_of_the_epoch_or_one_step():
 @pytest.mark.parametrize("number", [0, 1])
 def test_next_to_no_data_can_be_grouped(number):
     assert LengthGrouping(some_lengths(number), 8).arrange(permutation(number, 0, 0)).tolist() == list(range(number))
-
-
-def test_drop_last_leaves_out_the_short_micro_batch_only():
-    sampler = grouped(43, 4, drop_last=True)
-    assert [len(batch) for batch in sampler] == [4] * 10
-    assert [i for batch in sampler for i in batch] == sampler.order()[:40].tolist()
 
 
 # Lengths

@@ -462,31 +462,18 @@ def test_under_float16_a_loss_that_is_not_finite_is_logged_or_raised(make_traine
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("policy", ["log", "skip", "raise"])
-def test_on_a_cuda_device_no_step_waits_for_it_and_a_bad_one_is_left_out(make_trainer, policy):
-    class Strict(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            trainer.log_metric("one", torch.ones((), device="cuda"), weight=2.0)
-            torch.cuda.set_sync_debug_mode("error" if 2 <= state.global_step < state.max_steps - 1 else "default")
-
+def test_on_a_cuda_device_no_step_waits_for_it_and_a_bad_one_is_left_out(make_trainer, no_sync, policy):
     bad = [] if policy == "log" else [7]
-    trainer = build(
-        make_trainer,
-        rows(80, bad=bad),
-        on_nonfinite=policy,
-        callbacks=[Strict()],
-        logging_strategy="epoch",
-        use_cpu=False,
-    )
-    try:
-        if policy == "raise":
-            with pytest.raises(FloatingPointError, match="^step 7: .*the weights are those of step 6;"):
-                trainer.train()
-        else:
+    logs = on("on_step_end", lambda **_: trainer.log_metric("one", torch.ones((), device="cuda"), weight=2.0))
+    options = {"callbacks": [logs, no_sync], "logging_strategy": "epoch", "use_cpu": False}
+    trainer = build(make_trainer, rows(80, bad=bad), on_nonfinite=policy, **options)
+    if policy == "raise":
+        with pytest.raises(FloatingPointError, match="^step 7: .*the weights are those of step 6;"):
             trainer.train()
-            assert trainer.state.log_history[0].get("skipped_steps", 0) == len(bad)
-            assert trainer.state.log_history[0]["one"] == 1.0
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    else:
+        trainer.train()
+        assert trainer.state.log_history[0].get("skipped_steps", 0) == len(bad)
+        assert trainer.state.log_history[0]["one"] == 1.0
     assert all(weight.isfinite().all() for weight in trainer.model.state_dict().values())
 
 

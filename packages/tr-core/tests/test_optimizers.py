@@ -5,10 +5,7 @@ import torch
 from support.models import Classifier
 from torch import nn
 
-from tr_core import (
-    TrainingArguments,
-    plugins,
-)
+from tr_core import TrainingArguments, plugins
 from tr_core.optim.optimizers import decay_parameter_names, optimizer_factory, optimizer_names, parameter_groups
 
 

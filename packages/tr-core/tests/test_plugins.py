@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tr_core import (
-    plugins,
-)
+from tr_core import plugins
 
 
 def entry(name, value, origin="other"):

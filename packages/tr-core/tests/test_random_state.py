@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tr_core import (
-    enable_full_determinism,
-    set_seed,
-)
+from tr_core import enable_full_determinism, set_seed
 from tr_core.random_state import (
     RandomState,
     derive_seed,

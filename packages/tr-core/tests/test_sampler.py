@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from tr_core.data.length_grouping import LengthGrouping
 from tr_core.data.sampler import Batch, EpochSampler, UserSampler, permutation, take_slice
 
 
@@ -21,34 +22,35 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch():
     assert torch.equal(state, torch.get_rng_state())
 
 
+KINDS = {"random": {}, "computed": {"computed": True}, "grouped": {"grouping": None}}
+
+
+def sampler_of(kind, number, rank=0, world_size=1):
+    options = dict(KINDS[kind])
+    if "grouping" in options:
+        lengths = torch.randint(1, 60, (number,), generator=torch.Generator().manual_seed(0))
+        options["grouping"] = LengthGrouping(lengths, 8)
+    return EpochSampler(number, 4, shuffle=True, seed=3, rank=rank, world_size=world_size, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("number", [1, 7, 16, 17, 40])
-def test_every_sample_is_used_once_whatever_the_world_size(world_size, number):
-    samplers = [
-        EpochSampler(number, 4, shuffle=True, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
-    epochs = [list(sampler) for sampler in samplers]
-    assert len({len(batches) for batches in epochs}) == 1
-    used = []
-    for rank, batches in enumerate(epochs):
-        for index, batch in enumerate(batches):
-            share = take_slice(index, 0, number, 4, rank, world_size)
-            used += batch if share.weight else []
-    assert sorted(used) == list(range(number))
-
-
-def test_all_world_sizes_share_one_global_order():
-    whole = [i for batch in order_of(EpochSampler(32, 8, shuffle=True, seed=3)) for i in batch]
-    halves = [order_of(EpochSampler(32, 4, shuffle=True, seed=3, rank=r, world_size=2)) for r in range(2)]
-    assert [i for pair in zip(*halves, strict=True) for batch in pair for i in batch] == whole
-
-
-@pytest.mark.parametrize("position", [0, 3, 8, 12])
-def test_an_epoch_continues_from_any_sample_with_any_batch_size(position):
-    whole = permutation(20, 5, 2).tolist()
-    sampler = EpochSampler(20, 3, shuffle=True, seed=5)
-    sampler.seek(2, position)
-    assert [i for batch in sampler for i in batch] == whole[position:]
+@pytest.mark.parametrize("number", [1, 7, 16, 17, 43, 400, 5003])
+def test_ranks_share_one_order_from_any_position_and_use_each_sample_once(kind, number, world_size):
+    whole = sampler_of(kind, number)
+    whole.seek(2)
+    expected = [int(index) for index in whole.order()]
+    assert sorted(expected) == list(range(number))
+    for position in (0, 3, min(12, number), number // 2):
+        ranks = [sampler_of(kind, number, rank, world_size) for rank in range(world_size)]
+        for sampler in ranks:
+            sampler.seek(2, position)
+        used = []
+        for round_number, batches in enumerate(zip(*map(list, ranks), strict=True)):
+            for rank, batch in enumerate(batches):
+                share = take_slice(round_number, position, number, 4, rank, world_size)
+                used += batch if share.weight else []
+        assert used == expected[position:]
 
 
 def test_drop_last_leaves_out_the_short_micro_batch():

@@ -13,10 +13,7 @@ from support.models import Classifier
 from torch import nn
 
 import tr_core
-from tr_core import (
-    TrainerCallback,
-    TrainerState,
-)
+from tr_core import TrainerCallback, TrainerState
 from tr_core.checkpoint import saving
 from tr_core.checkpoint.saving import format_metrics, metric_lines
 

@@ -60,24 +60,14 @@ class OfTheUser:
     """A strategy by composition, which leaves out what `StrategyDefaults` has."""
 
     forward_is_collective = False
+    given = """
+        device rank local_rank world_size sum gather gather_objects all_reduce_max barrier prepare unwrap accumulate
+        autocast backward clip_grad_norm step state_parts full_state_dict close
+    """
 
     def __init__(self):
         self._single = SingleDevice("cpu")
-        for name in (
-            *(
-                "device",
-                "rank",
-                "local_rank",
-                "world_size",
-                "sum",
-                "gather",
-                "gather_objects",
-                "all_reduce_max",
-                "barrier",
-            ),
-            *("prepare", "unwrap", "accumulate", "autocast", "backward", "clip_grad_norm", "step"),
-            *("state_parts", "full_state_dict", "close"),
-        ):
+        for name in self.given.split():
             setattr(self, name, getattr(self._single, name))
 
 

@@ -7,10 +7,7 @@ import pytest
 from support.checkpointer import MemoryCheckpointer
 
 from tr_args import TrainingArguments
-from tr_core import (
-    TrainerCallback,
-    TrainerState,
-)
+from tr_core import TrainerCallback, TrainerState
 
 
 def test_the_state_is_written_as_strict_json_and_read_back(tmp_path):
