@@ -9,7 +9,8 @@ import pytest
 
 from tr_core import TrainerState
 from tr_core.checkpoint import log_files
-from tr_core.checkpoint.log_files import LogFiles, SavedState
+from tr_core.checkpoint.log_files import LogFiles
+from tr_core.state import SavedState
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +26,21 @@ def logged(number, first=0):
 
 def saved(state, files, folder):
     files.write(state.log_history, folder)
-    return json.loads(json.dumps([SavedState(state, files).state_dict(), files.state_dict()]))
+    return json.loads(json.dumps(SavedState(state, files).state_dict()))
 
 
 def restored(held, *folders):
     held = copy.deepcopy(held)
     state, files = TrainerState(), LogFiles()
-    SavedState(state, files).load_state_dict(held[0])
-    files.load_state_dict(held[1])
-    files.read(state, list(folders))
+    SavedState(state, files).load_state_dict(held)
+    files.read(state.log_history, list(folders))
     return state, files
 
 
 def test_a_short_log_makes_no_file(tmp_path):
     state, files = TrainerState(log_history=logged(19)), LogFiles()
     held = saved(state, files, tmp_path / "log")
-    assert len(held[0]["log_history"]) == 19
+    assert len(held["log_history"]) == 19
     assert files.count == 0
     assert not (tmp_path / "log").exists()
 
@@ -49,8 +49,8 @@ def test_a_short_log_makes_no_file(tmp_path):
 def test_a_checkpoint_holds_the_last_entries_and_a_resume_has_all(tmp_path, number):
     state, files = TrainerState(log_history=logged(number)), LogFiles()
     held = saved(state, files, tmp_path / "log")
-    assert 10 <= len(held[0]["log_history"]) < 20
-    assert held[0]["log_history"][-1] == state.log_history[-1]
+    assert 10 <= len(held["log_history"]) < 20
+    assert held["log_history"][-1] == state.log_history[-1]
     assert len(state.log_history) == number
     again, _ = restored(held, tmp_path / "log")
     assert again.log_history == state.log_history
@@ -64,7 +64,7 @@ def test_what_a_save_writes_does_not_grow_with_the_log(tmp_path, monkeypatch):
     for first in range(0, 2000, 10):
         state.log_history += logged(10, first)
         written.clear()
-        sizes.append(len(saved(state, files, tmp_path / "log")[0]["log_history"]) + sum(written))
+        sizes.append(len(saved(state, files, tmp_path / "log")["log_history"]) + sum(written))
     assert set(sizes[2:]) == {20}
 
 
@@ -131,8 +131,50 @@ def test_a_resume_without_the_files_says_what_is_missing_and_has_the_rest(tmp_pa
 
 def test_the_name_of_a_file_leads_nowhere_else(tmp_path, caplog):
     (tmp_path / "secret").write_text("x")
-    again, _ = restored(
-        [{"log_history": []}, {"count": 1, "last": {"name": "../secret", "sha256": ""}}], tmp_path / "log"
-    )
+    note = {"entries": 1, "last": {"name": "../secret", "sha256": ""}}
+    again, _ = restored({"log_history": [], "log_history_before": note}, tmp_path / "log")
     assert again.log_history == []
     assert "is no file of it" in caplog.text
+
+
+def edit(history):
+    history[12]["loss"] = 7.0
+
+
+def add_a_list(history):
+    history[12]["more"] = [1]
+
+
+def replace(history):
+    history[12] = {"loss": 7.0, "step": 12}
+
+
+def put_in(history):
+    history.insert(12, {"note": 7.0, "step": 12})
+
+
+def sort(history):
+    history[3:9] = reversed(history[3:9])
+
+
+@pytest.mark.parametrize("change", [edit, add_a_list, replace, put_in, sort])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_change_of_an_entry_in_a_file_is_saved(tmp_path, change, resumes):
+    state, files = TrainerState(log_history=[*logged(44), {"loss": math.nan, "step": 44}, *logged(20, 45)]), LogFiles()
+    held = saved(state, files, tmp_path)
+    if resumes:
+        state, files = restored(held, tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert saved(state, files, tmp_path) == held
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before  # nothing is written again
+    change(state.log_history)
+    assert repr(restored(saved(state, files, tmp_path), tmp_path)[0].log_history) == repr(state.log_history)
+    assert repr(restored(held, tmp_path)[0].log_history) != repr(state.log_history)
+
+
+@pytest.mark.parametrize("note", [[], {}, {"entries": 1, "last": None}, {"entries": 1, "last": {"name": 1}}])
+def test_a_state_that_names_no_files_is_refused(tmp_path, note):
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": [], "log_history_before": note}))
+    with pytest.raises(ValueError, match=r"trainer_state.json cannot be read: .* does not name the files"):
+        TrainerState.load_from_json(path)

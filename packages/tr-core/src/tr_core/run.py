@@ -296,7 +296,6 @@ class Run:
             "pending": position.pending,
             "is_at_epoch_end": position.is_at_epoch_end,
             "ends_epoch_early": position.ends_epoch_early,
-            **({"log": self.log_files.state_dict()} if self.log_files.count else {}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -317,8 +316,6 @@ class Run:
         position.pending = list(state_dict["pending"])
         position.is_at_epoch_end = state_dict["is_at_epoch_end"]
         position.ends_epoch_early = state_dict["ends_epoch_early"]
-        if "log" in state_dict:
-            self.log_files.load_state_dict(state_dict["log"])
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
         self.data.restore_source(places, strategy.rank, strategy.world_size, in_epoch=position.samples > 0)

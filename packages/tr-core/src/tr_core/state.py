@@ -21,10 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_args.bounded_text import ContentError, load_json
+from tr_core.checkpoint.log_files import FOLDER, LogFiles
 from tr_log import get_logger
 from tr_log.formatting import to_strict
 
 logger = get_logger(__name__)
+
+EARLIER = "log_history_before"  # where a checkpoint says in which files the entries before its own are
 
 
 def resolve_steps(value: float | None, max_steps: int) -> int:
@@ -112,7 +115,9 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
-        """Read a state that `save_to_json`, or a checkpoint, wrote.
+        """Read a state that `save_to_json`, or a checkpoint, wrote, with the whole log.
+
+        The earlier entries of a long log are in `log_history/` beside the checkpoint; a warning says if they are not.
 
         Raises:
             ValueError: the file holds no state.
@@ -123,9 +128,34 @@ class TrainerState:
             raise ValueError(f"the trainer state {json_path} {error}") from None
         if not isinstance(content, dict):
             raise ValueError(f"the trainer state {json_path} holds a {type(content).__name__}; it must be an object")
-        state = cls()
-        state.load_state_dict(content)
+        if not isinstance(content.get("log_history", []), list):
+            raise ValueError(f"the trainer state {json_path} has a log_history that is no list")
+        state, files = cls(), LogFiles()
+        try:
+            SavedState(state, files).load_state_dict(content)
+        except ValueError as error:
+            raise ValueError(f"the trainer state {json_path} cannot be read: {error}") from None
+        files.read(state.log_history, [Path(json_path).absolute().parent.parent / FOLDER])
         return state
+
+
+class SavedState:
+    """The state of the trainer as a checkpoint holds it: without the entries that are in files."""
+
+    def __init__(self, state: TrainerState, files: LogFiles) -> None:
+        self._state, self._files = state, files
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields, with the entries after those in files, and where those are."""
+        own = self._state.state_dict(self._files.count)
+        return own | ({EARLIER: self._files.state_dict()} if self._files.count else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Restore the fields."""
+        own = dict(state_dict)
+        if (earlier := own.pop(EARLIER, None)) is not None:
+            self._files.load_state_dict(earlier)
+        self._state.load_state_dict(own)
 
 
 @dataclass

@@ -3,6 +3,9 @@
 `log_history/` in the output folder holds files of `ENTRIES` entries each, one a line, which are written once. The first
 line of a file names the one before it. A checkpoint names the last of its files, and holds the entries after that one
 itself. So it stays valid whatever later runs log. A run of fewer entries makes no file.
+
+A save compares the entries with what is in the files, which takes a fiftieth of the time of writing them: from the
+first file with an edited entry, they are written again.
 """
 
 from __future__ import annotations
@@ -11,9 +14,8 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tr_core.state import TrainerState
 from tr_log import get_logger
 
 logger = get_logger("tr_core.trainer")
@@ -33,86 +35,96 @@ class LogFiles:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: dict[str, Any] | None = None  # names the file with the last of them, and its digest
-        self._ends: tuple[Any, Any] = (None, None)  # the first and the last of them
+        self._files: list[_File] = []
         self._folder: Path | None = None
         self._saved: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many entries are in files, and which file is the last."""
-        return {"count": self.count, "last": self._last}
+        """Return how many entries are in files, where, and which file is the last."""
+        last = self._files[-1].link if self._files else None
+        return {"entries": self.count, "folder": f"../{FOLDER}", "last": last}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Note what was saved; `read` then reads the files."""
-        self._saved = state_dict
+        """Note what was saved; `read` then reads the files.
+
+        Raises:
+            ValueError: it names no files.
+        """
+        match state_dict:
+            case {"entries": int(), "last": {"name": str(), "sha256": str()}}:
+                self._saved = state_dict
+            case _:
+                raise ValueError(f"{state_dict!r} does not name the files of the earlier log entries")
 
     def skip(self, entries: list[dict[str, Any]]) -> None:
         """Leave the log to the rank that writes it."""
         self.count = len(entries)
 
+    def leave_out(self) -> None:
+        """Have the checkpoints hold all entries."""
+        self.count, self._files = 0, []
+
     def write(self, entries: list[dict[str, Any]], folder: Path) -> None:
         """Write entries to files in `folder` until the checkpoint has to hold fewer than twice `ENTRIES`.
 
-        All begins over if `entries` is another list than at the last call. After an error the checkpoint holds them.
+        What was changed since it was written is written again. After an error the checkpoint holds the entries.
         """
-        if folder != self._folder or not self._continues(entries):
-            self.count, self._last, self._folder = 0, None, folder
+        if folder != self._folder:
+            self._files, self._folder = [], folder
+        self._forget_what_changed(entries)
         while len(entries) - self.count >= 2 * ENTRIES:
             following = entries[self.count : self.count + ENTRIES]
             if not all(map(_is_plain, following)):
                 return  # a checkpoint holds more kinds of values than JSON
             try:
-                self._last = _write(folder, following, self._last, self.count)
+                link = _write(folder, following, self._files[-1].link if self._files else None, self.count)
             except OSError as error:
                 logger.warning("earlier log entries stay in the checkpoints: %s cannot be written (%s)", folder, error)
                 return
-            self.count += ENTRIES
-            self._ends = entries[0], entries[self.count - 1]
+            self._add(link, following)
 
-    def read(self, state: TrainerState, folders: list[Path]) -> None:
-        """Put the entries of files before those that the restored checkpoint held itself."""
+    def read(self, entries: list[dict[str, Any]], folders: list[Path]) -> None:
+        """Put the entries of files before the checkpoint's own; those of the first folder that has the last file."""
         if self._saved is None:
             return
-        last, count = self._saved["last"], self._saved["count"]
-        folder = next((each for each in folders if last is not None and (each / last["name"]).is_file()), folders[0])
-        pieces: list[list[dict[str, Any]]] = []
-        link = last
+        link, found = self._saved["last"], []
+        folder = next((each for each in folders if (each / link["name"]).is_file()), folders[0])
         try:
             while link is not None:
-                link, piece = _read(folder, link)
-                pieces.append(piece)
+                before, piece = _read(folder, link)
+                found.append((link, piece))
+                link = before
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning(
                 "the first %s of the logged entries are missing from state.log_history: they were in %s (%s); nothing "
                 "else depends on them, and the metrics of the run are in its metrics.jsonl",
-                f"{count - sum(map(len, pieces)):,}",
+                f"{self._saved['entries'] - sum(len(piece) for _, piece in found):,}",
                 folder,
                 error,
             )
-        state.log_history[:0] = [entry for piece in reversed(pieces) for entry in piece]
-        if link is None and count:
-            self.count, self._last, self._folder = count, last, folder
-            self._ends = state.log_history[0], state.log_history[count - 1]
+        entries[:0] = [entry for _, piece in reversed(found) for entry in piece]
+        if link is None:
+            self._folder = folder
+            for written, piece in reversed(found):
+                self._add(written, piece)
 
-    def _continues(self, entries: list[dict[str, Any]]) -> bool:
-        return self.count == 0 or (
-            len(entries) >= self.count and entries[0] is self._ends[0] and entries[self.count - 1] is self._ends[1]
-        )
+    def _add(self, link: dict[str, Any], entries: list[dict[str, Any]]) -> None:
+        self._files.append(_File(link, [dict(entry) for entry in entries]))
+        self.count += len(entries)
+
+    def _forget_what_changed(self, entries: list[dict[str, Any]]) -> None:
+        self.count = 0
+        for number, file in enumerate(self._files):
+            end = self.count + len(file.entries)
+            if entries[self.count : end] != file.entries:
+                del self._files[number:]
+                return
+            self.count = end
 
 
-class SavedState:
-    """The state of the trainer as a checkpoint holds it: without the entries that are in files."""
-
-    def __init__(self, state: TrainerState, files: LogFiles) -> None:
-        self._state, self._files = state, files
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fields, with the entries after those in files."""
-        return self._state.state_dict(self._files.count)
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore the fields."""
-        self._state.load_state_dict(state_dict)
+class _File(NamedTuple):
+    link: dict[str, Any]  # its name and digest
+    entries: list[dict[str, Any]]  # copies
 
 
 def _is_plain(entry: dict[str, Any]) -> bool:

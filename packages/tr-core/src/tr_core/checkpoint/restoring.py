@@ -43,7 +43,7 @@ def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> Path | None:
     if restored.step is None:
         return None
     sources = [Path(run.methods.args.output_dir).absolute(), Path(restored.source or "").parent]
-    run.log_files.read(run.methods.state, [each / FOLDER for each in sources])
+    run.log_files.read(run.methods.state.log_history, [each / FOLDER for each in sources])
     _fit_to_arguments(run, fresh, restored.states["scheduler"])
     return restored.source
 

@@ -17,14 +17,14 @@ from tr_args import TrainingArguments
 from tr_core import plugins
 from tr_core.callbacks.evaluation_weights import weight_parts
 from tr_core.checkpoint.adapters import adapter_parts, is_adapter, write_adapter_config
-from tr_core.checkpoint.log_files import FOLDER, SavedState
+from tr_core.checkpoint.log_files import FOLDER
 from tr_core.model import model_part
 from tr_core.model_io import base_model
 from tr_core.protocols import Checkpointer, Stateful, Strategy
 from tr_core.run import Run
 from tr_core.runtime.run_context import UseCache
 from tr_core.signatures import takes_argument
-from tr_core.state import TrainerState
+from tr_core.state import SavedState, TrainerState
 from tr_log import get_logger
 from tr_log.formatting import printable
 
@@ -130,9 +130,11 @@ def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
 
 def _write_earlier_entries(run: Run) -> None:
     args, entries = run.methods.args, run.methods.state.log_history
-    if run.strategy.rank != 0:
+    if args.save_only_model or args.save_on_each_node:
+        run.log_files.leave_out()
+    elif run.strategy.rank != 0:
         run.log_files.skip(entries)
-    elif not (args.save_only_model or args.save_on_each_node):
+    else:
         run.log_files.write(entries, Path(args.output_dir).absolute() / FOLDER)
 
 
