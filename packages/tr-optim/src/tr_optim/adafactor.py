@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict
+from tr_optim.engine.fused_checks import check_dense_and_real
 from tr_optim.engine.memory_estimate import optimizer_bytes
-from tr_optim.engine.precision import Rounding, check_has_low_precision, store_rounded
+from tr_optim.engine.precision import Rounding, check_has_low_precision, computing_dtype, store_rounded
 from tr_optim.engine.shards import in_layout, load_states, local_part, sharded_parameters, shards_of
 from tr_optim.engine.updates import run_closure
 from tr_optim.moments.adafactor import (
@@ -24,7 +25,6 @@ from tr_optim.moments.adafactor import (
 )
 from tr_optim.options import ADAFACTOR_OPTIONS, flag, read_options
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _OPTIONS = {**ADAFACTOR_OPTIONS, "stochastic_rounding": flag}
 
 
@@ -153,7 +153,7 @@ class Adafactor(Optimizer):
 
 def _copies(saved: dict[str, Any], parameter: torch.Tensor, _group: dict[str, Any]) -> dict[str, Any]:
     # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
-    dtype = _computing_dtype(parameter)
+    dtype = computing_dtype(parameter)
     moments = {name: value for name, value in saved.items() if name.startswith("exp_avg")}
     return {n: torch.as_tensor(value).to(parameter.device, dtype, copy=True) for n, value in moments.items()}
 
@@ -168,13 +168,8 @@ def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str
 def _update(
     parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any], rounding: Rounding, number_of: int
 ) -> None:
-    if parameter.grad.is_sparse or parameter.grad.is_complex():  # type: ignore[union-attr]
-        kind = "sparse" if parameter.grad.is_sparse else "complex"  # type: ignore[union-attr]
-        raise RuntimeError(
-            f"Adafactor has a {kind} gradient of shape {tuple(parameter.shape)}; it needs dense real ones "
-            "(for nn.Embedding: sparse=False)"
-        )
-    dtype, shards = _computing_dtype(parameter), shards_of(parameter)
+    check_dense_and_real(parameter.grad, "Adafactor")  # type: ignore[arg-type]
+    dtype, shards = computing_dtype(parameter), shards_of(parameter)
     own, gradient = local_part(parameter), local_part(parameter.grad).to(dtype)  # type: ignore[arg-type]
     weights = own.to(dtype)  # the parameter itself, unless it is of low precision
     if not state:
@@ -193,7 +188,3 @@ def _update(
     weights.sub_(update)
     if weights is not own:
         store_rounded(own, weights, rounding.generator(parameter, number_of, state["step"]))
-
-
-def _computing_dtype(parameter: torch.Tensor) -> torch.dtype:
-    return torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype

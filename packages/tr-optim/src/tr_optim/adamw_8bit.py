@@ -23,7 +23,7 @@ from tr_optim.moments.adam import (
     is_quantized,
     is_to_be_quantized,
 )
-from tr_optim.options import read_options, whole_number
+from tr_optim.options import adam_arguments, read_options, whole_number
 from tr_optim.projection.row_shards import is_divided
 
 
@@ -91,8 +91,7 @@ class AdamW8bit(Optimizer):
             ValueError: `optim_args` has an unknown option.
         """
         options = read_options(args.optim_args, {"min_8bit_size": whole_number}, "adamw_8bit")
-        betas = (args.adam_beta1, args.adam_beta2)
-        return cls(params, args.learning_rate, betas, args.adam_epsilon, **options)
+        return cls(params, **adam_arguments(args), **options)
 
     @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:

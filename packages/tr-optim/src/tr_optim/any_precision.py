@@ -14,7 +14,7 @@ from tr_optim.engine.precision import computing_dtype
 from tr_optim.engine.shards import in_layout, load_states, local_part, sharded_parameters
 from tr_optim.engine.updates import run_closure
 from tr_optim.moments.adam import adam_options
-from tr_optim.options import flag, read_options
+from tr_optim.options import adam_arguments, flag, read_options
 
 _DTYPES = {"exp_avg": "momentum_dtype", "exp_avg_sq": "variance_dtype", "compensation": "compensation_buffer_dtype"}
 
@@ -79,7 +79,7 @@ class AnyPrecisionAdamW(Optimizer):
         """
         takes = {"use_kahan_summation": flag, **dict.fromkeys(_DTYPES.values(), _name_of)}
         options = read_options(args.optim_args, takes, "adamw_anyprecision")
-        return cls(params, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon, **options)
+        return cls(params, **adam_arguments(args), **options)
 
     @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -11,6 +11,11 @@ from typing import Any, get_type_hints
 Converter = Callable[[Any], Any]
 
 
+def adam_arguments(args: Any) -> dict[str, Any]:
+    """Return the training arguments of AdamW by the names of optimizers' constructors."""
+    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
+
 def read_options(given: str | Mapping[str, Any] | None, takes: Mapping[str, Converter], owner: str) -> dict[str, Any]:
     """Return options by name, converted to the types that their optimizer takes.
 

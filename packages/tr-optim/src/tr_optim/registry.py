@@ -21,6 +21,7 @@ from tr_optim.galore import GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
 from tr_optim.options import (
     ADAFACTOR_OPTIONS,
     Converter,
+    adam_arguments,
     converters,
     number,
     optional_number,
@@ -46,9 +47,8 @@ def projects_modules(factory: Factory) -> Factory:
 
 def _galore_adamw(kind: type[GaLoreAdamW], name: str, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     options = _galore_options(name, args, {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {})
-    betas = (args.adam_beta1, args.adam_beta2)
     divided = divide_groups(groups, resolve_targets(name, args, model))
-    return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+    return kind(divided, **adam_arguments(args), **options)
 
 
 def _galore_adafactor(name: str, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
@@ -137,9 +137,8 @@ def _apollo_or_fira(
         options["mode"] = "immediate"
         _refuse_scaling(name, args)
         _log_clipping(name, args, options)
-    betas = (args.adam_beta1, args.adam_beta2)
     divided = divide_groups(groups, resolve_targets(name, args, model))
-    return kind(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+    return kind(divided, **adam_arguments(args), **options)
 
 
 def _refuse_scaling(name: str, args: Any) -> None:

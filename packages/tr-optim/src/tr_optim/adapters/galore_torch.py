@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters import require_parts
-from tr_optim.engine.checks import all_or_nothing, check_gradient, check_group, check_saved_state, is_sharded
+from tr_optim.engine.checks import all_or_nothing, check_gradient, check_group, check_saved_state
+from tr_optim.engine.shards import is_distributed
 from tr_optim.engine.updates import run_closure
 from tr_optim.moments.adafactor import check_ranges, check_step_size
 from tr_optim.projection.basis import sides
@@ -99,7 +100,7 @@ class _Projecting(Optimizer):
         for parameter in group["params"] if group["projects"] else ():
             shape = tuple(parameter.shape)
             what = f"{type(self).__name__}: a parameter of shape {shape}"
-            if is_sharded(parameter):
+            if is_distributed(parameter):
                 raise ValueError(
                     f"{what} is a DTensor, of which each rank holds a part: galore-torch would gather its whole "
                     f"gradient, and decompose it, on every rank; use {self.own}, or replicas (strategy='ddp')"
@@ -140,7 +141,7 @@ class _Projecting(Optimizer):
         assert parameter.grad is not None
         state = self.state[parameter]
         if group["projects"]:
-            if parameter.dim() != 2 or is_sharded(parameter):
+            if parameter.dim() != 2 or is_distributed(parameter):
                 self._check(group)  # it became so since
             check_gradient(parameter, parameter.grad)
             rank, (left, right) = group["rank"], sides(parameter.shape, group["proj_type"])

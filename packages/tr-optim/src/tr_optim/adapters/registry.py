@@ -24,6 +24,7 @@ from tr_optim.engine.settings import GROUP_OPTIONS, GaLoreOptions
 from tr_optim.options import (
     ADAFACTOR_OPTIONS,
     ADALOMO_OPTIONS,
+    adam_arguments,
     converters,
     flag,
     number,
@@ -74,10 +75,9 @@ def galore_torch_adamw(groups: Groups, args: Any, model: nn.Module) -> Optimizer
 
     name = "galore_torch_adamw"
     options = {"rank": 128, **read_options(args.optim_args, {**_PROJECTION, "correct_bias": flag}, name)}
-    betas = (args.adam_beta1, args.adam_beta2)
     divided = divide_groups(groups, resolve_targets(name, args, model))
     check_same_hardware(next(model.parameters()).device, f"optim={name!r}", "optim='galore_adamw'")
-    return GaLoreTorchAdamW(divided, args.learning_rate, betas, args.adam_epsilon, **options)
+    return GaLoreTorchAdamW(divided, **adam_arguments(args), **options)
 
 
 @projects_modules
@@ -127,7 +127,7 @@ def schedule_free_adamw(groups: Groups, args: Any) -> Optimizer:
     """Build schedulefree's AdamWScheduleFree, with its own warmup of `warmup_steps`."""
     from tr_optim.adapters.schedulefree import ScheduleFreeAdamW
 
-    options = {**_adam(args), **_schedule_free(args), "warmup_steps": _whole_warmup(args)}
+    options = {**adam_arguments(args), **_schedule_free(args), "warmup_steps": _whole_warmup(args)}
     return ScheduleFreeAdamW(groups, **options)
 
 
@@ -135,7 +135,7 @@ def schedule_free_radam(groups: Groups, args: Any) -> Optimizer:
     """Build schedulefree's RAdamScheduleFree, which needs no warmup."""
     from tr_optim.adapters.schedulefree import ScheduleFreeRAdam
 
-    return ScheduleFreeRAdam(groups, **_adam(args), **_schedule_free(args))
+    return ScheduleFreeRAdam(groups, **adam_arguments(args), **_schedule_free(args))
 
 
 def schedule_free_sgd(groups: Groups, args: Any) -> Optimizer:
@@ -151,7 +151,7 @@ def stable_adamw(groups: Groups, args: Any) -> Optimizer:
     from tr_optim.adapters.optimi import OptimiStableAdamW
 
     takes = {"decouple_lr": flag, "max_lr": optional_number, "kahan_sum": flag}
-    return OptimiStableAdamW(groups, **_adam(args), **read_options(args.optim_args, takes, "stable_adamw"))
+    return OptimiStableAdamW(groups, **adam_arguments(args), **read_options(args.optim_args, takes, "stable_adamw"))
 
 
 def grokadamw(groups: Groups, args: Any) -> Optimizer:
@@ -159,7 +159,9 @@ def grokadamw(groups: Groups, args: Any) -> Optimizer:
     from tr_optim.adapters.grokadamw import GrokAdamW
 
     names = ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")
-    return GrokAdamW(groups, **_adam(args), **read_options(args.optim_args, dict.fromkeys(names, number), "grokadamw"))
+    return GrokAdamW(
+        groups, **adam_arguments(args), **read_options(args.optim_args, dict.fromkeys(names, number), "grokadamw")
+    )
 
 
 def muon(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
@@ -172,7 +174,7 @@ def muon(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     takes = {"momentum": number, "nesterov": flag, "ns_steps": whole_number, "adjust_lr_fn": str}
     options = read_options(args.optim_args, takes, "muon")
     targets = hidden_matrices(model, args.optim_target_modules)
-    return MuonAdamW(divide_groups(groups, targets), **_adam(args), **options)
+    return MuonAdamW(divide_groups(groups, targets), **adam_arguments(args), **options)
 
 
 vars(muon).update(needs_model=True, takes_target_modules=True)
@@ -217,10 +219,6 @@ def adamw_torch_4bit(groups: Groups, args: Any) -> Optimizer:
     return _torchao(TorchAOAdamW4bit, "adamw_torch_4bit", groups, args)
 
 
-def _adam(args: Any) -> dict[str, Any]:
-    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-
-
 def _schedule_free(args: Any) -> dict[str, Any]:
     return read_options(args.optim_args, {"weight_lr_power": number, "r": number}, str(args.optim))
 
@@ -237,7 +235,7 @@ def _whole_warmup(args: Any) -> int:
 
 def _torchao(kind: Callable[..., Optimizer], name: str, groups: Groups, args: Any) -> Optimizer:
     options = read_options(args.optim_args, {"compile": flag}, name)
-    return kind(groups, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon, **options)
+    return kind(groups, **adam_arguments(args), **options)
 
 
 def _embeddings_whole(groups: Groups, model: nn.Module) -> Groups:
@@ -278,7 +276,7 @@ def _adamw_bnb(groups: Groups, args: Any, **kind: Any) -> Optimizer:
     from tr_optim.adapters.bitsandbytes import BitsAndBytesAdamW
 
     read_options(args.optim_args, {}, str(args.optim))
-    return BitsAndBytesAdamW(groups, **_adam(args), **kind)
+    return BitsAndBytesAdamW(groups, **adam_arguments(args), **kind)
 
 
 def _lion(groups: Groups, args: Any, **kind: Any) -> Optimizer:

@@ -163,11 +163,6 @@ def refuse_late_clipping(max_norm: float | None, used: float | None, *, can_clip
     )
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    return getattr(tensor, "placements", None) is not None
-
-
 _REPLICAS = "train with replicas (strategy='ddp')"
 
 

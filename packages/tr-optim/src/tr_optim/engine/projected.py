@@ -20,7 +20,6 @@ from tr_optim.engine.checks import (
     check_real,
     check_shards,
     checked_state_dict,
-    is_sharded,
     refuse_codes,
     refuse_late_clipping,
 )
@@ -28,7 +27,7 @@ from tr_optim.engine.gradient_store import GradientStore
 from tr_optim.engine.memory_estimate import gradient_bytes, state_bytes
 from tr_optim.engine.precision import Rounding, check_has_low_precision
 from tr_optim.engine.settings import Place, Projection, Rule
-from tr_optim.engine.shards import in_layout, out_of_layout, shards_of
+from tr_optim.engine.shards import in_layout, is_distributed, out_of_layout, shards_of
 from tr_optim.engine.updates import (
     BackProjection,
     BackProjector,
@@ -175,7 +174,7 @@ class ProjectedOptimizer(Optimizer):
         Raises:
             ValueError: the mode needs another `reduction` on several processes.
         """
-        has_whole = not all(is_sharded(parameter) for parameter, _ in self.numbered())
+        has_whole = not all(is_distributed(parameter) for parameter, _ in self.numbered())
         averages_late = self._projection.reduction != "whole" and has_whole
         if collectives.world_size > 1 and self.updates_in_backward and averages_late:
             raise ValueError(
