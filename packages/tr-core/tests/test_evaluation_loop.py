@@ -69,7 +69,7 @@ def test_several_data_sets_are_evaluated_one_by_one_with_their_names(make_traine
     result = trainer.evaluate()
     assert {"eval_near_accuracy", "eval_far_accuracy", "eval_near_loss", "eval_far_loss"} <= set(result)
     assert len(calls) == 2
-    assert trainer.evaluate("far")["eval_loss"] == result["eval_far_loss"]
+    assert trainer.evaluate("far")["eval_loss"] == result["eval_far_loss"] != result["eval_near_loss"]
 
 
 def test_predict_gives_rows_in_order_with_the_test_prefix(make_trainer, model):

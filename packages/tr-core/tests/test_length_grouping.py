@@ -195,7 +195,7 @@ def train(make_trainer, dataset, **changes):
 
 @pytest.mark.parametrize("option", [{"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}])
 def test_training_puts_the_longest_batch_first_and_pads_less(make_trainer, option):
-    dataset = sequences(200)
+    dataset = sequences(80)
     _, shapes = train(make_trainer, dataset, **option)
     _, random = train(make_trainer, dataset)
     assert shapes[0][1] == max(len(sample["x"]) for sample in dataset)

@@ -19,33 +19,28 @@ tr_log.report.page tr_log.screen torch._dynamo torch._inductor torch.distributed
 torch.distributed.fsdp torch.distributed.tensor torch.nn.parallel.distributed torch.onnx torch.testing transformers
 unittest wandb yaml
 """
-ADDED = """
+STARTED = """
 import sys, torch
-before = set(sys.modules)
-{code}
-added = set(sys.modules) - before
-print(len(added), *sorted(added & set(sys.argv[1:])))
-"""
-TRAINING = """
+def report():
+    added = set(sys.modules) - known
+    print(len(added), *sorted(added & set(sys.argv[2:])))
+known = set(sys.modules)
+from tr_core import *
+report()
 model = torch.nn.Linear(4, 2)
-torch.optim.AdamW(model.parameters()).step()  # torch's own optimizers import torch._dynamo
 before = set(sys.modules)
+torch.optim.AdamW(model.parameters()).step()  # torch's own optimizers import torch._dynamo
+known |= set(sys.modules) - before
 class Model(torch.nn.Linear):
     def forward(self, x):
         raise KeyboardInterrupt
-from tr_core import Trainer, TrainingArguments
-args = TrainingArguments(sys.argv.pop(), use_cpu=True, max_steps=1, save_strategy="no")
+args = TrainingArguments(sys.argv[1], use_cpu=True, max_steps=1, save_strategy="no")
 try:
     Trainer(Model(4, 2), args, train_dataset=[{"x": torch.zeros(4)}] * 8).train()
 except KeyboardInterrupt:
     pass
+report()
 """
-
-
-def added_modules(code, *words):
-    command = [sys.executable, "-c", ADDED.format(code=code), *HEAVY.split(), *words]
-    number, *heavy = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
-    return int(number), heavy
 
 
 def test_importing_the_package_imports_no_torch_and_its_public_modules_need_no_import_of_their_own():
@@ -54,16 +49,12 @@ def test_importing_the_package_imports_no_torch_and_its_public_modules_need_no_i
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_the_trainer_is_imported_with_few_modules_and_no_heavy_one():
-    number, heavy = added_modules("from tr_core import *")
-    assert heavy == []
-    assert number <= 176
-
-
-def test_a_training_imports_no_heavy_module_before_its_first_step(tmp_path):
-    number, heavy = added_modules(TRAINING, str(tmp_path / "out"))
-    assert heavy == ["html", "tr_log.report.page"]  # of the report at the end
-    assert number <= 230
+def test_import_and_training_up_to_the_first_step_load_few_modules_and_no_heavy_one(tmp_path):
+    command = [sys.executable, "-c", STARTED, str(tmp_path / "out"), *HEAVY.split()]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    (imported, *heavy), (trained, *more) = (line.split() for line in shown)
+    assert (int(imported) <= 176, heavy) == (True, [])
+    assert (int(trained) <= 230, more) == (True, ["html", "tr_log.report.page"])  # of the report at the end
 
 
 def test_every_public_name_is_that_of_its_module_and_type_checkers_see_the_same():

@@ -1,8 +1,4 @@
-"""Select the strategy that the arguments and the launcher request.
-
-Arguments that the launcher set are logged. A launch is refused if it started fewer processes than requested. The need
-for XLA is detected without loading torch_xla, which would occupy the device.
-"""
+"""Select the strategy that the arguments and the launcher request."""
 
 from __future__ import annotations
 

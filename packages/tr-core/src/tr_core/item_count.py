@@ -1,8 +1,4 @@
-"""Pass a count of targets to a loss, and find out whether the loss was divided by it.
-
-The count is a tensor that marks everything calculated with it. A Python number that is read from the count has no mark.
-So all numbers that were read are recorded, and the history of the loss is searched for a division by one of them.
-"""
+"""Pass a count of targets to a loss, and find out whether the loss was divided by it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Accumulate what happened since the last log, and count the input tokens of a run.
-
-Values are read from the device in one transfer a log. Ranks exchange them once a log.
-"""
+"""Accumulate what happened since the last log, and count the input tokens of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Average logged metrics over a window of steps and over all ranks, without waiting for the device.
-
-Scalars on a device are read in one transfer, when a log is due.
-"""
+"""Average logged metrics over a window of steps and over all ranks, without waiting for the device."""
 
 from __future__ import annotations
 

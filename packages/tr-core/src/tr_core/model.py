@@ -1,9 +1,4 @@
-"""Place a model on its device, keep it in training mode during a run, and save all of its state.
-
-- A model stays where its loader placed it, if the placement was deliberate.
-- Every micro-batch is computed in training mode, whatever mode a callback or a loss left the model in.
-- A checkpoint holds the full model, even if its `state_dict` was replaced by one that returns less.
-"""
+"""Place a model on its device, keep it in training mode during a run, and save all of its state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Find the parameters of a model's forward, call it with them, and read the loss from what it returns.
-
-This file also finds which labels of a batch are targets of the model, and whether the model takes their number. It
-counts the floating-point operations of a batch, if the model allows it.
-"""
+"""Find the parameters of a model's forward, call it with them, and read the loss from what it returns."""
 
 from __future__ import annotations
 

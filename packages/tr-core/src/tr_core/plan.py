@@ -1,7 +1,4 @@
-"""Plan a run: its length in optimizer steps, the size of a step, and when gradients are synchronised.
-
-This file also checks `accelerator_config`: some of its settings act, and the others are refused with the reason.
-"""
+"""Plan a run: its length in optimizer steps, the size of a step, and when gradients are synchronised."""
 
 from __future__ import annotations
 

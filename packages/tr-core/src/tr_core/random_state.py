@@ -1,7 +1,4 @@
-"""Seed the random number generators, separate the randomness of data loading, and save and restore states.
-
-This file also finds, reads and sets the generators of datasets, samplers and loaders.
-"""
+"""Seed the random number generators, separate the randomness of data loading, and save and restore states."""
 
 from __future__ import annotations
 

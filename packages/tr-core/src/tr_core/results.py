@@ -1,7 +1,4 @@
-"""Define what training, evaluation and prediction return, and what `compute_metrics` receives.
-
-This file also computes run time and throughput.
-"""
+"""Define what training, evaluation and prediction return, and what `compute_metrics` receives."""
 
 from __future__ import annotations
 

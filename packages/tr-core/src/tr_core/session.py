@@ -1,8 +1,4 @@
-"""Begin a run at its first or its restored step, and summarize it after its last.
-
-A resumed run first runs what was due at the step of its checkpoint: an evaluation or a save that an interruption
-skipped, and the end of an epoch.
-"""
+"""Begin a run at its first or its restored step, and summarize it after its last."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Hold the progress of a run (`TrainerState`), what happens next (`TrainerControl`), and the arguments of events.
-
-`ExportedState` saves and restores a callback that reports its progress in a method `state`, as callbacks of
-transformers do. `WatchedList` holds callbacks and notices when they change.
-"""
+"""Hold the progress of a run (`TrainerState`), what happens next (`TrainerControl`), and the arguments of events."""
 
 from __future__ import annotations
 

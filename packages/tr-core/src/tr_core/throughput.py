@@ -1,8 +1,4 @@
-"""Measure the rates of training between two logs: samples, tokens and operations per second, MFU, and memory.
-
-Counting costs a micro-batch an addition. Everything else is done at a log, and ranks exchange their counts with the
-log's other values.
-"""
+"""Measure the rates of training between two logs: samples, tokens and operations per second, MFU, and memory."""
 
 from __future__ import annotations
 

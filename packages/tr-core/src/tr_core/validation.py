@@ -1,12 +1,4 @@
-"""Refuse before training starts what cannot work.
-
-- Arguments that contradict the parts of the Trainer.
-- Labels that cannot reach the model.
-- Evaluations that cannot be done as requested.
-- An output folder that cannot be written to.
-
-This file also locks the output folder, so that no other run saves to it.
-"""
+"""Refuse before training starts what cannot work."""
 
 from __future__ import annotations
 

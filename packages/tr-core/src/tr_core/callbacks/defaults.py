@@ -1,7 +1,4 @@
-"""Choose the callbacks of every run: flow, progress, metrics on disk, and the requested trackers.
-
-The small ones that only this choice uses are here too.
-"""
+"""Choose the callbacks of every run: flow, progress, metrics on disk, and the requested trackers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Read what a captured step has built in of Python: numbers and switches of a model, an optimizer and a batch.
-
-A capture runs operations on tensors only. Everything else that its code looked at is fixed in it, and is compared
-before each micro-batch with what it is now.
-"""
+"""Read what a captured step has built in of Python: numbers and switches of a model, an optimizer and a batch."""
 
 from __future__ import annotations
 

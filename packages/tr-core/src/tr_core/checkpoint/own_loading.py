@@ -1,8 +1,4 @@
-"""Let an override of a loading method decide what a resume loads, as under transformers.
-
-A resume verifies and restores everything at once. If a subclass overrides the method that loads a part there, that part
-is put back to where it was before the resume: the override loads what it wants, and `super()` loads the checkpoint's.
-"""
+"""Let an override of a loading method decide what a resume loads, as under transformers."""
 
 from __future__ import annotations
 

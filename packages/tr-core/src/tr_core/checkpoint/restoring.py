@@ -1,7 +1,4 @@
-"""Restore a checkpoint into a run: the saved position, with the current arguments.
-
-Callbacks receive the states that the checkpoint holds for them. A warning names states that do not fit.
-"""
+"""Restore a checkpoint into a run: the saved position, with the current arguments."""
 
 from __future__ import annotations
 

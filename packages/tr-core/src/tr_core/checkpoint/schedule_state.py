@@ -1,7 +1,4 @@
-"""Resume a learning-rate schedule.
-
-It resumes either the current function at the current position, or the saved state.
-"""
+"""Resume a learning-rate schedule."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Load the samples of one micro-batch and collate them.
-
-Their random numbers depend on the position alone. Errors of the data set or the collator name the samples. Data sets
-with `set_epoch` receive the number of the epoch.
-"""
+"""Load the samples of one micro-batch and collate them."""
 
 from __future__ import annotations
 

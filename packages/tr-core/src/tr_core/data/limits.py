@@ -1,8 +1,4 @@
-"""Limit a run to a part of its data: `overfit_batches` and `fast_dev_run`.
-
-`overfit_batches` repeats the first micro-batches of the training data in one order. `fast_dev_run` trains a step or
-two, and leaves no files.
-"""
+"""Limit a run to a part of its data: `overfit_batches` and `fast_dev_run`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Build the data loaders of training, evaluation and prediction.
-
-They have the interface of torch's loaders. Each micro-batch is loaded with its own random numbers. A worker process
-ends when its parent does. A signal to the whole process group does not end it.
-"""
+"""Build the data loaders of training, evaluation and prediction."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Store the position of a run in its data, and derive it for a checkpoint of another program.
-
-Such a checkpoint holds the progress, but not the position in the data.
-"""
+"""Store the position of a run in its data, and derive it for a checkpoint of another program."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Iterate over a loader that the user made, and resume inside its epoch with the same batches.
-
-A data set or loader with its own `state_dict` resumes from that, so that nothing is read twice. Any other one is read
-from the beginning of the epoch, and batches before the position are skipped.
-"""
+"""Iterate over a loader that the user made, and resume inside its epoch with the same batches."""
 
 from __future__ import annotations
 

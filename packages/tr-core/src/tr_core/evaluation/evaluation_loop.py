@@ -1,7 +1,4 @@
-"""Evaluate or predict: run the model batch by batch, gather the outputs, and compute metrics.
-
-One prediction step returns the loss, the outputs and the labels of a batch.
-"""
+"""Evaluate or predict: run the model batch by batch, gather the outputs, and compute metrics."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Compute the loss and the metrics of an evaluation batch by batch.
-
-The loss is a mean over samples, or over targets if the loss counts targets. Streaming metrics are updated with every
-batch, so that no prediction is kept. They have the methods of torchmetrics: `update(preds, target)`, `compute()`,
-`reset()`.
-"""
+"""Compute the loss and the metrics of an evaluation batch by batch."""
 
 from __future__ import annotations
 

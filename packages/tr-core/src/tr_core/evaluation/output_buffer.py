@@ -1,8 +1,4 @@
-"""Collect the outputs of evaluation batches, on their way from the device to the host.
-
-Outputs are moved to the host in large parts, and joined once at the end. Each row is written once, to its final
-address.
-"""
+"""Collect the outputs of evaluation batches, on their way from the device to the host."""
 
 from __future__ import annotations
 

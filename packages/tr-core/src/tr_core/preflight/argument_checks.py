@@ -1,13 +1,4 @@
-"""Check the arguments, without model and data.
-
-- The options again, because they may have changed since the arguments were built.
-- Every name in the arguments has an installed plugin.
-- The device can compute in the requested precision, and the strategy fits the launch.
-- Evaluations, checkpoints, logs and the end of the warmup lie within the run.
-- The learning-rate schedule can be built.
-- The output folder can be written to. Nothing is written.
-- A sound checkpoint exists to resume from, according to the run's own checkpointer.
-"""
+"""Check the arguments, without model and data."""
 
 from __future__ import annotations
 

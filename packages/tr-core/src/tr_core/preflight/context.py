@@ -1,7 +1,4 @@
-"""Store the target of a preflight, and the results of checks that later checks need.
-
-A Trainer can also be put into its mid-training state for a dry run of its methods.
-"""
+"""Store the target of a preflight, and the results of checks that later checks need."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Check the training data.
-
-- There is data to train on, and the length of the run is known.
-- Two samples can be loaded and collated into a batch.
-- Labels name classes of the model. A label outside of them ends a run on a GPU without a message.
-- Data sets and collator can be sent to the processes that load data.
-"""
+"""Check the training data."""
 
 from __future__ import annotations
 

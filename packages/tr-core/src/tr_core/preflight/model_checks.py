@@ -1,9 +1,4 @@
-"""Check the model with two samples.
-
-- There are parameters to train.
-- A forward and a backward pass work, and return a finite loss and finite gradients.
-- The loss is divided correctly: one micro-batch, and its samples one by one, have equal loss and gradients.
-"""
+"""Check the model with two samples."""
 
 from __future__ import annotations
 

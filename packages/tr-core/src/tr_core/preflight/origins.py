@@ -1,7 +1,4 @@
-"""Find where an option was written, and where an exception was raised.
-
-Errors that tr-args or the Trainer raise are converted to problems with codes.
-"""
+"""Find where an option was written, and where an exception was raised."""
 
 from __future__ import annotations
 

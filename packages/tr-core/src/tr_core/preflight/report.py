@@ -1,8 +1,4 @@
-"""Report the results of a preflight: problems with stable codes, and figures.
-
-There is one code for each kind of problem. A report is shown as text, problems first. Or it is written as JSON and read
-by another process.
-"""
+"""Report the results of a preflight: problems with stable codes, and figures."""
 
 from __future__ import annotations
 

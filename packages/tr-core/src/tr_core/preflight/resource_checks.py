@@ -1,9 +1,4 @@
-"""Check that disk and memory suffice, and estimate how long the run takes.
-
-- The checkpoints that exist at the same time fit on the disk.
-- Weights, gradients and optimizer state fit into the memory of the device. The size of the state is computed without a
-  step.
-"""
+"""Check that disk and memory suffice, and estimate how long the run takes."""
 
 from __future__ import annotations
 

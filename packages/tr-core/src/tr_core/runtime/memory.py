@@ -1,7 +1,4 @@
-"""Measure the memory of a stage of a run, and recognise and clean up after out-of-memory errors.
-
-No background thread is needed to measure.
-"""
+"""Measure the memory of a stage of a run, and recognise and clean up after out-of-memory errors."""
 
 from __future__ import annotations
 

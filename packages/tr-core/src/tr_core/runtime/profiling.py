@@ -1,7 +1,4 @@
-"""Record what some optimizer steps spend their time on: a trace, a snapshot of memory, and the dearest operators.
-
-The main process records its own share of these steps, by torch's profiler. A run without `profile_steps` pays nothing.
-"""
+"""Record what some optimizer steps spend their time on: a trace, a snapshot of memory, and the dearest operators."""
 
 from __future__ import annotations
 

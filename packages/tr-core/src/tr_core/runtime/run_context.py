@@ -1,8 +1,4 @@
-"""Apply run-wide settings while a Trainer trains or evaluates, and undo them afterwards.
-
-They are TF32 (factors of float32 products rounded to 10 bits), precision of evaluations, activation checkpointing,
-`use_cache`, checks for overflows, and compilation.
-"""
+"""Apply run-wide settings while a Trainer trains or evaluates, and undo them afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Set the training arguments of a trial and restore them afterwards.
-
-The default search space and objective are here too. A search that cannot work raises before its first trial.
-"""
+"""Set the training arguments of a trial and restore them afterwards."""
 
 from __future__ import annotations
 

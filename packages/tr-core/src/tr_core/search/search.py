@@ -1,7 +1,4 @@
-"""Run the trials of a search one after the other, and choose the best one.
-
-With several objectives the result is every trial that no other trial beats. Rank 0 decides, and all ranks follow.
-"""
+"""Run the trials of a search one after the other, and choose the best one."""
 
 from __future__ import annotations
 

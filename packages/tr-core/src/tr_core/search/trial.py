@@ -1,8 +1,4 @@
-"""Draw one set of hyper-parameters: a trial, and its ranges and choices.
-
-A range covers numbers, and a choice is one of several values. `TrialPrunedError` ends a trial early, if others were
-better at the same step. A `model_init` function may take the trial as an argument.
-"""
+"""Draw one set of hyper-parameters: a trial, and its ranges and choices."""
 
 from __future__ import annotations
 

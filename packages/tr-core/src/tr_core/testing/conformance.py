@@ -1,7 +1,4 @@
-"""Check that an implementation of an interface conforms to it: call these functions from its tests.
-
-Each function raises `AssertionError` with the rule that was broken.
-"""
+"""Check that an implementation of an interface conforms to it: call these functions from its tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Select the optimizer and the schedule of a run: the user's own, or new ones.
-
-A run uses those that the user passed or assigned. Otherwise new ones are built from the arguments.
-"""
+"""Select the optimizer and the schedule of a run: the user's own, or new ones."""
 
 from __future__ import annotations
 
