@@ -1,10 +1,12 @@
 """Let tests import `shared`, and keep what one test does to the packages' loggers from the tests that follow."""
 
+import importlib
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -48,3 +50,17 @@ def no_process_group_is_left() -> Iterator[None]:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("the test left a process group in this process; close the strategy that joined it")
+
+
+@pytest.fixture(scope="module")
+def bench(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Import the script that the test's `BENCH` names; its modules' names are free again afterwards."""
+    script: Path = request.module.BENCH
+    before, folder = set(sys.modules), script.parent
+    sys.path.insert(0, str(folder))
+    try:
+        yield importlib.import_module(script.stem)
+    finally:
+        sys.path.remove(str(folder))
+        for name in (set(sys.modules) - before) & {path.stem for path in folder.glob("*.py")}:
+            del sys.modules[name]

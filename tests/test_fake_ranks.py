@@ -1,6 +1,5 @@
 """Optimizers on the shards of many ranks: what each rank holds and sums, and what was computed before."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,23 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-BENCH = Path(__file__).parents[1] / "packages/tr-dist/bench"
+BENCH = Path(__file__).parents[1] / "packages/tr-dist/bench/ranks.py"
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of the modes that count collectives
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """Return the script; its modules' names are free again afterwards."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(BENCH))
-    try:
-        import ranks
-
-        yield ranks
-    finally:
-        sys.path.remove(str(BENCH))
-        for name in (set(sys.modules) - before) & {path.stem for path in BENCH.glob("*.py")}:
-            del sys.modules[name]
 
 
 def state_of(optimizer):
