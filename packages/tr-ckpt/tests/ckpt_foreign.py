@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,14 @@ class Payload:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.mark),)
+
+
+class View:
+    """A tensor over four numbers of its own, as a file may describe it."""
+
+    def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> None:
+        self.described = (offset, size, stride)
+
+    def __reduce__(self) -> Any:
+        storage = torch.zeros(4)._typed_storage()
+        return torch._utils._rebuild_tensor_v2, (storage, *self.described, False, OrderedDict())

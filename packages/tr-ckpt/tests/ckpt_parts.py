@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,30 @@ def sealed(content: dict[str, Any]) -> str:
     text = json.dumps({**content, "manifest_sha256": "0" * 64}, indent=2).replace("Infinity", "1e999")
     own = hashlib.sha256(text.encode()).hexdigest()
     return text.replace(f'"{"0" * 64}"', f'"{own}"', 1)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two states are equal in value and in the type of everything inside."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, float):
+        return math.copysign(1, left) == math.copysign(1, right) and (left == right or left != left)
+    if type(left).__name__ == "ndarray":
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    return left == right
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+
+
+def of_dtype(dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of 48 different bytes."""
+    raw = torch.arange(48, dtype=torch.uint8)
+    return raw.remainder(2).bool() if dtype is torch.bool else raw.view(dtype)

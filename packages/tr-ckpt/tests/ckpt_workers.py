@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -295,22 +294,3 @@ def race(folders: list[str], barrier: threading.Barrier, results: Any) -> None:
         barrier.wait(60)
         lock.release()
     results.put(won)
-
-
-def save_and_wait(folder: str) -> None:
-    """Be a script that saves once, says so and then waits; run as `python -c`."""
-    from ckpt_parts import parts
-
-    from tr_ckpt import Checkpointer
-
-    checkpointer = Checkpointer(folder)
-    checkpointer.save(1, parts(1))
-    print("saved", flush=True)
-    for line in sys.stdin:
-        if line.startswith("save"):
-            try:
-                checkpointer.save(int(line.split()[1]), parts(1))
-                print("saved", flush=True)
-            except OSError as error:
-                print(f"{type(error).__name__}: {error}", flush=True)
-    time.sleep(0)

@@ -9,25 +9,9 @@ from enum import IntEnum
 
 import pytest
 import torch
+from ckpt_parts import same
 
 from tr_ckpt import CheckpointError, codec, parts, untrusted
-
-
-def same(left, right):
-    """Whether two states are equal in value and in the type of everything inside."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
-    if isinstance(left, float):
-        return math.copysign(1, left) == math.copysign(1, right) and (left == right or left != left)
-    if type(left).__name__ == "ndarray":
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-    return left == right
 
 
 def through_a_file(state, folder):

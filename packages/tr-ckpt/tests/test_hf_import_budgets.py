@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 import ckpt_foreign
 import pytest
 import torch
+from ckpt_foreign import View
 
 from tr_ckpt import CheckpointError, hf_import
 from tr_ckpt.hf_import import state_files, unpickling
@@ -181,17 +182,6 @@ def test_plain_values_of_every_protocol_are_read(protocol):
     result = read(pickle.dumps(value, protocol=protocol))
     assert result == value
     assert repr(result) == repr(value)
-
-
-class View:
-    """A tensor over four numbers of its own, as a file may describe it."""
-
-    def __init__(self, size, stride, offset=0):
-        self.described = (offset, size, stride)
-
-    def __reduce__(self):
-        storage = torch.zeros(4)._typed_storage()
-        return torch._utils._rebuild_tensor_v2, (storage, *self.described, False, OrderedDict())
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
+from ckpt_parts import bits, of_dtype
 
 from tr_ckpt import tensor_file
 from tr_ckpt.parts import HostBuffers
-
-
-def bits(tensor):
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
 
 
 def copied(tensors, buffers=None):
@@ -21,8 +18,7 @@ def copied(tensors, buffers=None):
 
 @pytest.mark.parametrize("dtype", list(tensor_file.DTYPES), ids=str)
 def test_every_dtype_is_copied_bit_for_bit(dtype):
-    raw = torch.arange(48, dtype=torch.uint8)
-    tensor = raw.remainder(2).bool() if dtype is torch.bool else raw.view(dtype)
+    tensor = of_dtype(dtype)
     copies = copied({"t": tensor, "scalar": tensor[0], "empty": tensor[:0]})
     assert torch.equal(bits(copies["t"]), bits(tensor))
     assert copies["t"].dtype == dtype

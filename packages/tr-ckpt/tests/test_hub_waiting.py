@@ -242,18 +242,3 @@ def test_a_forked_process_waits_for_no_push(hub, start):
     gate.set()
     go_on(process)
     assert process.wait(60) == 0
-
-
-def test_what_a_killed_process_was_pushing_is_cleared_away_at_the_next_save(hub, tmp_path, start):
-    begin, _ = start
-    process = begin("end")
-    gate = hub.hold("POST", "/commit/")
-    go_on(process)
-    wait_until(lambda: any("/commit/" in path for _, path in hub.log), 60)
-    process.kill()
-    process.wait(30)
-    assert list((tmp_path / "out").glob(".tmp-pushing-*"))
-    gate.set()
-    run = Run(tmp_path / "out", hub)
-    run.push(2)
-    assert not list((tmp_path / "out").glob(".tmp-*"))

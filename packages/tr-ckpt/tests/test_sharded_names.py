@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from ckpt_parts import same
 from ckpt_shards import Net, build, optimizer_of, train, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -16,14 +17,6 @@ def trained(steps=3):
     model, optimizer = build(1)
     train(model, optimizer, range(steps))
     return model, optimizer
-
-
-def same(first, second):
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
 
 
 def test_names_are_those_of_torch():

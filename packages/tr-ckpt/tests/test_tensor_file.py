@@ -5,19 +5,15 @@ import sys
 
 import pytest
 import torch
+from ckpt_parts import bits, of_dtype
 from safetensors.torch import load_file, save_file
 
 from tr_ckpt import CheckpointError, tensor_file
 
 
-def bits(tensor):
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
-
-
 @pytest.mark.parametrize("dtype", list(tensor_file.DTYPES), ids=str)
 def test_the_library_reads_every_dtype_that_is_written(dtype, tmp_path):
-    raw = torch.arange(48, dtype=torch.uint8)
-    tensor = raw.remainder(2).bool() if dtype is torch.bool else raw.view(dtype)
+    tensor = of_dtype(dtype)
     tensor_file.write(tmp_path / "t.safetensors", {"t": tensor, "scalar": tensor[0]})
     for loaded in (load_file(tmp_path / "t.safetensors"), tensor_file.read(tmp_path / "t.safetensors")):
         assert loaded["t"].dtype == dtype
