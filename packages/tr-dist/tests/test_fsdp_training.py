@@ -88,7 +88,7 @@ def train(form, micro_batches, max_norm, precision="no"):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (2, 0.1)])
+@pytest.mark.parametrize(("micro_batches", "max_norm"), [pytest.param(1, None, marks=pytest.mark.slow), (2, 0.1)])
 def test_shards_give_the_numbers_of_one_process(form, micro_batches, max_norm):
     norms, weights = alone(max_norm)
     (found_norms, state, tied, evaluated, _), *others = run_ranks(train, 2, form, micro_batches, max_norm)

@@ -25,7 +25,7 @@ def free_port():
 
 @pytest.mark.parametrize(
     ("rank", "place"),
-    [(0, "file"), (0, "port"), (1, "port")],
+    [pytest.param(0, "file", marks=pytest.mark.slow), (0, "port"), (1, "port")],
     ids=["the other does not come to a file", "the other does not come to a port", "rank 0 does not come"],
 )
 def test_ctrl_c_ends_the_wait(tmp_path, rank, place):

@@ -1,5 +1,7 @@
 """Start real processes by real launchers. TR_DIST_EXITS says how often each clean end is tried (default 1)."""
 
+import contextlib
+import io
 import os
 import re
 import socket
@@ -8,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tr_dist.testing import run_ranks
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "scripts" / "train_and_end.py"
@@ -70,33 +74,31 @@ def _readme_example(heading_word):
     return next(block for block in blocks if heading_word in block)
 
 
+def _printed(code):
+    """Return what an example prints that concerns this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(code, "README.md", "exec"), {})
+    # Gloo of older versions of torch writes to the same place.
+    return [line for line in said.getvalue().splitlines() if ", loss " in line]
+
+
 @pytest.mark.launcher
 def test_the_readmes_four_lines_distribute_a_loop(tmp_path):
     (tmp_path / "loop.py").write_text(_readme_example("with Loop()"))
-    alone = subprocess.run(
-        [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
     both = _torchrun("--standalone", "--nproc-per-node", 2, "loop.py", cwd=tmp_path)
     assert both.returncode == 0, both.stderr
     # One process has steps of 8 rows and two have steps of 16: the losses are not alike.
-    lines = [line for ended in (alone, both) for line in ended.stdout.splitlines() if ", loss " in line]
+    lines = _printed(_readme_example("with Loop()")) + [x for x in both.stdout.splitlines() if ", loss " in x]
     assert [line.split(", loss ")[0] for line in lines] == ["1 processes", "2 processes"]
     assert all(float(line.split(", loss ")[1]) < 10 for line in lines)
 
 
-@pytest.mark.launcher
-def test_the_readmes_loop_trains_alike_alone_and_under_torchrun(tmp_path):
-    (tmp_path / "loop.py").write_text(_readme_example("strategy.accumulate"))
-    alone = subprocess.run(
-        [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
-    both = _torchrun("--standalone", "--nproc-per-node", 2, "loop.py", cwd=tmp_path)
-    assert both.returncode == 0, both.stderr
-    # Gloo of older versions of torch writes to the same place.
-    one, two = ([line for line in ended.stdout.splitlines() if "loss" in line] for ended in (alone, both))
-    assert one[0].startswith("1 processes, loss ")
-    assert two[0].startswith("2 processes, loss ")
-    assert one[0].split("loss")[1] == two[0].split("loss")[1]
+def test_the_readmes_loop_trains_alike_alone_and_in_two_processes():
+    example = _readme_example("strategy.accumulate")
+    [one], ([two], []) = _printed(example), run_ranks(_printed, 2, example)
+    assert one.startswith("1 processes, loss ")
+    assert two.startswith("2 processes, loss ")
+    assert one.split("loss")[1] == two.split("loss")[1]
 
 
 def test_the_readmes_test_example_runs(tmp_path):

@@ -17,8 +17,15 @@ from tr_dist.testing import run_ranks
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over two epochs of Adam
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("number", "accumulation"), [(24, 1), (23, 1), (29, 3)])
+@pytest.mark.parametrize(
+    ("strategy", "number", "accumulation"),
+    [
+        ("ddp", 23, 1),
+        ("ddp", 29, 3),
+        ("fsdp", 29, 3),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("ddp", 24, 1), ("fsdp", 24, 1), ("fsdp", 23, 1))),
+    ],
+)
 def test_two_ranks_train_as_the_plain_loop_does_in_one_process(strategy, number, accumulation):
     weights, predictions = plain(number, 6, accumulation=accumulation)
     options = {"accumulation": accumulation, "shuffle": True}
@@ -31,8 +38,12 @@ def test_two_ranks_train_as_the_plain_loop_does_in_one_process(strategy, number,
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"workers": 2, "shuffle": True, "epochs": 1}, {"stream": True}, {"stream": True, "accumulation": 2}],
-    ids=["in order", "workers", "stream", "stream with accumulation"],
+    [
+        pytest.param({}, id="in order"),
+        pytest.param({"workers": 2, "shuffle": True, "epochs": 1}, id="workers", marks=pytest.mark.slow),
+        pytest.param({"stream": True}, id="stream", marks=pytest.mark.slow),
+        pytest.param({"stream": True, "accumulation": 2}, id="stream with accumulation"),
+    ],
 )
 def test_three_ranks_see_every_row_once_in_the_plain_loops_batches(options):
     """Rows 24 and 25 are the last micro-batch: one rank has none of them, and computes without counting."""
@@ -292,7 +303,7 @@ def test_a_stream_that_is_shorter_on_a_rank_is_an_error_of_all_and_no_hang(fewer
 
 def test_a_stream_that_workers_end_at_different_times_keeps_its_shares():
     """Two workers that each read all of it: every row twice, with short batches where one of them has ended."""
-    ranks = run_ranks(read_a_stream, 2, 7, 0, 2, 1, timeout_s=60)
+    ranks = run_ranks(read_a_stream, 2, 7, 0, 2, 1, timeout_s=180)  # two workers of each rank are started
     assert sorted(ranks[0] + ranks[1]) == sorted([*range(7)] * 2)
 
 

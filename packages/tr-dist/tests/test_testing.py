@@ -105,6 +105,7 @@ def test_a_nested_function_is_refused():
         run_ranks(nested, 2)
 
 
+@pytest.mark.slow
 def test_modules_that_are_named_are_imported_before_the_ranks_begin(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
