@@ -239,20 +239,6 @@ def test_the_trainer_ends_alike_on_one_process_and_on_two(tmp_path, name, accumu
         assert (results[0][0] - alone).abs().max() < 1e-6
 
 
-def test_a_run_on_ranks_resumes_with_the_same_bits_and_on_another_number_of_ranks(tmp_path):
-    options = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
-    whole = run_ranks(trainer_on_rank, 2, str(tmp_path / "whole"), options)
-    for step in (1, 3, 6):
-        folder = str(tmp_path / f"whole/checkpoint-{step}")
-        resumed = run_ranks(
-            trainer_on_rank, 2, str(tmp_path / "again"), {**options, "save_strategy": "no"}, False, folder
-        )
-        assert torch.equal(resumed[0][0], whole[0][0])
-    alone = {"per_device_train_batch_size": 8}
-    resumed, _, _ = trainer_on_rank(str(tmp_path / "alone"), alone, resume=str(tmp_path / "whole/checkpoint-3"))
-    assert (resumed - whole[0][0]).abs().max() < 1e-6
-
-
 def test_running_statistics_are_those_of_the_first_rank_as_with_any_optimizer(tmp_path):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3}
     results = {

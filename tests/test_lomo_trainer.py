@@ -1,6 +1,5 @@
 """LOMO and AdaLomo in a Trainer: all that holds of an ordinary optimizer holds of one without gradients."""
 
-import itertools
 import logging
 import sys
 from pathlib import Path
@@ -11,12 +10,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 
-from lomo_runs import Network, Rates, logged, train_as_rank, trained, trainer, weights_of
+from lomo_runs import Network, logged, train_as_rank, trained, trainer, weights_of
 from shared.callbacks import Stop, StopAt
 
-from tr_core import SingleDevice
 from tr_core.preflight import check
-from tr_core.testing import check_in_backward, set_loss_scaler
+from tr_core.testing import check_in_backward
 from tr_dist.testing import run_ranks
 from tr_optim import AdaLomo, Lomo
 
@@ -54,45 +52,6 @@ def test_what_a_loop_expects_of_an_optimizer_without_gradients_holds(kind, optio
     check_in_backward(lambda model: kind(model.parameters(), lr=0.1, **options))
 
 
-class Slope(nn.Module):
-    """Its loss falls by one weight's value, whose gradient is 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(()))
-        self.values = []
-
-    def forward(self, tokens, labels):
-        self.values.append(self.bias.item())
-        return {"loss": self.bias * 1.0}
-
-
-def test_the_learning_rate_that_is_used_is_the_one_that_is_logged(tmp_path):
-    rates = Rates()
-    model = Slope()
-    made = trained(tmp_path, model=model, callbacks=[rates], max_grad_norm=0.0, lr_scheduler_type="cosine")
-    values = [*model.values, model.bias.item()]
-    moves = [before - after for before, after in itertools.pairwise(values)]
-    assert len(set(rates.rates)) > 10
-    assert moves == pytest.approx(rates.rates, abs=1e-6)
-    assert logged(made, "learning_rate")["learning_rate"] == rates.rates
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
-def test_activation_checkpointing_of_both_kinds_changes_nothing(tmp_path, name, reentrant, max_grad_norm):
-    options = {"optim": name, "max_grad_norm": max_grad_norm, "max_steps": 8}
-    plain = trained(tmp_path, **options)
-    kept = trained(
-        tmp_path,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
-        **options,
-    )
-    assert_close(kept, plain)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_tied_weights_in_reentrant_segments_are_updated_once(tmp_path, name):
     class AllInSegments(Network):
@@ -115,30 +74,6 @@ def test_tied_weights_in_reentrant_segments_are_updated_once(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("stop_at", [1, 7, 13])
-def test_a_stopped_and_resumed_run_ends_bit_equal(tmp_path, name, stop_at):
-    options = {
-        "optim": name,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 1,
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    }
-    whole = trained(tmp_path / "whole", **options)
-    with pytest.raises(Stop):
-        trained(tmp_path / "stopped", callbacks=[StopAt(stop_at)], **options)
-    resumed = trainer(tmp_path / "stopped", **options)
-    resumed.train(resume_from_checkpoint=True)
-    for (key, mine), other in zip(weights_of(resumed).items(), weights_of(whole).values(), strict=True):
-        assert torch.equal(mine, other), key
-    names = ("loss", "grad_norm", "learning_rate")
-    assert logged(resumed, *names) == logged(whole, *names)
-    for mine, other in zip(resumed.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
-        assert all(torch.equal(mine[key], other[key]) for key in other)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_are_refused_before_the_first_step_with_what_to_do(tmp_path, name):
     made = trainer(tmp_path, optim=name, gradient_accumulation_steps=2)
     before = weights_of(made)
@@ -149,22 +84,6 @@ def test_micro_batches_are_refused_before_the_first_step_with_what_to_do(tmp_pat
         made.train()
     assert made.state.global_step == 0
     assert all(torch.equal(value, before[key]) for key, value in weights_of(made).items())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_stored_micro_batches_make_one_update_a_step(tmp_path, name):
-    options = {"gradient_accumulation_steps": 4, "dropout": 0.0, "max_steps": 4}
-    found = trained(tmp_path, optim=name, optim_args="accumulate=store", **options)
-    assert_close(found, trained(tmp_path, **ORDINARY[name], **options))
-    large = {"per_device_train_batch_size": 16, "dropout": 0.0, "max_steps": 4}
-    assert_close(found, trained(tmp_path, optim=name, **large))
-    assert found.state.global_step == 4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_bf16_trains(tmp_path, name):
-    found = trained(tmp_path, optim=name, bf16=True, max_steps=8)
-    assert_close(found, trained(tmp_path, bf16=True, max_steps=8, **ORDINARY[name]), 1e-5)
 
 
 class Spoiling(Network):
@@ -182,16 +101,6 @@ class Spoiling(Network):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_that_are_not_finite_are_left_out_as_with_an_ordinary_optimizer(tmp_path, name):
-    options = {"on_nonfinite": "skip", "max_steps": 8}
-    found = trained(tmp_path, optim=name, model=Spoiling({3, 6}), **options)
-    expected = trained(tmp_path, model=Spoiling({3, 6}), **ORDINARY[name], **options)
-    assert_close(found, expected)
-    assert logged(found, "skipped_steps") == logged(expected, "skipped_steps")
-    assert all(value.isfinite().all() for value in weights_of(found).values())
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_is_not_finite_ends_the_run_on_request(tmp_path, name):
     made = trainer(tmp_path, optim=name, model=Spoiling({3}), on_nonfinite="raise")
     with pytest.raises(FloatingPointError, match="step 3: the loss is inf"):
@@ -202,24 +111,6 @@ def test_skipping_needs_the_optimizer_that_can(tmp_path):
     made = trainer(tmp_path, optim="lomo", optim_args="nonfinite=skip_tensor", on_nonfinite="skip")
     with pytest.raises(ValueError, match="on_nonfinite='skip' cannot leave out an update of Lomo"):
         made.train()
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
-def test_with_a_loss_scale_a_run_is_that_of_the_ordinary_optimizer(tmp_path, name, max_grad_norm):
-    def run(**options):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        strategy = set_loss_scaler(SingleDevice(use_cpu=True), scaler)
-        made = trained(
-            tmp_path, model=Spoiling({3, 6}), strategy=strategy, max_steps=9, max_grad_norm=max_grad_norm, **options
-        )
-        return made, scaler.state_dict()
-
-    (found, scaler), (expected, torchs) = run(optim=name), run(**ORDINARY[name])
-    assert_close(found, expected)
-    assert scaler == torchs
-    assert scaler["scale"] != 2.0**10
-    assert logged(found, "learning_rate") == logged(expected, "learning_rate")
 
 
 @pytest.mark.parametrize("kind", [Lomo, AdaLomo])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
-from optimizer_combination_runs import STEPS, Combination, ordinary, trainer_of, weights_of
+from optimizer_combination_runs import STEPS, Combination, ordinary, trainer_of, updates_projections_at_once, weights_of
 from optimizer_settings import SETTINGS
 from shared.results import logged
 
@@ -68,6 +68,24 @@ def test_clipping_is_that_of_clip_grad_norm(tmp_path, setting):
 def test_four_micro_batches_are_one_big_batch_also_where_bases_are_found(tmp_path, setting):
     found = trained(tmp_path, setting, replace(PLAIN, accumulation=4))
     assert distance(found, trained(tmp_path, setting)) < tolerance_of(setting)
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if not updates_projections_at_once(s)], ids=str)
+def test_steps_that_are_not_finite_are_left_out(tmp_path, setting):
+    """As an ordinary optimizer leaves them out; a new basis is due in the fourth."""
+    ends = []
+    for one in (setting, ordinary(setting)):
+        trainer = trainer_of(PLAIN, one, tmp_path, on_nonfinite="skip")
+        trainer.model.register_forward_hook(spoil)
+        trainer.train()
+        assert sum(logged(trainer, "skipped_steps")) == 2
+        ends.append(weights_of(trainer.model))
+    assert ends[0].isfinite().all()
+    assert (ends[0] - ends[1]).abs().max() < tolerance_of(setting)
+
+
+def spoil(model, args, outputs):
+    return {**outputs, "loss": outputs["loss"] * (torch.inf if len(model.seen) in (2, 4) else 1.0)}
 
 
 class Decays(TrainerCallback):

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from shared.projections import STEPS, Counted, Regressor, data, groups, rows, weights
+from shared.projections import STEPS, Counted, data, groups, weights
 from torch import nn
 
-from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
 from tr_optim import APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW
@@ -106,58 +105,3 @@ def test_a_parameter_of_earlier_micro_batches_alone_is_updated_alike_on_all_rank
     torch.manual_seed(0)
     before = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
     assert not torch.equal(first[64:], weights(before)[64:])
-
-
-def trainer_on_rank(folder, options, resume=None):
-    args = TrainingArguments(
-        output_dir=folder,
-        **{
-            "optim_target_modules": "mlp",
-            "optim_args": "rank=4, update_proj_gap=3, scale=1.0, seed=1",
-            "max_steps": 8,
-            "learning_rate": 1e-2,
-            "max_grad_norm": 0.2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "log_level": "error",
-            **options,
-        },
-    )
-    trainer = Trainer(Regressor(net()), args, train_dataset=rows())
-    trainer.train(resume_from_checkpoint=resume)
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    result = weights(trainer.model), norms
-    trainer.strategy.close()
-    return result
-
-
-@pytest.mark.parametrize("name", ["apollo_adamw", "fira_adamw"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_trainer_ends_alike_on_one_process_and_on_two(tmp_path, name, accumulation):
-    alone, norms = trainer_on_rank(str(tmp_path), {"optim": name, "per_device_train_batch_size": 8})
-    for suffix in ("", "_layerwise"):
-        options = {
-            "optim": name + suffix,
-            "per_device_train_batch_size": 4 // accumulation,
-            "gradient_accumulation_steps": accumulation,
-        }
-        results = run_ranks(trainer_on_rank, 2, str(tmp_path), options)
-        assert torch.equal(results[0][0], results[1][0])
-        assert (results[0][0] - alone).abs().max() < 1e-6
-        assert results[0][1] == pytest.approx(norms, rel=1e-4)
-
-
-def test_a_run_on_ranks_resumes_with_the_same_bits_and_on_another_number_of_ranks(tmp_path):
-    options = {"optim": "fira_adamw_layerwise", "per_device_train_batch_size": 4}
-    saving = {**options, "save_strategy": "steps", "save_steps": 1}
-    whole = run_ranks(trainer_on_rank, 2, str(tmp_path / "whole"), saving)
-    for step in (1, 3, 6):
-        folder = str(tmp_path / f"whole/checkpoint-{step}")
-        resumed = run_ranks(trainer_on_rank, 2, str(tmp_path / "again"), options, folder)
-        assert torch.equal(resumed[0][0], whole[0][0])
-    alone = {**options, "per_device_train_batch_size": 8}
-    resumed, _ = trainer_on_rank(str(tmp_path / "alone"), alone, resume=str(tmp_path / "whole/checkpoint-3"))
-    assert (resumed - whole[0][0]).abs().max() < 1e-6
