@@ -259,7 +259,7 @@ def test_a_loss_function_that_is_counted_is_given_the_count_from_the_next_step(m
     trainer.train()
     logits = trainer.model(torch.stack([row["x"] for row in samples(16)]))["logits"]
     labels = torch.stack([row["labels"] for row in samples(16)])
-    for step, loss in enumerate(entry["loss"] for entry in trainer.state.log_history if "loss" in entry):
+    for step, loss in enumerate(log_of(trainer, "loss")):
         part = slice(4 * step, 4 * step + 4)
         expected = nn.functional.cross_entropy(logits[part], labels[part]).item() * (1 if step < 2 else 10)
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -291,7 +291,7 @@ def test_a_schedule_assigned_in_a_run_is_what_its_checkpoints_are_compared_with(
     trainer = make_trainer(16, **options)
     trainer.add_callback(At(2, lambda args: setattr(trainer, "lr_scheduler", constant(trainer.optimizer))))
     trainer.train()
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    rates = log_of(trainer, "learning_rate")
     assert rates == pytest.approx([0.1, 0.075, 0.025, 0.025])
     resumed = make_trainer(16, **options)
     resumed.lr_scheduler = constant(resumed.create_optimizer())

@@ -45,12 +45,7 @@ def test_an_assigned_schedule_sets_the_rates(in_order, twin):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     train_by_hand(twin, optimizer, samples(16), schedule)
     assert_same_weights(trainer.model, twin)
-    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [
-        0.5,
-        0.25,
-        0.125,
-        0.0625,
-    ]
+    assert log_of(trainer, "learning_rate") == [0.5, 0.25, 0.125, 0.0625]
 
 
 def test_groups_edited_after_create_optimizer_train_as_edited(in_order, twin):
@@ -71,7 +66,7 @@ def test_an_optimizer_and_a_schedule_built_by_hand_are_used(in_order):
     built = trainer.optimizer, trainer.lr_scheduler
     trainer.train()
     assert (trainer.optimizer, trainer.lr_scheduler) == built
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    rates = log_of(trainer, "learning_rate")
     assert rates == pytest.approx([0.1, 0.0875, 0.075, 0.0625])
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.data import samples
+from support.runs import log_of
 from torch import nn
 
 from tr_core import get_scheduler
@@ -136,7 +137,7 @@ def test_it_follows_the_direction_of_the_watched_metric_and_is_stepped_at_evalua
             greater_is_better=greater,
             compute_metrics=lambda prediction, given=given: {"score": next(given)},
         )
-        logged = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+        logged = log_of(trainer, "learning_rate")
         last = trainer.lr_scheduler.get_last_lr()[0]
         assert logged[:5] == [1e-4] * 5
         assert len(set(logged[5:10])) == 1

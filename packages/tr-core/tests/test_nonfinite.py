@@ -250,7 +250,7 @@ def test_the_schedule_continues_over_a_skipped_step(make_trainer, optimizer):
             warmup_steps=2,
         )
         trainer.train()
-        rates.append([entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry])
+        rates.append(log_of(trainer, "learning_rate"))
     assert rates[0] == rates[1] == rates[2]
     assert len(set(rates[0])) == 5
 
@@ -423,7 +423,7 @@ def test_under_float16_a_skipped_step_changes_nothing_either(make_trainer, optim
     without = with_scaler(build(make_trainer, kept, optimizer, model=faulty(fault)))
     without.train()
     assert same(contents(trainer), contents(without))
-    skipped = [entry["skipped_steps"] for entry in trainer.state.log_history if "loss" in entry]
+    skipped = log_of(trainer, "skipped_steps")
     assert skipped == [1, 0, 1, 0, 0]
 
 

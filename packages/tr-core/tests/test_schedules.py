@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.data import samples
+from support.runs import log_of
 from torch import nn
 
 from tr_args.testing import MetricSchedule
@@ -130,7 +131,7 @@ def test_the_plateau_schedule_follows_the_direction_of_the_metric(make_trained, 
         optim="sgd",
     )
     assert trainer.lr_scheduler.mode == mode
-    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    logged = log_of(trainer, "learning_rate")
     assert logged == ([1.0, 1.0, 0.5, 0.25] if greater else [1.0] * 4)
 
 

@@ -24,6 +24,15 @@ LEFT_OUT = [  # eval_strategy, and where the signal comes
 ]
 
 
+def cut_and_resumed(make, signals, step):
+    """Train until a signal ends the run at a step, and go on with it; return both Trainers."""
+    cut = make(signals)
+    assert interrupt(cut).step == step
+    resumed = make(checkpointer=cut.checkpointer())
+    resumed.train(resume_from_checkpoint=True)
+    return cut, resumed
+
+
 @pytest.mark.parametrize("saves", ["steps", "epoch", "best"])
 @pytest.mark.parametrize(("evaluates", "event", "step", "stopped"), LEFT_OUT)
 def test_an_evaluation_that_a_signal_leaves_out_is_made_by_the_resumed_run(
@@ -111,11 +120,8 @@ def test_of_several_data_sets_no_result_is_logged_or_counted_twice(saving):
 
     alone = make()
     alone.train()
-    cut = make(SignalInSecond())
-    assert interrupt(cut).step == 2
+    cut, resumed = cut_and_resumed(make, SignalInSecond(), 2)
     assert not any("eval_one_loss" in entry for entry in cut.state.log_history)
-    resumed = make(checkpointer=cut.checkpointer())
-    resumed.train(resume_from_checkpoint=True)
     assert alone.state.global_step == resumed.state.global_step == 8  # patience: the first result is the best
     counts = [c.count for run in (alone, resumed) for c in run.callback_handler.callbacks if isinstance(c, Counts)]
     assert counts == [8, 8]
@@ -136,10 +142,7 @@ def test_an_evaluation_that_would_have_ended_the_run_ends_the_resumed_one(saving
 
     alone = make()
     alone.train()
-    cut = make(SignalAt("on_prediction_step", 4))
-    assert interrupt(cut).step == 4
-    resumed = make(checkpointer=cut.checkpointer())
-    resumed.train(resume_from_checkpoint=True)
+    _, resumed = cut_and_resumed(make, SignalAt("on_prediction_step", 4), 4)
     assert alone.state.global_step == resumed.state.global_step == 4
     assert_ends_alike(alone, resumed)
 
@@ -188,9 +191,7 @@ def test_an_evaluation_that_draws_random_numbers_leaves_no_trace_when_it_is_cut(
     alone = make()
     alone.train()
     expected = drawn()
-    cut = make(SignalAt("on_prediction_step", 4))
-    interrupt(cut)
-    make(checkpointer=cut.checkpointer()).train(resume_from_checkpoint=True)
+    cut_and_resumed(make, SignalAt("on_prediction_step", 4), 4)
     assert torch.equal(drawn(), expected)
 
 
