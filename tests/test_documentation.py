@@ -121,3 +121,29 @@ def test_the_python_of_a_page_about_strategies_runs(page, tmp_path):
         [sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+def lines_of(page):
+    """Return the commands that start processes, without `trainer launch`."""
+    return [line.split()[2:] for line in page.read_text("utf-8").splitlines() if line.startswith("trainer launch ")]
+
+
+@pytest.mark.parametrize("page", [page for page in OWN if lines_of(page)], ids=lambda page: page.stem)
+def test_a_command_that_starts_processes_is_one(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for words in lines_of(page):
+        assert command("launch")(["--dry_run", *words]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["several-machines", pytest.param("fsdp-deepspeed", marks=pytest.mark.slow)])
+def test_the_script_of_a_page_trains_in_two_processes(name, tmp_path):
+    page = ROOT / f"packages/tr-all/docs/how-to/{name}.md"
+    (tmp_path / "train.py").write_text(BLOCK.findall(page.read_text("utf-8"))[0], "utf-8")
+    assert ["--nproc", "2", "train.py"] in lines_of(page)
+    launch = "import sys; from tr_dist.launching.command import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", launch, "--nproc", "2", "train.py"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "outputs").glob("*/checkpoint-20"))) == 1
