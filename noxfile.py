@@ -52,14 +52,17 @@ NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
 PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 
-BACKENDS = ("ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
-# The tests of backends whose hardware a test machine seldom has.
+BACKENDS = ("cpu", "ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
+# Tests of packages about hardware that a test machine seldom has.
 HARDWARE = {
-    "mps": ("tests/backends/test_mps.py", "packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",
+    "mps": ("packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",
             "packages/tr-ckpt/tests/test_rng_state_mps.py"),
     "cuda": ("packages/tr-dist/tests/test_gpu_numbers.py", "packages/tr-dist/tests/test_device.py",
              "packages/tr-core/tests/test_single_device.py"),
 }  # fmt: skip
+MATRIX = "packages/tr-all/docs/matrix.json"
+# Libraries of optimizers, without what they require and do not use here.
+OPTIMIZERS = ("bitsandbytes", "schedulefree", "torch-optimi", "grokadamw", "galore-torch", "lomo-optim")
 NOTHING_COLLECTED = 5  # pytest's exit code
 
 
@@ -173,28 +176,30 @@ def integration(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", [nox.param(name, id=name) for name in BACKENDS])
 def backend(session: nox.Session, name: str) -> None:
-    """Run the scenarios that every backend passes on all variants of one, in real processes."""
+    """Run the scenarios and optimizers on all variants of a backend, and write its column of docs/matrix.md."""
+    # What ran, and what did not and why, is printed at the end, and written where all of it was to run.
+    counted = ["pytest", "-p", "matrix"] + ([] if session.posargs else ["--matrix", MATRIX, "--column", name])
     if name == "xla":
-        _xla(session)
+        _xla(session, counted)
         return
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *BACKEND_PACKAGES.get(name, ()), *CONSTRAINTS)
-    # The plugin ends with what ran, and what did not and why.
-    counted = ("pytest", "-p", "not_run_here")
+    session.install("--no-deps", *OPTIMIZERS, "torchao", *CONSTRAINTS)
     environment = {**TEST_ENVIRONMENT, **_compiled_in(session), "PYTHONPATH": "tests/backends"}
-    tested = HARDWARE.get(name, ("tests/backends", "--backend", name))
+    tested = ("tests/backends", "--backend", name, *HARDWARE.get(name, ()), *PARALLEL)
     session.run(*counted, *tested, *session.posargs, env=environment)
     if name == "cuda":  # and all that are marked, in every package, one by one: their conftest files differ
         for package in NAMES:
-            marked = (f"packages/{package}/tests", "-m", "cuda")
+            marked = (f"packages/{package}/tests", "-m", "cuda", "--matrix-adds")
             session.run(*counted, *marked, env=environment, success_codes=[0, NOTHING_COLLECTED])
 
 
-def _xla(session: nox.Session) -> None:
-    """Test on PJRT's CPU; torch_xla needs the torch of its own version, older than the constraints'."""
+def _xla(session: nox.Session, counted: list[str]) -> None:
+    """Test on PJRT's CPU; torch_xla needs the torch of its own version, which is too old for torchao."""
     session.install("torch==2.9.0", "torch_xla==2.9.0", "setuptools", *PYTEST, *TRANSFORMERS, *EVERYTHING)
+    session.install("--no-deps", *OPTIMIZERS)
     environment = {key: value for key, value in TEST_ENVIRONMENT.items() if key != "USE_TORCH_XLA"}
     environment["PYTHONPATH"] = "tests/backends"
-    session.run("pytest", "-p", "not_run_here", "tests/backends/test_xla.py", *session.posargs, env=environment)
+    session.run(*counted, "tests/backends/test_xla.py", "--backend", "xla", *session.posargs, env=environment)
 
 
 def _compiled_in(session: nox.Session) -> dict[str, str]:

@@ -41,18 +41,18 @@ CASES = {
 _UNITS = {"transformer_layer_cls_to_wrap": ["Sequential"]}
 # row -> (numbers of ranks, arguments)
 ROWS = {
-    "DDP": ((2, 3), VARIANTS["ddp"]["ddp"]),
+    "DDP": ((2, 3), VARIANTS["ddp"]),
     "FSDP2 full_shard": ((2, 3), {"fsdp": "full_shard auto_wrap", "fsdp_config": _UNITS}),
     "FSDP2 shard_grad_op": ((2, 3), {"fsdp": "shard_grad_op auto_wrap", "fsdp_config": _UNITS}),
     "FSDP2 no_shard": ((2, 3), {"fsdp": "no_shard"}),
     "FSDP2 hybrid_shard, 2 machines of 2": ((4,), {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": _UNITS}),
     "FSDP2 full_shard, offload": ((2,), {"fsdp": "full_shard offload"}),
-    "ZeRO-0": ((2,), VARIANTS["deepspeed"]["zero_0"]),
-    "ZeRO-1": ((2,), VARIANTS["deepspeed"]["zero_1"]),
-    "ZeRO-2": ((2, 3), VARIANTS["deepspeed"]["zero_2"]),
-    "ZeRO-3": ((2, 3), VARIANTS["deepspeed"]["zero_3"]),
-    "ZeRO-2, offload": ((2,), VARIANTS["deepspeed"]["zero_2_offload"]),
-    "ZeRO-3, offload": ((2,), VARIANTS["deepspeed"]["zero_3_offload"]),
+    "ZeRO-0": ((2,), VARIANTS["zero_0"]),
+    "ZeRO-1": ((2,), VARIANTS["zero_1"]),
+    "ZeRO-2": ((2, 3), VARIANTS["zero_2"]),
+    "ZeRO-3": ((2, 3), VARIANTS["zero_3"]),
+    "ZeRO-2, offload": ((2,), VARIANTS["zero_2_offload"]),
+    "ZeRO-3, offload": ((2,), VARIANTS["zero_3_offload"]),
 }
 
 

@@ -18,6 +18,7 @@ from tr_dist.testing import run_ranks
 
 accelerate = pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.column("accelerate")
 TIME_LIMIT_S = 120
 
 
@@ -86,12 +87,14 @@ def keep_promises(kind):
     strategy.close()
 
 
+@pytest.mark.row("promises")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["replicas", "shards", "whole", "scaled"])
 def test_an_adopted_accelerator_keeps_the_promises_of_a_strategy(kind, world_size):
     run_ranks(keep_promises, world_size, kind, timeout_s=TIME_LIMIT_S)
 
 
+@pytest.mark.row("promises")
 def test_an_accelerator_without_a_launcher_keeps_the_promises_of_a_strategy():
     strategy = AcceleratorStrategy(accelerate.Accelerator(cpu=True))
     check_strategy(strategy)
@@ -133,6 +136,7 @@ def test_shards_of_an_accelerator_train_to_the_loss_of_ddp(tmp_path, by_ddp, kin
     assert_close(ranks[0], by_ddp[0], 1e-5)  # Adam divides by the root of small gradients
 
 
+@pytest.mark.row("bf16")
 def test_bfloat16_of_an_accelerator_is_that_of_ddp(tmp_path):
     ddp = run_ranks(train, 2, str(tmp_path / "1"), "Network", 40, {**DDP, "bf16": True}, timeout_s=TIME_LIMIT_S)
     ranks = run_ranks(train_with, 2, "bf16", str(tmp_path / "2"), TWO, timeout_s=TIME_LIMIT_S)
@@ -140,6 +144,7 @@ def test_bfloat16_of_an_accelerator_is_that_of_ddp(tmp_path):
         assert_same_bits(one, other)
 
 
+@pytest.mark.row("bf16")
 def test_bfloat16_in_shards_trains_to_the_loss_of_ddp(tmp_path, by_ddp):
     ranks = run_ranks(train_with, 2, "units, bf16", str(tmp_path), TWO, timeout_s=TIME_LIMIT_S)
     assert_close(ranks[0], by_ddp[0], 5e-2)
@@ -151,6 +156,7 @@ def test_an_accelerator_of_one_process_trains_with_the_bits_of_a_single_device(t
     assert_same_bits(train_with("alone", str(tmp_path / "2"), TWO), single)
 
 
+@pytest.mark.row("resume")
 @pytest.mark.parametrize("kind", ["replicas", "bf16", "units", "units, bf16", "whole", "scaled"])
 def test_a_run_with_an_accelerator_resumes_bit_for_bit(tmp_path, kind):
     whole = run_ranks(train_with, 2, kind, str(tmp_path / "a"), TWO, timeout_s=TIME_LIMIT_S)
@@ -213,6 +219,7 @@ def bind_with_a_state():
     strategy.close()
 
 
+@pytest.mark.row("refused")
 def test_an_optimizer_with_a_state_of_whole_parameters_is_refused():
     run_ranks(bind_with_a_state, 2, timeout_s=TIME_LIMIT_S)
 
@@ -245,6 +252,7 @@ def test_the_loop_decides_which_micro_batch_ends_a_step_and_the_accelerator_says
     strategy.close()
 
 
+@pytest.mark.row("overflow")
 def test_an_overflow_in_float16_skips_the_step_and_the_accelerator_says_so():
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -292,6 +300,7 @@ TYPE = accelerate.DistributedType
 LOADERS = accelerate.DataLoaderConfiguration
 
 
+@pytest.mark.row("refused")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -319,10 +328,12 @@ def adopt_with_a_plugin_on_the_cpu():
         AcceleratorStrategy(accelerator)
 
 
+@pytest.mark.row("refused")
 def test_a_plugin_that_accelerate_ignores_on_the_cpu_is_refused():
     run_ranks(adopt_with_a_plugin_on_the_cpu, 1, timeout_s=TIME_LIMIT_S)
 
 
+@pytest.mark.row("refused")
 def test_an_optimizer_that_the_accelerator_prepared_is_refused():
     strategy = lone()
     model = strategy.prepare(nn.Linear(2, 1))
@@ -332,12 +343,14 @@ def test_an_optimizer_that_the_accelerator_prepared_is_refused():
     strategy.close()
 
 
+@pytest.mark.row("refused")
 def test_without_accelerate_the_strategy_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ValueError, match=r"needs accelerate, .* pip install 'tr-dist\[accelerate\]'"):
         AcceleratorStrategy.from_arguments(TrainingArguments(tmp_path))
 
 
+@pytest.mark.row("export")
 def test_a_checkpoint_is_opened_by_load_checkpoint_and_dispatch(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

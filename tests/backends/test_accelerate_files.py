@@ -12,6 +12,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import launch_command_parser  # noqa: E402
 from accelerate.utils import DynamoBackend  # noqa: E402
 
+pytestmark = pytest.mark.column("accelerate")
 FILES = {
     "today": "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 4\ngpu_ids: all\nuse_cpu: false\n",
     "fp16": "distributed_type: MULTI_GPU\nfp16: true\nnum_processes: 2\n",
@@ -78,6 +79,7 @@ def test_every_compiler_of_accelerate_is_known(compiler):
     assert refusal({"distributed_type": "NO", "dynamo_backend": compiler}) == ""
 
 
+@pytest.mark.row("refused")
 def test_a_typing_error_that_accelerate_passes_over_is_refused(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_sharding_stratgy: FULL_SHARD}\n")

@@ -1,26 +1,20 @@
-"""Train an adapter of peft on a model that is divided: its file is that of one process, and a run goes on from it."""
+"""Train an adapter of peft, also on divided models: its file is that of one process, and a run goes on from it."""
 
 import importlib.util
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from variants import run_on, shared
 
 from tr_core import Trainer, TrainingArguments
-from tr_dist.testing import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # said by peft's own
 ]
 
-DIVIDED = {
-    "fsdp2": {
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"transformer_layer_cls_to_wrap": ["BertLayer"], "use_orig_params": True},
-    },
-    "zero_3": {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}},
-}
+UNITS = {"transformer_layer_cls_to_wrap": ["BertLayer"], "use_orig_params": True}
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over six steps of Adam
 
 
@@ -41,7 +35,6 @@ def train(folder, options, batch_size, max_steps, resume):
     tokens = torch.randint(50, (32, 8), generator=generator)
     args = TrainingArguments(
         output_dir=folder,
-        per_device_train_batch_size=batch_size,
         max_steps=max_steps,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
@@ -49,9 +42,8 @@ def train(folder, options, batch_size, max_steps, resume):
         save_strategy="steps",
         save_steps=3,
         disable_tqdm=True,
-        use_cpu=True,
         log_level="error",
-        **options,
+        **{"use_cpu": True, **options, "per_device_train_batch_size": batch_size},
     )
     rows = [{"input_ids": row, "labels": row[0] % 2} for row in tokens]
     trainer = Trainer(adapted(), args, train_dataset=rows)
@@ -62,14 +54,15 @@ def train(folder, options, batch_size, max_steps, resume):
     return losses
 
 
-@pytest.mark.parametrize("name", DIVIDED)
-def test_an_adapter_is_trained_saved_and_gone_on_with_as_in_one_process(name, tmp_path):
-    if name == "zero_3" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("needs deepspeed")
-    options = DIVIDED[name]
+@pytest.mark.row("adapter")
+def test_an_adapter_is_trained_saved_and_gone_on_with_as_in_one_process(variant, tmp_path):
+    options = shared(variant, 4, 2)
+    if "transformer_layer_cls_to_wrap" in options.get("fsdp_config", {}):
+        options["fsdp_config"] = UNITS
+    size = options.pop("per_device_train_batch_size")
     alone = train(str(tmp_path / "1"), {}, 4, 6, None)
-    run_ranks(train, 2, str(tmp_path / "2"), options, 2, 3, None, timeout_s=240)
-    for losses in run_ranks(train, 2, str(tmp_path / "2"), options, 2, 6, True, timeout_s=240):
+    run_on(variant, train, 2, str(tmp_path / "2"), options, size, 3, None, timeout_s=240)
+    for losses in run_on(variant, train, 2, str(tmp_path / "2"), options, size, 6, True, timeout_s=240):
         assert losses == pytest.approx(alone, abs=TOLERANCE)
     saved, expected = (load_file(tmp_path / place / "out" / "adapter_model.safetensors") for place in ("2", "1"))
     assert not (tmp_path / "2" / "out" / "model.safetensors").exists()

@@ -24,6 +24,8 @@ from tr_args import HfArgumentParser
 from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP, rank_device, read_environment
 
+pytestmark = [pytest.mark.column("ddp"), pytest.mark.row("refused")]
+
 
 class Block(torch.nn.Module):
     def __init__(self):
@@ -134,7 +136,13 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def column_of(case):
+    """Return the backends that a case is about."""
+    found = {name for name in ("fsdp", "deepspeed", "ddp", "mps") if any(name in word for word in case.arguments)}
+    return pytest.mark.column(*sorted(found or {"ddp"}))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=column_of(case)) for case in CASES])
 def test_what_all_ranks_are_asked_for_wrongly_is_refused_in_words_that_say_it(case, tmp_path, monkeypatch):
     for name, content in case.files.items():
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))

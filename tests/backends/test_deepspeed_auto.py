@@ -10,7 +10,10 @@ from torch import nn
 from tr_core import TrainingArguments
 from tr_dist.testing import filled_configuration
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+pytestmark = [
+    pytest.mark.column("deepspeed"),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 4,
@@ -91,6 +94,7 @@ def test_all_that_transformers_fills_is_filled_with_its_values(tmp_path):
     assert all(look_up(ours, path) is None for path in OF_THE_LOOP)
 
 
+@pytest.mark.row("refused")
 @pytest.mark.parametrize("path", [path for path in SETTINGS if path not in FROM_MODEL])
 def test_a_value_that_disagrees_with_the_arguments_is_refused_as_transformers_does(path, tmp_path):
     value = SETTINGS[path]

@@ -22,6 +22,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tr_core import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from tr_dist.testing import run_ranks
 
+pytestmark = pytest.mark.column("deepspeed")
 BUILD = """
 import sys
 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -181,6 +182,7 @@ def alone(tmp_path_factory):
     return train(str(tmp_path_factory.mktemp("alone")), None, **ACCUMULATED)
 
 
+@pytest.mark.row("numbers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_swapped_trains_as_one_process_with_accumulation_and_clipping(tmp_path, alone, kind):
     found = run(2, tmp_path / "run", kind, tmp_path / "swap", **ACCUMULATED)
@@ -199,6 +201,7 @@ def test_what_is_swapped_trains_as_one_process_with_accumulation_and_clipping(tm
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
+@pytest.mark.row("resume")
 @pytest.mark.parametrize(
     ("kind", "bf16"), [("both", False), ("both", True), ("both, pipelined", False), ("optimizer", True)]
 )
@@ -209,6 +212,7 @@ def test_a_run_resumes_bit_equal(tmp_path, kind, bf16):
     same_bits(run(2, tmp_path / "b", kind, tmp_path / "swap", resume=True, **SAVING, **options), whole)
 
 
+@pytest.mark.row("resize")
 @pytest.mark.parametrize(
     ("first", "ranks", "second", "then"),
     [
@@ -289,6 +293,7 @@ def keep_more(swap):
     return str(caught.value)
 
 
+@pytest.mark.row("refused")
 def test_too_few_buffers_for_an_optimizer_are_refused(tmp_path):
     assert "set it to 5" in run_ranks(keep_more, 1, str(tmp_path), timeout_s=120)[0]
 
@@ -324,6 +329,7 @@ def generate(folder, deepspeed):
     return found
 
 
+@pytest.mark.row("export")
 def test_a_model_generates_and_is_exported_whole(tmp_path):
     (tmp_path / "swap").mkdir()
     alone = generate(str(tmp_path / "1"), None)

@@ -10,7 +10,10 @@ from test_numbers import Network, Rows
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+pytestmark = [
+    pytest.mark.column("deepspeed"),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 
 DIVIDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 HOST = {"device": "cpu"}

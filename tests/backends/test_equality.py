@@ -11,7 +11,11 @@ def references():
     return {case: equality.train(case, {}) for case in CHECKED}
 
 
-@pytest.mark.parametrize(("row", "world_size"), [("DDP", 3), ("FSDP2 full_shard", 2)])
+ROWS = [("DDP", 3, "ddp"), ("FSDP2 full_shard", 2, "fsdp")]
+
+
+@pytest.mark.row("numbers")
+@pytest.mark.parametrize(("row", "world_size"), [pytest.param(*r, marks=pytest.mark.column(name)) for *r, name in ROWS])
 def test_losses_and_weights_differ_by_roundings_at_most(references, row, world_size):
     measured = equality.measure(row, world_size, references, CHECKED)
     of_losses, of_weights = equality.bounds(equality.gradient_sizes())
@@ -22,6 +26,7 @@ def test_losses_and_weights_differ_by_roundings_at_most(references, row, world_s
         assert weights < of_weights, case
 
 
+@pytest.mark.column("ddp")
 def test_the_conditions_change_what_is_trained(references):
     """Or nothing would be shown by columns that are alike."""
     for one, other in ((0, 1), (1, 2), (2, 3)):

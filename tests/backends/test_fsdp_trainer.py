@@ -6,10 +6,10 @@ import pytest
 from test_numbers import ALONE, assert_close, train
 
 from tr_core import TrainingArguments
-from tr_core.testing import check_strategy
-from tr_dist.fsdp import FSDP, Sharding
+from tr_dist.fsdp import FSDP
 from tr_dist.testing import run_ranks
 
+pytestmark = pytest.mark.column("fsdp")
 UNITS = {"transformer_layer_cls_to_wrap": ["Sequential"]}
 SHARDS = {"fsdp": "full_shard auto_wrap", "fsdp_config": UNITS}
 WHOLE = {**SHARDS, "fsdp_config": {**UNITS, "state_dict_type": "FULL_STATE_DICT"}}
@@ -18,13 +18,14 @@ DDP = {"strategy": "ddp"}
 ADAM = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}
 
 
+@pytest.mark.row("other strategy")
 @pytest.mark.parametrize(
     ("first", "seconds"),
     [
         (SHARDS, [(2, DDP), (1, ALONE), (2, REPLICAS), (2, WHOLE)]),
         (WHOLE, [(3, SHARDS), (2, DDP)]),
         (REPLICAS, [(2, SHARDS)]),
-        (DDP, [(2, SHARDS), (2, REPLICAS)]),
+        pytest.param(DDP, [(2, SHARDS), (2, REPLICAS)], marks=pytest.mark.column("ddp", "fsdp")),
     ],
     ids=["shards", "shards saved whole", "replicas", "DDP"],
 )
@@ -40,16 +41,7 @@ def test_a_run_resumes_with_another_strategy(tmp_path, first, seconds):
         assert_close(ranks[0], alone, 1e-5)
 
 
-def keep_promises(sharding):
-    with FSDP(Sharding(sharding, "SIZE_BASED_WRAP", min_num_params=10), use_cpu=True) as strategy:
-        check_strategy(strategy)
-
-
-@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "no_shard"])
-def test_the_strategy_keeps_the_promises_of_the_seam(sharding):
-    run_ranks(keep_promises, 2, sharding, timeout_s=120)
-
-
+@pytest.mark.row("refused")
 @pytest.mark.parametrize("name", ["version", "fsdp_version"])
 @pytest.mark.parametrize("version", [1, "1"])
 def test_the_former_fsdp_is_refused_with_what_to_use(tmp_path, name, version):

@@ -17,7 +17,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from variants import chosen
+from variants import BACKEND_OF, VARIANTS, chosen
 
 from tr_core import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from tr_dist.testing import run_ranks
@@ -49,9 +49,9 @@ BIAS = {"t5": 12.0, "bart": 3.5, "gpt2": 5.0, "adapter": 5.0}
 
 def pytest_generate_tests(metafunc):
     names = ("ddp", "full_shard", "units", "zero_3")
-    variants = [each for each in chosen(metafunc.config.getoption("--backend", None)) if each[0] in names]
-    forms, ids = [form for _, form in variants], [name for name, _ in variants]
-    metafunc.parametrize("ranks", forms, ids=ids, indirect=True, scope="module")
+    variants = [name for name in chosen(metafunc.config.getoption("--backend", None)) if name in names]
+    forms = [pytest.param(VARIANTS[name], marks=pytest.mark.column(BACKEND_OF[name])) for name in variants]
+    metafunc.parametrize("ranks", forms, ids=variants, indirect=True, scope="module")
 
 
 def form_for(name, form):
@@ -197,6 +197,7 @@ def ranks(request, tmp_path_factory):
     return run_ranks(generate_and_sample, 2, folder, request.param, timeout_s=120)
 
 
+@pytest.mark.row("generation")
 def test_metrics_get_each_row_once_in_order_with_what_one_process_generates(alone, ranks):
     data = rows(9)
     for (name, way), (predictions, labels, inputs, _) in alone.items():
@@ -211,6 +212,7 @@ def test_metrics_get_each_row_once_in_order_with_what_one_process_generates(alon
             assert abs(loss - expected_loss) < 1e-5 * expected_loss, case
 
 
+@pytest.mark.row("generation")
 def test_samples_are_those_of_the_seed_and_differ_among_ranks(ranks):
     for _, drawn in ranks:
         assert drawn == ranks[0][1]

@@ -1,10 +1,11 @@
 """Generate in evaluations: ranks end their rows at different times, and shards are gathered for each token."""
 
+import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
+from variants import VARIANTS, run_on, shared
 
 from tr_core import Seq2SeqTrainer, Seq2SeqTrainingArguments
-from tr_dist.testing import run_ranks
 
 END, PADDING = 1, 0
 
@@ -37,10 +38,9 @@ def trainer_of(folder, options, layers=2):
         predict_with_generate=True,
         per_device_eval_batch_size=2,
         save_strategy="no",
-        use_cpu=True,
         disable_tqdm=True,
         log_level="error",
-        **{"generation_max_length": 24, "max_steps": 2, **options},
+        **{"use_cpu": True, "generation_max_length": 24, "max_steps": 2, **options},
     )
     return Seq2SeqTrainer(model, args, train_dataset=rows(12), eval_dataset=rows(10), data_collator=collate)
 
@@ -54,13 +54,15 @@ def generate(folder, options):
     return before, after
 
 
-def test_ranks_generate_what_one_process_does(tmp_path, backend):
+@pytest.mark.row("generation")
+def test_ranks_generate_what_one_process_does(tmp_path, variant):
+    backend = VARIANTS[variant]
     alone = generate(str(tmp_path / "1"), {"per_device_train_batch_size": 4})
     if "transformer_layer_cls_to_wrap" in backend.get("fsdp_config", {}):
         backend = {**backend, "fsdp_config": {"transformer_layer_cls_to_wrap": ["T5Block"]}}
-    options = {**backend, "per_device_train_batch_size": 2}
+    options = shared(variant, 4, 2) | backend
     ends = {int((row == END).int().argmax()) for row in torch.as_tensor(alone[0])}
     assert len(ends) > 2  # at different times
-    for rank in run_ranks(generate, 2, str(tmp_path / "2"), options, timeout_s=120):
+    for rank in run_on(variant, generate, 2, str(tmp_path / "2"), options):
         for mine, theirs in zip(rank, alone, strict=True):
             assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))

@@ -17,6 +17,8 @@ from tr_core import Trainer, TrainingArguments
 from tr_core.testing import check_strategy
 from tr_dist.testing import run_ranks
 
+pytestmark = pytest.mark.column("mps")
+
 
 class Network(torch.nn.Module):
     """Takes no number of items: torch has no subclass of a substitute's tensor."""

@@ -8,6 +8,7 @@ import torch
 from shared.callbacks import Stop, StopAt
 from shared.data import SeenRows, rows
 from torch import nn
+from variants import FARTHER, ONE_PROCESS, TOLERANCE, VARIANTS, run_on, shared
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
@@ -55,10 +56,9 @@ def train(folder, model_name, number, options, stop_at=None, resume=None, **give
         logging_steps=2,
         disable_tqdm=True,
         log_level="error",
-        use_cpu=True,
         per_device_eval_batch_size=2,
         eval_strategy="epoch",
-        **{"optim": "sgd", "save_strategy": "no", "num_train_epochs": 2, **options},
+        **{"use_cpu": True, "optim": "sgd", "save_strategy": "no", "num_train_epochs": 2, **options},
     )
     trainer = Trainer(
         {"Network": Network, "Counting": Counting}[model_name](),
@@ -80,7 +80,7 @@ def train(folder, model_name, number, options, stop_at=None, resume=None, **give
         if "train_loss" not in entry
     ]
     weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
-    result = history, {name: value.detach().clone() for name, value in weights.items()}, seen
+    result = history, {name: value.detach().cpu().clone() for name, value in weights.items()}, seen
     trainer.strategy.close()
     return result
 
@@ -94,10 +94,6 @@ def assert_close(one, other, tolerance):
         torch.testing.assert_close(mine, other[1][name], rtol=tolerance, atol=tolerance)
 
 
-# 32-bit sums in another order: a few units in the last place, over ten steps.
-TOLERANCE = 2e-6
-
-
 ALONE = {"strategy": "single", "fsdp": "", "fsdp_config": {}, "deepspeed": None}
 
 
@@ -107,68 +103,76 @@ def assert_same_bits(one, other):
     assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
+def tolerance_of(variant):
+    return TOLERANCE * FARTHER.get(variant, 1)
+
+
+@pytest.mark.row("numbers")
 @pytest.mark.parametrize("model_name", ["Network", "Counting"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_ranks_give_the_numbers_of_one_process(tmp_path, backend, model_name, world_size, accumulation):
-    total, number = 12, 43  # the last micro-batch has 7 samples: ranks hold unequal shares of it
-    shared = {"gradient_accumulation_steps": accumulation}
-    alone = train(str(tmp_path / "1"), model_name, number, {**shared, "per_device_train_batch_size": total})
-    options = {**shared, **backend, "per_device_train_batch_size": total // world_size}
-    ranks = run_ranks(train, world_size, str(tmp_path / "n"), model_name, number, options, timeout_s=120)
+def test_ranks_give_the_numbers_of_one_process(tmp_path, variant, model_name, world_size, accumulation):
+    # The last micro-batch has 7 samples: ranks hold unequal shares of it. One process has no micro-batch less for it.
+    total, number = 12, 48 if variant in ONE_PROCESS else 43
+    together = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": total}
+    alone = train(str(tmp_path / "1"), model_name, number, together)
+    options = shared(variant, total, world_size, accumulation)
+    ranks = run_on(variant, train, world_size, str(tmp_path / "n"), model_name, number, options)
     assert ranks[0][1].keys() == alone[1].keys()
     for rank in ranks:
-        assert_close(rank, alone, TOLERANCE)
+        assert_close(rank, alone, tolerance_of(variant))
         assert rank[0] == ranks[0][0]
         assert all(torch.equal(value, ranks[0][1][name]) for name, value in rank[1].items())
 
 
+@pytest.mark.row("short")
 @pytest.mark.parametrize("model_name", ["Network", "Counting"])
 @pytest.mark.parametrize("number", [26, 38])
-def test_a_rank_that_is_left_without_a_sample_adds_nothing(tmp_path, backend, model_name, number):
+def test_a_rank_that_is_left_without_a_sample_adds_nothing(tmp_path, variant, model_name, number):
     """The last micro-batch has two samples for three ranks."""
+    if variant in ONE_PROCESS:
+        pytest.skip("impossible: it is one process")
     alone = train(str(tmp_path / "1"), model_name, number, {"per_device_train_batch_size": 12})
-    options = {**backend, "per_device_train_batch_size": 4}
-    for rank in run_ranks(train, 3, str(tmp_path / "n"), model_name, number, options, timeout_s=120):
-        assert_close(rank, alone, TOLERANCE)
+    options = shared(variant, 12, 3)
+    for rank in run_on(variant, train, 3, str(tmp_path / "n"), model_name, number, options):
+        assert_close(rank, alone, tolerance_of(variant))
 
 
+@pytest.mark.row("once")
 @pytest.mark.parametrize("number", [40, 43])
-def test_every_sample_is_used_once_an_epoch(tmp_path, backend, number):
-    options = {**backend, "per_device_train_batch_size": 4, "num_train_epochs": 3}
-    ranks = run_ranks(train, 2, str(tmp_path), "Network", number, options, timeout_s=120)
+def test_every_sample_is_used_once_an_epoch(tmp_path, variant, number):
+    options = {**shared(variant, 8, 2), "num_train_epochs": 3}
+    ranks = run_on(variant, train, 2, str(tmp_path), "Network", number, options)
     used = [index for rank in ranks for index in rank[2]]
     assert sorted(used) == sorted(list(range(number)) * 3)
-    assert set(ranks[0][2][:4]).isdisjoint(ranks[1][2][:4])
+    assert len({index for rank in ranks for index in rank[2][:4]}) == 4 * len(ranks)
 
 
-def test_a_run_of_two_ranks_resumes_bit_equal(tmp_path, backend):
-    options = {
-        **backend,
-        "per_device_train_batch_size": 4,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "optim": "adamw_torch",
-    }
-    alone = run_ranks(train, 2, str(tmp_path / "a"), "Network", 40, options, timeout_s=120)
-    run_ranks(train, 2, str(tmp_path / "b"), "Network", 40, options, 8, timeout_s=120)
-    resumed = run_ranks(train, 2, str(tmp_path / "b"), "Network", 40, options, None, True, timeout_s=120)
+@pytest.mark.row("resume")
+def test_a_run_of_two_ranks_resumes_bit_equal(tmp_path, variant):
+    options = {**shared(variant, 8, 2), "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}
+    alone = run_on(variant, train, 2, str(tmp_path / "a"), "Network", 40, options)
+    run_on(variant, train, 2, str(tmp_path / "b"), "Network", 40, options, 8)
+    resumed = run_on(variant, train, 2, str(tmp_path / "b"), "Network", 40, options, None, True)
     for one, other in zip(alone, resumed, strict=True):
         assert_same_bits(one, other)
 
 
-def test_a_run_of_two_ranks_goes_on_with_another_number_at_the_next_sample(tmp_path, backend):
-    options = {
-        **backend, "per_device_train_batch_size": 12, "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1
-    }  # fmt: skip
-    alone = train(str(tmp_path / "1"), "Network", 144, {**options, **ALONE})
-    two = {**options, "per_device_train_batch_size": 6}
-    first = run_ranks(train, 2, str(tmp_path / "2"), "Network", 144, two, 3, timeout_s=120)
-    for world_size in (1, 3, 4):
+@pytest.mark.row("resize")
+def test_a_run_of_two_ranks_goes_on_with_another_number_at_the_next_sample(tmp_path, variant):
+    """A run of one process goes on with replicas."""
+    steps = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
+    alone = train(str(tmp_path / "1"), "Network", 144, {**steps, **ALONE, "per_device_train_batch_size": 12})
+    number = 1 if variant in ONE_PROCESS else 2
+    two = {**VARIANTS[variant], **steps, "per_device_train_batch_size": 12 // number}
+    first = run_on(variant, train, number, str(tmp_path / "2"), "Network", 144, two, 3)
+    others = {"strategy": "ddp"} if variant in ONE_PROCESS else VARIANTS[variant]
+    for world_size in (1, 3, 4) if number == 2 else (2, 3):
         shutil.copytree(tmp_path / "2", folder := tmp_path / f"{world_size}-of-2")
-        resized = {**options, "per_device_train_batch_size": 12 // world_size}
+        resized = {**others, **steps, "per_device_train_batch_size": 12 // world_size}
         second = run_ranks(train, world_size, str(folder), "Network", 144, resized, None, True, timeout_s=120)
         # Three steps of six samples; a fourth step's may have been loaded already when the run was stopped.
-        used = [index for rank in first for index in rank[2][:18]] + [index for rank in second for index in rank[2]]
+        used = [index for rank in first for index in rank[2][: 36 // number]]
+        used += [index for rank in second for index in rank[2]]
         assert sorted(used) == list(range(144))
-        assert_close(second[0], alone, TOLERANCE)
+        assert_close(second[0], alone, tolerance_of(variant))

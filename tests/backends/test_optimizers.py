@@ -1,18 +1,22 @@
 """Every optimizer with every backend, by arguments alone: the weights of one process, or a sentence that refuses.
 
-The table is that of packages/tr-dist/docs/optimizers.md.
+The table is that of packages/tr-dist/docs/optimizers.md. What the registry lists and is not named here has plain
+settings.
 """
 
 import contextlib
+import itertools
 import re
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from variants import VARIANTS, chosen
+from variants import BACKEND_OF, FARTHER, ONE_PROCESS, VARIANTS, chosen
 
 from tr_core import Trainer, TrainingArguments
+from tr_core.testing import optimizer_names
 from tr_dist.testing import run_ranks
 
 STEPS, RATE = 4, 3e-3
@@ -25,6 +29,7 @@ GALORE = {**ALL, "optim_args": "rank=4,update_proj_gap=2"}
 CODED = {**ALL, "optim_args": "rank=4,update_proj_gap=2,min_8bit_size=0"}
 # Ranks that exchange projections alone know the norm by an estimate, and clip by that.
 UNCLIPPED = {"max_grad_norm": 0.0}
+AVERAGED = {"lr_scheduler_type": "constant"}
 OPTIMIZERS = {
     "adamw_torch": ADAM,
     "adamw_8bit": {**ADAM, "optim_args": "min_8bit_size=0"},
@@ -48,113 +53,187 @@ OPTIMIZERS = {
     "apollo_adamw": {**GALORE, **ADAM},
     "apollo_adamw_layerwise": {**GALORE, **ADAM},
     "apollo_mini": {**ALL, **ADAM},
+    "apollo_mini_layerwise": {**ALL, **ADAM},
     "fira_adamw": {**GALORE, **ADAM},
     "fira_adamw_layerwise": {**GALORE, **ADAM},
+    "galore_torch_adamw": {**GALORE, **ADAM},
+    "galore_torch_adafactor": GALORE,
+    "galore_torch_adamw_8bit": ALL,
+    "lomo_optim": {"learning_rate": 0.1},
+    "adalomo_optim": UNCLIPPED,
+    "schedule_free_adamw": {**ADAM, **AVERAGED},
+    "schedule_free_radam": {**ADAM, **AVERAGED, "max_steps": 16},  # its first steps have no update
+    "schedule_free_sgd": AVERAGED,
 }
+OPTIMIZERS |= {name: ADAM for name in optimizer_names() if name not in OPTIMIZERS}
 
 # 32-bit sums in another order: some units in the last place, over four steps.
 SUMS = 3e-6
 # Moments that lie in other blocks, or in none, have other codes: M may be half a level off, of 1/8, in each step.
 CODES = RATE * STEPS / 16
-_NEED_MATRICES = "needs each parameter as a matrix.*strategy='fsdp'"
-_IN_BACKWARD = "consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp'"
+# Words of the table, the reason, and the message.
+REFUSALS = {
+    "matrix": ("it needs matrices, and ZeRO from stage 1 on has flat buffers",
+               "needs each parameter as a matrix.*strategy='fsdp'"),
+    "backward": ("it consumes gradients in the backward pass, and DeepSpeed averages them after it",
+                 "consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp'"),
+    "whole": ("its library takes no DTensor, which FSDP's parameters are",
+              "is a DTensor, of which each rank holds a part"),
+    "paged": ("paged state needs a GPU", "paged state moves between the memory of a GPU and of its host"),
+    "broken": ("galore-torch calls bitsandbytes by a signature that it no longer has",
+               "is not offered: galore-torch's GaLoreAdamW8bit calls bitsandbytes"),
+    "torch's": ("on XLA devices adamw_torch trains", "is not offered: torch_xla's AdamW differs from torch's only"),
+    "NPU": ("it runs on Ascend NPUs only, for which there is no strategy", "it runs on Ascend NPUs only"),
+}  # fmt: skip
+ALWAYS = {"galore_torch_adamw_8bit": "broken", "adamw_torch_xla": "torch's", "adamw_torch_npu_fused": "NPU"}
+BITSANDBYTES = ("adamw_bnb", "paged_", "lion_", "ademamix", "rmsprop_bnb")
+OF_LIBRARIES = (*BITSANDBYTES, "adamw_torch_4bit", "adamw_torch_8bit", "schedule_free", "stable_adamw", "grokadamw",
+                "muon", "galore_torch", "lomo_optim", "adalomo_optim")  # fmt: skip
 
 
 def expected(name, variant):
-    """Return how near weights come to those of one process, or what is said."""
+    """Return how near weights come to those of one process, or the word for why they do not."""
     optim = name.partition(",")[0]
-    in_backward = optim.endswith(("layerwise", "lomo"))
-    of_matrices = optim.startswith(("galore", "apollo", "fira", "lomo", "adalomo", "adafactor"))
+    if optim in ALWAYS:
+        return ALWAYS[optim]
+    if BACKEND_OF.get(variant) == "fsdp" and optim.startswith(OF_LIBRARIES):
+        return "whole"
+    if optim.startswith("paged") and variant != "cuda":
+        return "paged"
+    in_backward = optim.endswith(("layerwise", "lomo", "lomo_optim"))
+    of_matrices = optim.startswith(("galore", "apollo", "fira", "lomo", "adalomo", "adafactor", "muon"))
     if variant == "zero_0" and in_backward:
-        return _IN_BACKWARD
+        return "backward"
     if variant.startswith("zero") and variant != "zero_0" and of_matrices:
-        return _NEED_MATRICES
-    if "8bit" in optim:
-        return CODES
-    return SUMS
+        return "matrix"
+    return CODES if optim.endswith(("8bit", "4bit")) or "8bit" in optim else SUMS
 
 
 class Network(nn.Module):
-    """Sides that two ranks cannot share evenly, and one row."""
+    """Sides that two ranks cannot share evenly, and one row; wide enough for codes where these have a least size."""
 
-    def __init__(self):
+    def __init__(self, wide=False):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(10, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 1))
+        sides = (10, 64, 68, 1) if wide else (10, 13, 7, 1)
+        first, second, third = (nn.Linear(*pair) for pair in itertools.pairwise(sides))
+        self.layers = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third)
 
     def forward(self, x):
         return {"loss": (self.layers(x) - x[:, :1]).square().mean()}
 
 
-def train(folder, names, options):
+def network(name):
+    """Return the network that an optimizer trains."""
+    return Network(wide=name.startswith((*BITSANDBYTES, "adamw_torch_")) and name.endswith("bit"))
+
+
+def train(folder, options):
     """Return what each optimizer made of the weights, or the message that refused it."""
     found = {}
-    for name in names:
-        settings = {"learning_rate": RATE, **OPTIMIZERS[name], **options}
-        micro_batches = settings.get("gradient_accumulation_steps", 1)
-        settings["per_device_train_batch_size"] //= micro_batches
-        rows = [{"x": torch.randn(10, generator=torch.Generator().manual_seed(n))} for n in range(48)]
-        with contextlib.ExitStack() as stack:
-            try:
-                args = TrainingArguments(
-                    output_dir=folder,
-                    optim=name.partition(",")[0],
-                    max_steps=STEPS,
-                    use_cpu=True,
-                    save_strategy="no",
-                    disable_tqdm=True,
-                    log_level="error",
-                    **settings,
-                )
-                trainer = Trainer(Network(), args, train_dataset=rows)
-                stack.callback(trainer.strategy.close)
-                trainer.train()
-                weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
-                found[name] = {key: value.detach().float().clone() for key, value in weights.items()}
-            except ValueError as error:
-                found[name] = str(error)
+    for name in OPTIMIZERS:
+        try:
+            found[name] = train_one(folder, name, options)
+        except ValueError as error:
+            found[name] = str(error)
+        except ImportError as error:  # of the library that it is of
+            found[name] = error
+        except Exception as error:
+            found[name] = RuntimeError("".join(traceback.format_exception(error)))
     return found
+
+
+def train_one(folder, name, options):
+    settings = {"learning_rate": RATE, "max_steps": STEPS, **OPTIMIZERS[name], **options}
+    settings["per_device_train_batch_size"] //= settings.get("gradient_accumulation_steps", 1)
+    rows = [{"x": torch.randn(10, generator=torch.Generator().manual_seed(n))} for n in range(48)]
+    quiet = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "log_level": "error", "report_to": "none"}
+    with contextlib.ExitStack() as stack:
+        args = TrainingArguments(output_dir=folder, optim=name.partition(",")[0], **{**quiet, **settings})
+        trainer = Trainer(network(name), args, train_dataset=rows)
+        stack.callback(trainer.strategy.close)
+        trainer.train()
+        weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
+        return {key: value.detach().float().cpu().clone() for key, value in weights.items()}
+
+
+def train_in_variants(folder, variants):
+    """Train on each of some variants; libraries are imported once for all."""
+    return {variant: train(folder, {"per_device_train_batch_size": 6, **VARIANTS[variant]}) for variant in variants}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     torch.set_num_threads(1)
-    return train(str(tmp_path_factory.mktemp("alone")), OPTIMIZERS, {"per_device_train_batch_size": 12})
+    return train(str(tmp_path_factory.mktemp("alone")), {"per_device_train_batch_size": 12, "strategy": "single"})
 
 
-def test_each_optimizer_trains_in_one_process(alone):
-    start = Network().state_dict()
-    for name, weights in alone.items():
-        assert max((value - start[key]).abs().max() for key, value in weights.items()) > 1e-3, name
+@pytest.fixture(scope="module")
+def ranks(request, tmp_path_factory):
+    """Train on all variants of a backend when the first of them is asked for; returns what each rank has of one."""
+    known = {}
+
+    def look_up(variant):
+        if variant not in known:
+            backends = request.config.getoption("--backend", None)
+            variants = [each for each in chosen(backends) if BACKEND_OF[each] == BACKEND_OF[variant]]
+            try:
+                found = run_ranks(train_in_variants, 2, str(tmp_path_factory.mktemp("n")), variants, timeout_s=1800)
+                known.update({each: [rank[each] for rank in found] for each in variants})
+            except Exception as error:  # of all optimizers: none is tried again
+                known.update(dict.fromkeys(variants, error))
+        if isinstance(known[variant], Exception):
+            raise known[variant]
+        return known[variant]
+
+    return look_up
 
 
-def test_each_optimizer_trains_as_in_one_process_or_is_refused(tmp_path, backend, alone):
-    [variant] = [name for of in VARIANTS.values() for name, options in of.items() if options == backend]
-    options = {**backend, "per_device_train_batch_size": 6}
-    first, *others = run_ranks(train, 2, str(tmp_path), list(OPTIMIZERS), options, timeout_s=300)
-    for name, found in first.items():
-        wanted = expected(name, variant)
-        if isinstance(wanted, str):
-            assert isinstance(found, str), f"{name} was to be refused"
-            assert re.search(wanted, found), f"{name}: {found}"
-        else:
-            assert not isinstance(found, str), f"{name}: {found}"
-            for key, value in alone[name].items():
-                torch.testing.assert_close(found[key], value, rtol=0, atol=wanted, msg=lambda m, n=name: f"{n}: {m}")
-        assert all(isinstance(other[name], str) == isinstance(wanted, str) for other in others)
+def optimizers():
+    return [
+        pytest.param(name, id=name, marks=pytest.mark.row(f"optim {name.partition(',')[0]}")) for name in OPTIMIZERS
+    ]
 
 
+def check(name, variant, found, reference):
+    """Compare what an optimizer made of weights, or its refusal, with what is expected; return the refusal's reason."""
+    if isinstance(found, ImportError):
+        pytest.skip("needs " + re.search(r"is that of (\w+)", str(found))[1])
+    assert not isinstance(found, Exception), found
+    wanted = expected(name, variant)
+    if isinstance(wanted, str):
+        why, message = REFUSALS[wanted]
+        assert isinstance(found, str), f"{name} was to be refused"
+        assert re.search(message, found), found
+        return why
+    assert not isinstance(found, str), found
+    start = network(name).state_dict()
+    assert max((value - start[key]).abs().max() for key, value in found.items()) > 1e-3
+    for key, value in reference.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=wanted * FARTHER.get(variant, 1))
+    return None
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_each_optimizer_trains_as_in_one_process_or_is_refused(tmp_path, name, variant, alone, ranks, record_property):
+    if variant in ONE_PROCESS:
+        options = {"per_device_train_batch_size": 12, **VARIANTS[variant]}
+        each = [alone if variant == "cpu" else {name: train_one(str(tmp_path), name, options)}]
+    else:
+        each = ranks(variant)
+    if why := check(name, variant, each[0][name], alone[name]):
+        record_property("refused", why)
+    assert all(isinstance(rank[name], str) == (why is not None) for rank in each)
+
+
+@pytest.mark.column("ddp")
 def test_the_table_of_the_documentation_says_so():
     lines = [line.strip("|\n").split("|") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     head, *rows = [[cell.strip() for cell in line] for line in lines]
-    variants = [name for name, _ in chosen(sorted(VARIANTS))]
+    variants = [name for name in VARIANTS if name not in ONE_PROCESS]
     assert sorted(head[1:]) == sorted(variants)
     assert [row[0] for row in rows] == list(OPTIMIZERS)
-    words = {
-        SUMS: "same",
-        CODES: "codes",
-        _NEED_MATRICES: "matrix",
-        _IN_BACKWARD: "backward",
-    }
+    words = {SUMS: "same", CODES: "codes"}
     for row in rows:
-        assert [words[expected(row[0], variant)] for variant in head[1:]] == row[1:], row[0]
+        wanted = [expected(row[0], variant) for variant in head[1:]]
+        assert [words.get(each, each) for each in wanted] == row[1:], row[0]

@@ -1,4 +1,4 @@
-"""A loop written by hand, with four lines changed, on DeepSpeed: the numbers of one process, every row once."""
+"""A loop written by hand, with four lines changed: the numbers of one process, every row once."""
 
 import importlib.util
 import sys
@@ -14,13 +14,31 @@ from loop_runs import distributed, plain, strategy_named
 from tr_dist import Loop
 from tr_dist.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over two epochs of Adam
 
 
-@pytest.mark.parametrize("strategy", ["zero 1/0", "zero 1/2", "zero 3/2", "zero 1/3"])
+def strategies():
+    """Return the strategies, each with its column."""
+    for name in ("ddp", "fsdp", "zero 1/0", "zero 1/2", "zero 3/2", "zero 1/3"):
+        of_deepspeed = name.startswith("zero")
+        marks = [pytest.mark.column("deepspeed"), needs_deepspeed] if of_deepspeed else pytest.mark.column(name)
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.column("cpu")
+@pytest.mark.row("own loop")
+def test_one_process_needs_no_launcher():
+    weights, predictions = plain(23, 6, accumulation=2)
+    alone = distributed("ddp", 23, 6, {"accumulation": 2, "shuffle": True})
+    torch.testing.assert_close(alone[0], weights)
+    torch.testing.assert_close(alone[1], predictions)
+
+
+@pytest.mark.row("own loop")
+@pytest.mark.parametrize("strategy", list(strategies()))
 def test_two_ranks_train_as_the_plain_loop_does_in_one_process(strategy):
-    accumulation = int(strategy[-3])
+    accumulation = int(strategy[-3]) if strategy.startswith("zero") else 3
     weights, predictions = plain(29, 6, accumulation=accumulation)
     options = {"accumulation": accumulation, "shuffle": True}
     ranks = run_ranks(distributed, 2, strategy, 29, 3, options, timeout_s=180)
@@ -35,5 +53,8 @@ def accumulate_otherwise():
         Loop(strategy_named("zero 1/2"), gradient_accumulation_steps=2)
 
 
+@pytest.mark.column("deepspeed")
+@needs_deepspeed
+@pytest.mark.row("refused")
 def test_a_loop_that_accumulates_otherwise_than_the_configuration_is_refused():
     run_ranks(accumulate_otherwise, 1, timeout_s=120)

@@ -14,6 +14,7 @@ FORMS = {
 }
 
 
+@pytest.mark.column("fsdp", "ddp")
 @pytest.mark.parametrize(("form", "replicas", "shards"), [("fsdp", 2, 2), ("fsdp", 1, 4), ("ddp", 4, 1)])
 def test_replicas_of_shards_give_the_numbers_of_one_process(tmp_path, form, replicas, shards):
     alone = train(str(tmp_path / "1"), "Counting", 43, {**ALONE, "per_device_train_batch_size": 12})
@@ -30,6 +31,7 @@ def make_mesh(folder):
         return strategy.sharding.strategy, strategy.mesh.mesh.tolist(), strategy.mesh.mesh_dim_names
 
 
+@pytest.mark.column("fsdp")
 def test_shards_lie_on_ranks_that_follow_each_other(tmp_path):
     expected = ("hybrid_shard_zero2", [[0, 1], [2, 3], [4, 5]], ("replicate", "shard"))
     assert run_ranks(make_mesh, 6, str(tmp_path), timeout_s=120) == [expected] * 6

@@ -10,18 +10,14 @@ from safetensors.torch import load_file
 from shared.callbacks import Stop, StopAt
 from test_numbers import ALONE, Network, Rows
 from torch import nn
+from variants import ONE_PROCESS, run_on, shared
 
 from tr_core import Trainer, TrainingArguments
 from tr_core.testing import WeightAverage
 from tr_dist.fsdp import FSDP, Sharding
 from tr_dist.testing import run_ranks, set_loss_scaler
 
-FORMS = {
-    "full_shard": {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Sequential"]}},
-    "shard_grad_op": {"fsdp": "shard_grad_op"},
-    "no_shard": {"fsdp": "no_shard"},
-    "offload": {"fsdp": "full_shard offload"},
-}
+UNITS = {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Sequential"]}}
 
 
 class Normed(Network):
@@ -48,11 +44,10 @@ def train(folder, options, total=12, stop_at=None, resume=None, strategy=None):
         logging_steps=1,
         disable_tqdm=True,
         log_level="error",
-        use_cpu=True,
         eval_strategy="steps",
         eval_steps=2,
         **{
-            "optim": "sgd", "ema_decay": 0.8, "save_strategy": "no", "num_train_epochs": 2,
+            "use_cpu": True, "optim": "sgd", "ema_decay": 0.8, "save_strategy": "no", "num_train_epochs": 2,
             "per_device_train_batch_size": total, **options,
         },
     )  # fmt: skip
@@ -73,14 +68,15 @@ def assert_close(one, other):
         torch.testing.assert_close(value, other[1][name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.row("average")
 @pytest.mark.parametrize("start", [0, 3])
-def test_averages_in_shards_are_those_of_one_process(tmp_path, form, start):
+def test_averages_in_shards_are_those_of_one_process(tmp_path, variant, start):
     alone = train(str(tmp_path / "1"), {"ema_start_step": start})
     raw = train(str(tmp_path / "raw"), {"ema_decay": None})
     assert raw[0] != pytest.approx(alone[0], rel=1e-4)
-    options = {**form, "ema_start_step": start, "per_device_train_batch_size": 6}
-    ranks = run_ranks(train, 2, str(tmp_path / "2"), options, timeout_s=120)
+    world_size = 1 if variant in ONE_PROCESS else 2  # its buffer counts micro-batches
+    options = {**shared(variant, 12, world_size), "ema_start_step": start}
+    ranks = run_on(variant, train, 2, str(tmp_path / "2"), options)
     for rank in ranks:
         assert_close(rank, alone)
     exported, of_one = (load_file(tmp_path / n / "out" / "model.safetensors") for n in "21")
@@ -90,28 +86,32 @@ def test_averages_in_shards_are_those_of_one_process(tmp_path, form, start):
         torch.testing.assert_close(value, of_one[name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.column("fsdp")
+@pytest.mark.row("average")
 def test_averages_in_shards_resume_on_any_number_of_ranks(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 3}
     alone = train(str(tmp_path / "1"), saves)
-    two = {**saves, **FORMS["full_shard"], "per_device_train_batch_size": 6}
+    two = {**saves, **UNITS, "per_device_train_batch_size": 6}
     whole = run_ranks(train, 2, str(tmp_path / "a"), two, timeout_s=120)
     run_ranks(train, 2, str(tmp_path / "b"), two, 12, 5, timeout_s=120)
     shutil.copytree(tmp_path / "b", tmp_path / "c")
     again = run_ranks(train, 2, str(tmp_path / "b"), two, 12, None, True, timeout_s=120)
     assert again[0][0] == whole[0][0]
     assert all(torch.equal(value, whole[0][1][name]) for name, value in again[0][1].items())
-    for world_size, form in ((1, ALONE), (3, FORMS["full_shard"]), (2, {"strategy": "ddp"})):
+    for world_size, form in ((1, ALONE), (3, UNITS), (2, {"strategy": "ddp"})):
         shutil.copytree(tmp_path / "c", folder := tmp_path / f"{world_size}-of-2")
         resized = {**saves, **form, "per_device_train_batch_size": 12 // world_size}
         for rank in run_ranks(train, world_size, str(folder), resized, 12, None, True, timeout_s=120):
             assert_close(rank, alone)
 
 
+@pytest.mark.column("fsdp")
+@pytest.mark.row("average")
 def test_an_average_of_one_process_goes_on_in_shards(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 3}
     alone = train(str(tmp_path / "1"), saves)
     train(str(tmp_path / "2"), saves, stop_at=5)
-    two = {**saves, **FORMS["shard_grad_op"], "per_device_train_batch_size": 6}
+    two = {**saves, "fsdp": "shard_grad_op", "per_device_train_batch_size": 6}
     for rank in run_ranks(train, 2, str(tmp_path / "2"), two, 12, None, True, timeout_s=120):
         assert_close(rank, alone)
 
@@ -142,6 +142,7 @@ def count_calls(layers):
         return len(counted), held
 
 
+@pytest.mark.column("fsdp")
 def test_an_update_of_many_shards_is_as_many_calls_as_of_few():
     few, many = (run_ranks(count_calls, 2, layers, timeout_s=60) for layers in (2, 12))
     assert [calls for calls, _ in few] == [calls for calls, _ in many]
@@ -157,6 +158,8 @@ def train_scaled(folder, options, stop_at=None, resume=None):
     return (*result, scaler.get_scale(), scaler.state_dict()["_growth_tracker"])
 
 
+@pytest.mark.column("fsdp")
+@pytest.mark.row("resume")
 def test_the_scale_of_losses_is_resumed_with_the_shards(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 6, "ema_decay": None}
     whole = run_ranks(train_scaled, 2, str(tmp_path / "a"), options, timeout_s=120)

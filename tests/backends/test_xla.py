@@ -15,7 +15,10 @@ import pytest
 HERE = Path(__file__).parent
 SECONDS = 1800  # for a group, on a busy machine: most of it is the compiler's
 
-pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla (nox -s 'backend(xla)')")
+pytestmark = [
+    pytest.mark.column("xla"),
+    pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla (nox -s 'backend(xla)')"),
+]
 
 # What the environment of a group's process says beside PJRT_DEVICE.
 VARIABLES = {
@@ -24,6 +27,7 @@ VARIABLES = {
     "sharded": {},
     "bf16": {"XLA_USE_BF16": "1"},
     "downcast": {"XLA_DOWNCAST_BF16": "1"},
+    "optimizers": {},
 }
 
 
@@ -31,11 +35,17 @@ def scenarios():
     import xla_scenarios
 
     return [
-        pytest.param(group, name, id=f"{group}-{name}")
+        pytest.param(group, name, id=f"{group}-{name}", marks=[pytest.mark.row(function.row)] if function.row else [])
         for group in VARIABLES
         for name, function in xla_scenarios.SCENARIOS.items()
         if group in function.groups
     ]
+
+
+def optimizers():
+    import test_optimizers
+
+    return test_optimizers.optimizers()
 
 
 # Programs are compiled for one run of a tiny model: what they take is the compiler's time.
@@ -82,6 +92,17 @@ def test_xla(results, group, name):
     assert not (failure := results(group, name)), failure
 
 
+@pytest.mark.parametrize("name", optimizers() if find_spec("torch_xla") else [])
+def test_each_optimizer_trains_as_in_one_process_or_is_refused(results, name, record_property):
+    found = results("optimizers", name)
+    if found.startswith("refused: "):
+        record_property("refused", found.removeprefix("refused: "))
+        found = ""
+    if found.startswith("needs "):
+        pytest.skip(found)
+    assert not found, found
+
+
 LAUNCHED = """
 import torch_xla
 from tr_dist.xla import XLA
@@ -94,6 +115,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.row("refused")
 def test_replicas_on_the_cpu_are_refused(tmp_path):
     """They would wait for each other until the process is aborted."""
     script = tmp_path / "launched.py"

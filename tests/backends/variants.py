@@ -1,10 +1,15 @@
 """The backends that the scenarios run on, by name, and the arguments that choose each of their variants."""
 
+import torch
+
+from tr_dist.testing import run_ranks
+
 _BY_CLASS = {"transformer_layer_cls_to_wrap": ["Sequential"]}
 _DIVIDED = {"stage": 3, "stage3_param_persistence_threshold": 0}  # or all parameters of small models stay whole
 _IN_HOST_MEMORY = {"device": "cpu"}
 
-VARIANTS = {
+BACKENDS = {
+    "cpu": {"cpu": {"strategy": "single"}},
     "ddp": {"ddp": {"strategy": "ddp"}},
     "accelerate": {"accelerate": {"strategy": "accelerate"}},
     "fsdp": {
@@ -31,13 +36,42 @@ VARIANTS = {
             }
         },
     },
-    "xla": {},  # its devices are those of one process: test_xla.py has its scenarios
+    "xla": {},  # its devices are those of one process: xla_scenarios.py has its scenarios
+    "mps": {"mps": {"strategy": "mps", "use_cpu": False}},
+    "cuda": {"cuda": {"strategy": "single", "use_cpu": False}},
 }
+VARIANTS = {name: options for variants in BACKENDS.values() for name, options in variants.items()}
+BACKEND_OF = {variant: name for name, variants in BACKENDS.items() for variant in variants}
+# They have no ranks: what ranks share elsewhere, micro-batches share here.
+ONE_PROCESS = ("cpu", "mps", "cuda")
 # What is run with all other tests; `nox -s backend` runs every variant of one backend.
 USUAL = ("ddp", "units", "offload")
+# 32-bit sums in another order: a few units in the last place, over ten steps; another device has other kernels.
+TOLERANCE = 2e-6
+FARTHER = {"mps": 50, "cuda": 50}
 
 
 def chosen(backends):
-    """Return (name, options) of all variants of some backends; without any, the usual ones."""
-    variants = [(name, options) for b in backends or VARIANTS for name, options in VARIANTS[b].items()]
-    return variants if backends else [(name, options) for name, options in variants if name in USUAL]
+    """Return the names of all variants of some backends; without any, the usual ones."""
+    return [name for name in VARIANTS if (BACKEND_OF[name] in backends if backends else name in USUAL)]
+
+
+def missing_device(backend):
+    """Return what this machine lacks for a backend, or nothing."""
+    if backend == "cuda" and not torch.cuda.is_available():
+        return "needs a CUDA device"
+    return "needs a Mac's GPU" if backend == "mps" and not torch.backends.mps.is_available() else ""
+
+
+def shared(variant, rows, world_size, accumulation=1):
+    """Return the arguments by which ranks, or micro-batches of one process, have `rows` rows together."""
+    more = world_size if variant in ONE_PROCESS else 1
+    sizes = {"per_device_train_batch_size": rows // world_size, "gradient_accumulation_steps": accumulation * more}
+    return {**VARIANTS[variant], **sizes}
+
+
+def run_on(variant, function, world_size, *arguments, timeout_s=300):
+    """Call a function in as many ranks, or once in this process where the variant has no ranks."""
+    if variant in ONE_PROCESS:
+        return [function(*arguments)]
+    return run_ranks(function, world_size, *arguments, timeout_s=timeout_s)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import test_generation
 import test_numbers
+import test_optimizers
 import torch
 from torch import nn
 
@@ -28,14 +29,23 @@ DEVICES = {"fsdp": "full_shard", "fsdp_config": {"xla": True, "xla_fsdp_v2": Tru
 ALONE = {"strategy": "single"}
 # In the words of the documentation: parameters of every replica in parts, gathered in float32.
 SHARDED = {"fsdp": "full_shard", "fsdp_config": {"xla": True, "xla_fsdp_settings": {"compute_dtype": "float32"}}}
-GROUPS = {"replica": REPLICA, "devices": DEVICES, "sharded": SHARDED, "bf16": REPLICA, "downcast": REPLICA}
+GROUPS = {
+    "replica": REPLICA,
+    "devices": DEVICES,
+    "sharded": SHARDED,
+    "bf16": REPLICA,
+    "downcast": REPLICA,
+    "optimizers": {},
+}
 # 32-bit sums in another order, by kernels of another library: a few units in the last place, over ten steps.
 TOLERANCE = 5e-6
 
 
-def scenario(*groups):
+def scenario(*groups, row=None):
+    """Note a scenario of some groups, and the row of the matrix that it is a part of."""
+
     def note(function):
-        function.groups = groups
+        function.groups, function.row = groups, row
         SCENARIOS[function.__name__] = function
         return function
 
@@ -114,7 +124,7 @@ def transfers():
     return (metrics.metric_data("TransferFromDeviceTime") or [0])[0]
 
 
-@scenario("replica", "devices", "sharded")
+@scenario("replica", "devices", "sharded", row="promises")
 def the_strategy_keeps_the_promises_of_the_protocol(folder, options):
     from tr_dist.xla import XLA
 
@@ -132,10 +142,10 @@ def _numbers(model_name, accumulation):
         found = test_numbers.train(str(folder / "x"), model_name, 43, {**shared, **options})
         alone = test_numbers.train(str(folder / "1"), model_name, 43, {**shared, **ALONE})
         test_numbers.assert_close(found, alone, TOLERANCE)
-        assert sorted(found[2]) == sorted(alone[2])  # every sample once an epoch
+        assert sorted(found[2]) == sorted(alone[2])
 
     run.__name__ = f"numbers_are_those_of_a_plain_run_of_{model_name}_accumulating_{accumulation}"
-    scenario("replica", "devices", *(["sharded"] if accumulation > 1 else []))(run)
+    scenario("replica", "devices", *(["sharded"] if accumulation > 1 else []), row="numbers")(run)
 
 
 for name in ("Network", "Counting"):
@@ -143,7 +153,27 @@ for name in ("Network", "Counting"):
         _numbers(name, size)
 
 
-@scenario("replica", "devices", "sharded")
+@scenario("replica", "devices", row="once")
+def every_sample_is_used_once_an_epoch(folder, options):
+    given = {**options, "per_device_train_batch_size": 4, "num_train_epochs": 3}
+    used = test_numbers.train(str(folder), "Network", 43, given)[2]
+    assert sorted(used) == sorted(list(range(43)) * 3)
+
+
+@scenario("replica", row="average")
+def an_average_of_the_weights_is_that_of_a_plain_run(folder, options):
+    averages = [weights_after(folder, {**kind, "ema_decay": 0.8}) for kind in (options, ALONE)]
+    assert_weights(*averages, 10 * TOLERANCE)
+    assert any(not torch.equal(value, averages[0][name]) for name, value in weights_after(folder, options).items())
+
+
+def weights_after(folder, options):
+    trainer = trainer_of(folder, options)
+    trainer.train()
+    return weights(trainer)
+
+
+@scenario("replica", "devices", "sharded", row="resume")
 def a_run_with_dropout_resumes_bit_equal(folder, options):
     saving = {**options, "save_strategy": "steps", "save_steps": 5, "optim": "adamw_torch_fused"}  # the default
     whole = trainer_of(folder / "whole", saving, Layers(0.2))
@@ -158,7 +188,7 @@ def a_run_with_dropout_resumes_bit_equal(folder, options):
     assert losses[0][-2:] == losses[1][-2:]
 
 
-@scenario("replica", "devices", "sharded")
+@scenario("replica", "devices", "sharded", row="other strategy")
 def checkpoints_are_those_of_a_plain_run(folder, options):
     """Saved with XLA and resumed without, and the reverse; the states that are loaded are those that were saved."""
     saving = {"save_strategy": "steps", "save_steps": 6, "num_train_epochs": 1, "optim": "adamw_torch"}
@@ -183,7 +213,7 @@ def checkpoints_are_those_of_a_plain_run(folder, options):
     assert all(torch.equal(value, ends["x"][name]) for name, value in saved.items())
 
 
-@scenario("replica", "devices")
+@scenario("replica", "devices", row="export")
 def the_model_is_exported_for_any_program(folder, options):
     from safetensors.torch import load_file
 
@@ -254,7 +284,7 @@ def an_evaluation_is_run_batch_by_batch(folder, options):
     assert abs(plain["eval_loss"] - first["eval_loss"]) < TOLERANCE
 
 
-@scenario("replica", "devices")
+@scenario("replica", "devices", row="generation")
 def generation_gives_the_tokens_of_a_plain_run(folder, options):
     """A few tokens: each is a program of its own, for the row is longer by one."""
     found = []
@@ -265,7 +295,7 @@ def generation_gives_the_tokens_of_a_plain_run(folder, options):
     assert len(found[0].unique()) > 1
 
 
-@scenario("replica", "devices")
+@scenario("replica", "devices", row="bf16")
 def bf16_computes_in_bfloat16_and_keeps_weights_whole(folder, options):
     trainer = trainer_of(folder, {**options, "bf16": True})
     seen = []
@@ -310,7 +340,7 @@ _in_the_optimizer("lomo", max_grad_norm=0)
 _in_the_optimizer("adalomo", max_grad_norm=0)
 
 
-@scenario("replica")
+@scenario("replica", row="overflow")
 def updates_that_are_not_finite_are_left_out(folder, options):
     data = samples(24)
     data[5]["x"] = data[5]["x"] * float("inf")
@@ -324,7 +354,7 @@ def updates_that_are_not_finite_are_left_out(folder, options):
     assert_weights(*ends, 10 * TOLERANCE)
 
 
-@scenario("replica")
+@scenario("replica", row="recompute")
 def activations_that_are_computed_again_have_the_same_dropout(folder, options):
     """In one step: torch_xla begins the next one's random numbers where the state was set last."""
     ends, calls = [], []
@@ -360,7 +390,7 @@ def counters_are_logged_after_an_evaluation(folder, options):
     assert any("Metric: CompileTime" in text for text in records)
 
 
-@scenario("replica")
+@scenario("replica", row="refused")
 def what_cannot_be_had_is_refused(folder, options):
     from tr_dist.xla import XLA, XlaSharding
 
@@ -405,7 +435,7 @@ class Blocks(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.last(self.blocks(x)), labels)}
 
 
-@scenario("devices", "sharded")
+@scenario("devices", "sharded", row="recompute")
 def units_may_be_computed_again(folder, options):
     """All but the first, whose input needs no gradient."""
     again = {"transformer_layer_cls_to_wrap": ["Counting"], "xla_fsdp_grad_ckpt": True}
@@ -453,8 +483,24 @@ def floats_are_bfloat16_and_doubles_floats(folder, options):
     assert third.item() == (torch.ones(1) / 3).item()
 
 
-def main(group, folder, wanted=""):
+def of_each_optimizer(folder):
+    """Train each optimizer on XLA and without; return nothing, what was wrong, or why it was refused."""
     results = {}
+    found = {kind: test_optimizers.train(f"{folder}/{kind}", {"per_device_train_batch_size": 12, "strategy": kind})
+             for kind in ("single", "xla")}  # fmt: skip
+    for name in test_optimizers.OPTIMIZERS:
+        try:
+            why = test_optimizers.check(name, "xla", found["xla"][name], found["single"][name])
+            results[name] = f"refused: {why}" if why else ""
+        except pytest.skip.Exception as error:
+            results[name] = str(error)
+        except AssertionError as error:
+            results[name] = f"failed: {error}"
+    return results
+
+
+def main(group, folder, wanted=""):
+    results = of_each_optimizer(folder) if group == "optimizers" else {}
     for name, function in SCENARIOS.items():
         if group not in function.groups or not any(part in name for part in wanted.split(",")):
             continue

@@ -9,6 +9,7 @@ from tr_core.checkpoint.settings import fingerprint
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.loss import LabelSmoother
 from tr_core.model_io import shifts_targets
+from tr_core.optim.optimizers import optimizer_names
 from tr_core.preemption.signals import Interrupted
 from tr_core.random_state import RandomState
 from tr_core.testing.conditions import read_trials, set_clock, set_loss_scaler
@@ -41,6 +42,7 @@ __all__ = [
     "check_strategy",
     "fingerprint",
     "measure_lengths",
+    "optimizer_names",
     "read_trials",
     "refused_hooks",
     "set_clock",
