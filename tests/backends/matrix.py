@@ -192,14 +192,16 @@ def cell(found, reasons, declared=None):
             words.append(f"**failed** ({', '.join(sorted(found[kind]))})")
         else:
             partial = len(found) > 1
-            numbers = sorted({reasons.number(reason(why, variants, partial)) for why, variants in found[kind].items()})
+            numbers = sorted(
+                {reasons.number(reason(why, variants, partial)) for why, variants in sorted(found[kind].items())}
+            )
             words.append(f"{kind} ({', '.join(map(str, numbers))})")
     return ", ".join(words)
 
 
 def reason(why, variants, partial):
     """Return a reason, with the variants that it is of where others passed."""
-    named = [name for name in variants if name] if partial else []
+    named = sorted(name for name in variants if name) if partial else []
     return f"with {', '.join(named)}: {why}" if named else why
 
 
@@ -233,7 +235,7 @@ def page(data):
         ["backend", "day", *kinds, "machine", "Python", "libraries"],
         [
             [name, c["date"], *(str(n[kind]) for kind in kinds), c["machine"], c["python"],
-             ", ".join(f"{library} {version}" for library, version in c["versions"].items())]
+             ", ".join(f"{library} {c['versions'][library]}" for library in LIBRARIES if library in c["versions"])]
             for (name, c), n in zip(columns.items(), counted, strict=True)
         ],
     )  # fmt: skip
@@ -264,7 +266,8 @@ backend:
 
 A cell with more than one word says what is true of some variants each.
 """
-OPTIMIZERS = """Every name that `--optim` accepts. Passed means: four steps or more changed the weights, and to those of
-one process; which variants and how near is in [every optimizer with every
+OPTIMIZERS = """Every name that `--optim` accepts. Passed means: four steps or more changed the weights, on several
+processes to those of one; in which variants and how near is in [every optimizer with every
 backend](../../tr-dist/docs/optimizers.md)."""
-OWN = "What has no counterpart on the other backends. Numbers are reasons, as above."
+OWN = """What has no counterpart on the other backends. Numbers are reasons, as above. Without its device, what passed
+of `mps` and `cuda` ran on a substitute that computes on the CPU, or asks only what is chosen and refused."""
