@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import re
 import statistics
 import subprocess
@@ -122,6 +123,19 @@ def test_a_package_brings_what_every_package_brings(package):
     assert {name for name in re.findall(r"\btr-\w+", required)} == set(package.siblings)
     assert ("torch" in required) == (package.torch and package.name != "tr-all")
     assert ("numpy" in required) == ("torch" in required), "torch warns without it, and exchanges objects through it"
+
+
+def test_a_library_has_one_name_and_one_lowest_version_in_all_packages():
+    found = {}
+    for path in (package.path / "pyproject.toml" for package in PACKAGES):
+        project = tomllib.loads(path.read_text("utf-8"))["project"]
+        extras = project.get("optional-dependencies", {}).values()
+        for required in itertools.chain(project["dependencies"], *extras):
+            name, bounds = re.fullmatch(r"([\w.-]+)(?:\[.+?\])?(.*)", required).groups()
+            if not name.startswith("tr-"):
+                found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), set()).add(name + bounds)
+    assert {"torch", "numpy", "safetensors", "huggingface-hub", "accelerate", "pyyaml"} <= set(found)
+    assert [sorted(given) for given in found.values() if len(given) > 1] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

@@ -89,6 +89,11 @@ def hub(monkeypatch, tmp_path_factory):
             if name != "HF_HUB_DISABLE_XET":  # which older clients do not have
                 assert hasattr(constants, name)
             monkeypatch.setattr(constants, name, value, raising=False)
+            if name == "HUGGINGFACE_CO_URL_TEMPLATE":  # of which older clients have a copy
+                monkeypatch.setattr(pytest.importorskip("huggingface_hub.file_download"), name, value, raising=False)
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
+        # Clients before 1.0 keep sessions with the settings of the time when they were opened.
+        server.forget_sessions = getattr(pytest.importorskip("huggingface_hub.utils"), "reset_sessions", lambda: None)
+        server.forget_sessions()
         yield server

@@ -201,6 +201,7 @@ def test_being_told_to_stay_offline_is_an_error_in_words(hub, tmp_path, monkeypa
     constants = pytest.importorskip("huggingface_hub.constants")
     pushed(hub, tmp_path / "out")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.forget_sessions()
     with pytest.raises(CheckpointError, match="at main could not be read: OfflineModeIsEnabled"):
         reading(hub, tmp_path / "fresh").restore(parts(), "hub")
     assert "trying again" not in caplog.text  # it will not pass
