@@ -41,7 +41,7 @@ class Tell(TrainerCallback):
         say(f"end {state.global_step} {type(error).__name__}")
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--workers", type=int, default=0)
@@ -49,7 +49,7 @@ def main():
     parser.add_argument("--wait_at", type=int, default=-1)
     parser.add_argument("--end")
     parser.add_argument("--save_async", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
     args = TrainingArguments(
         given.folder,

@@ -94,7 +94,7 @@ def test_a_step_of_ddp_exchanges_gradients_alone(exchanges, stops):
     assert of_a_step(exchanges("ddp", 4, stops), exchanges("ddp", 8, stops)) == {"allreduce_": 1}
 
 
-@pytest.mark.parametrize("stops", [False, True], ids=["to the last step", "stopped by a callback"])
+@pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["to the end", "stopped"])
 def test_a_step_of_fsdp_exchanges_shards_and_a_norm(exchanges, stops):
     # Two units and the rest of the model, each gathered in the forward and in the backward.
     expected = {"allreduce_": 1, "_allgather_base_": 6, "_reduce_scatter_base_": 3}

@@ -142,8 +142,9 @@ def ranks(optimizer):
     return sorted(basis.shape[-1] for basis in columns if basis is not None)
 
 
-@pytest.mark.parametrize("targets", [KOREAN, ARABIC], ids=["korean", "arabic"])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "targets"), [*((name, KOREAN) for name in EXAMPLES), ("galore", ARABIC)], ids=[*EXAMPLES, "arabic"]
+)
 def test_the_galore_examples_train_what_they_name_and_learn(gemma, monkeypatch, name, targets, caplog):
     logged = [("max_steps=100", "max_steps=100, logging_steps=10")]
     with caplog.at_level(logging.INFO, logger="tr_optim"):

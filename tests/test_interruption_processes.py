@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+import interrupted_run
+
 SLOW = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "interrupted_run.py"
@@ -103,19 +106,20 @@ def checkpoints(folder):
     return sorted(path.name for path in Path(folder).iterdir() if "checkpoint" in path.name)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The weights of a run that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    with Process(folder, "--end", folder / "end.pt") as run:
-        assert run.end()[0] == 0, run.errors()
+def end_of(folder, *arguments):
+    """Run the script to its end, in this process; return the weights."""
+    interrupted_run.main([str(folder), "--end", str(folder / "end.pt"), *map(str, arguments)])
     return torch.load(folder / "end.pt")
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of a run that nobody disturbed."""
+    return end_of(tmp_path_factory.mktemp("whole"))
+
+
 def assert_goes_on_to(whole, folder, *arguments):
-    with Process(folder, "--end", folder / "end.pt", *arguments) as run:
-        assert run.end()[0] == 0, run.errors()
-    for mine, theirs in zip(torch.load(folder / "end.pt"), whole, strict=True):
+    for mine, theirs in zip(end_of(folder, *arguments), whole, strict=True):
         assert torch.equal(mine, theirs)
 
 

@@ -109,8 +109,7 @@ def alone(tmp_path_factory):
     return ranks(str(tmp_path_factory.mktemp("alone")))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("rank", "number", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
 def test_a_signal_to_one_rank_stops_both_at_one_step_and_the_run_goes_on_bit_equal(tmp_path, alone, rank, number, code):
     cut = ranks(str(tmp_path), [(rank, "on_step_begin", 3, number)])
     # Seen at the end of step 4, and known to both at the end of step 5.
@@ -136,14 +135,14 @@ def test_a_save_that_is_due_anyway_is_the_one(tmp_path):
     assert [(end, done) for end, done, *_ in cut] == [((143, 5), [("save", 5), ("train_end", 5)])] * 2
 
 
-@pytest.mark.parametrize("step", [8, 9])
+@pytest.mark.parametrize("step", [8, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_signal_with_the_last_step_changes_nothing(tmp_path, alone, step):
     whole = ranks(str(tmp_path), [(1, "on_step_begin", step, signal.SIGTERM)])
     assert [end for end, *_ in whole] == [None, None]
     assert_end_alike(alone, whole)
 
 
-@pytest.mark.parametrize("saved_by", ["steps", "epoch"])
+@pytest.mark.parametrize("saved_by", ["steps", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_an_evaluation_is_cut_on_both_ranks_and_made_anew(tmp_path, saved_by):
     changes = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": saved_by}
     whole = ranks(str(tmp_path / "whole"), (), None, changes)

@@ -69,7 +69,7 @@ def logged(folder):
 
 
 @pytest.mark.parametrize("event", ["on_prediction_step", "on_evaluate"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "async"])
 @pytest.mark.parametrize("saves", ["steps", "epoch", "best"])
 @pytest.mark.parametrize("evaluates", ["steps", "epoch"])
 def test_a_run_that_is_killed_in_its_last_evaluation_ends_as_one_that_is_not(

@@ -108,7 +108,7 @@ def saved(tmp_path_factory):
     return folder, run_ranks(save_and_go_on, 2, str(folder), timeout_s=200)[0]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def restored(request, saved):
     return request.param, run_ranks(restore_and_go_on, request.param, str(saved[0]), timeout_s=200)[0]
 

@@ -33,7 +33,7 @@ def assert_goes_on(kind, folder, steps, **changes):
 
 @pytest.mark.parametrize("kind", IN_THIS_PROCESS)
 def test_a_run_killed_after_any_step_goes_on_bit_equal(kind, tmp_path):
-    assert_goes_on(kind, tmp_path, range(1, LAST))
+    assert_goes_on(kind, tmp_path, (1, 5, 6, 8, LAST - 1))  # of six a pass
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_a_run_whose_loader_has_workers_goes_on_bit_equal(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [*(f"sampler: {kind}" for kind in SAMPLERS), "data with its own generator"])
 def test_a_run_over_a_loader_of_the_trainers_goes_on_with_generators_of_the_users(kind, tmp_path):
-    assert_goes_on(kind, tmp_path, range(1, LAST, 2))
+    assert_goes_on(kind, tmp_path, (1, 6, 9, LAST - 1))
 
 
 def test_a_run_that_accumulates_gradients_goes_on_bit_equal(tmp_path):
-    assert_goes_on("shuffled", tmp_path, range(1, 9), gradient_accumulation_steps=2)
+    assert_goes_on("shuffled", tmp_path, (2, 3, 7), gradient_accumulation_steps=2)
 
 
 def test_saving_changes_no_number(tmp_path):

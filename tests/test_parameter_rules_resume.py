@@ -67,8 +67,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd", "adafactor"])
-@pytest.mark.parametrize("stop_at", [3, 5, 9])
+@pytest.mark.parametrize(("optim", "stop_at"), [("adamw_torch_fused", 3), ("sgd", 5), ("adafactor", 9)])
 def test_a_run_with_rules_resumes_bit_equal(tmp_path, optim, stop_at):
     alone = make(tmp_path / "alone", optim=optim)
     alone.train()
