@@ -56,6 +56,7 @@ WAYS = {
         ("mode=immediate, proj_type=full, stagger=false", None),
         ("mode=immediate, proj_type=reverse_std, method=svd", None),
         (f"mode=immediate, {LAZY}", None),
+        (f"mode=immediate, {ROUNDED}", None),
     ],
     "galore_adamw_8bit": [("rotate_moments=false", None)],
     "galore_adamw_8bit_layerwise": [("mode=immediate, refresh_from=first", None), (LAZY, 0.1), (Q_GALORE, None)],

@@ -146,21 +146,3 @@ def test_a_new_basis_waits_for_its_step_in_few_bits():
     waiting = optimizer._gathering.window.bases
     assert len(waiting) == 3
     assert {value.dtype for kept in waiting.values() for value in kept.tensors.values()} == {torch.int8, torch.float32}
-
-
-def test_the_estimated_norm_of_micro_batches_stays_within_a_few_percent():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
-    options = {"rank": 16, "update_proj_gap": 10**6}
-    optimizer = GaLoreAdamW(groups(model, **options), 1e-3, mode="deferred", basis_dtype="int8")
-    errors = []
-    for step in range(30):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
-        for k in range(2):
-            optimizer.backward(model(x.chunk(2)[k]).square().sum(), last=k == 1)
-        true = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-        true = torch.nn.utils.get_total_norm(true)
-        errors.append(((optimizer.clip_grad_norm(None) - true) / true).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.tensor(errors[1:]).square().mean().sqrt() < 0.05

@@ -103,10 +103,12 @@ def test_the_norm_of_accumulated_gradients_is_said_to_be_an_estimate(mode):
     assert optimizer.norm_is_estimated
 
 
-def test_the_estimated_norm_is_within_a_few_percent_and_not_biased():
+@pytest.mark.parametrize(("form", "limit"), [("float32", 0.03), ("int8", 0.05)])
+def test_the_estimated_norm_is_within_a_few_percent_and_not_biased(form, limit):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
-    optimizer = GaLoreAdamW(groups(model, rank=16, update_proj_gap=10**6), 1e-3, mode="deferred")
+    options = {"mode": "deferred", "basis_dtype": form}
+    optimizer = GaLoreAdamW(groups(model, rank=16, update_proj_gap=10**6), 1e-3, **options)
     errors = []
     for step in range(60):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
@@ -120,9 +122,9 @@ def test_the_estimated_norm_is_within_a_few_percent_and_not_biased():
         optimizer.step()
         optimizer.zero_grad()
     errors = torch.tensor(errors)
-    assert errors.square().mean().sqrt() < 0.03
-    assert errors.abs().max() < 0.05
-    assert errors.mean().abs() < 0.01
+    assert errors.square().mean().sqrt() < limit
+    assert errors.abs().max() < 2 * limit
+    assert errors.mean().abs() < limit / 3
 
 
 def test_what_follows_from_noise_in_the_data_is_as_small_as_the_noise():

@@ -91,15 +91,6 @@ def test_leaving_out_single_tensors_takes_one_pass_and_is_asked_for_by_name():
     assert optimizer.num_passes == 2
 
 
-def test_a_scale_alone_changes_nothing():
-    ours, theirs = build(), build()
-    train_scaled(ours, Lomo(ours.parameters(), lr=0.1), LossScaler("cpu", init_scale=2.0**15), [0, 2, 3])
-    optimizer = Lomo(theirs.parameters(), lr=0.1)
-    for step in (0, 2, 3):
-        train(theirs, optimizer, 1, start=step)
-    assert greatest_difference(ours, theirs) <= 1e-7
-
-
 def test_its_state_is_torchs_and_goes_on_after_a_resume():
     whole = build()
     scaler = LossScaler("cpu", **SCALES)
