@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tr_args import ArgumentsError, ParallelMode, TrainingArguments, main_process_first
+from tr_args import ParallelMode, TrainingArguments, main_process_first
 from tr_args.main_process_first import first
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -71,21 +71,6 @@ def test_what_an_old_launcher_passes_as_local_rank_counts_without_the_variable(m
     assert TrainingArguments(local_rank=1).local_process_index == 1
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert TrainingArguments(local_rank=1).local_process_index == 0
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "one", "WORLD_SIZE": "2"}, r"RANK = 'one' \(environment RANK\): needs a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK = '2' \(environment RANK\): needs a number from 0 to 1"),
-        ({"WORLD_SIZE": "0"}, r"WORLD_SIZE = '0' \(environment WORLD_SIZE\): needs a number from 1"),
-    ],
-)
-def test_a_launcher_s_broken_variable_is_named(monkeypatch, variables, message):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ArgumentsError, match=message):
-        _ = TrainingArguments().process_index
 
 
 def test_bound_values_go_before_the_launcher_s(monkeypatch):

@@ -61,7 +61,10 @@ def test_the_command_line_says_the_local_rank_where_the_environment_does_not(mon
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"RANK": "8"}, "RANK = '8' .*needs a number from 0 to 7, as WORLD_SIZE and LOCAL_WORLD_SIZE say"),
+        (
+            {"RANK": "8"},
+            r"RANK = '8' \(environment RANK\): needs a number from 0 to 7, as WORLD_SIZE and LOCAL_WORLD_SIZE say",
+        ),
         ({"RANK": "-1"}, "RANK = '-1' .*needs a number from 0 to 7"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0' .*needs a number from 1$"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK = '4' .*needs a number from 0 to 3"),

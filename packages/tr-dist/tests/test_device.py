@@ -1,12 +1,8 @@
 import logging
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fake_smi import A100, T4, machine
 
 from tr_dist import LaunchEnvironment, rank_device

@@ -1,14 +1,10 @@
 """Which GPU of the machine is which CUDA device: as CUDA's variables say, and as the seeds' examples promise."""
 
 import os
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fake_smi import A100, T4, install, machine
 
 from tr_dist import doctor

@@ -33,14 +33,6 @@ def test_a_resumed_run_leaves_the_file_of_one_that_never_stopped(tmp_path, make_
     assert (tmp_path / "metrics.csv").read_text() == whole
 
 
-def test_a_new_run_keeps_the_old_file(tmp_path, make_loop, whole):
-    loop = make_loop([CsvFile()], tmp_path)
-    loop.train()
-    loop.train()
-    assert (tmp_path / "metrics-1.csv").read_text() == whole
-    assert (tmp_path / "metrics.csv").read_text() == whole
-
-
 def test_a_new_column_that_could_not_be_written_comes_with_the_next_row(tmp_path, make_loop):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where the folder should be")
