@@ -25,6 +25,19 @@ def terminal():
     return load("pseudo_terminal")
 
 
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    """A clock whose time a test sets."""
+    return Clock()
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was(monkeypatch):
     """Undo what a test does to the loggers, and keep this machine's variables out of it."""

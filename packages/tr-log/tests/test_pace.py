@@ -1,15 +1,7 @@
 from tr_log.progress import RateMeter
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_the_speed_is_that_since_the_last_look_and_the_time_left_by_the_whole():
-    clock = Clock()
+def test_the_speed_is_that_since_the_last_look_and_the_time_left_by_the_whole(clock):
     pace = RateMeter(0, 100, clock)
     clock.now += 10
     assert pace.rate(10) == 1.0
@@ -20,15 +12,13 @@ def test_the_speed_is_that_since_the_last_look_and_the_time_left_by_the_whole():
     assert pace.elapsed_s == 20.0
 
 
-def test_steps_before_a_resume_do_not_count():
-    clock = Clock()
+def test_steps_before_a_resume_do_not_count(clock):
     pace = RateMeter(90, 100, clock)
     clock.now += 5
     assert pace.eta_s(95) == 5.0
 
 
-def test_time_that_is_excluded_does_not_slow_the_next_speed():
-    clock = Clock()
+def test_time_that_is_excluded_does_not_slow_the_next_speed(clock):
     pace = RateMeter(0, None, clock)
     clock.now += 10
     pace.exclude(8)
@@ -37,8 +27,7 @@ def test_time_that_is_excluded_does_not_slow_the_next_speed():
     assert pace.rate(8) == 2.0
 
 
-def test_nothing_is_known_before_anything_was_done_or_without_an_end():
-    clock = Clock()
+def test_nothing_is_known_before_anything_was_done_or_without_an_end(clock):
     pace = RateMeter(0, 0, clock)
     assert (pace.rate(0), pace.mean_rate(0), pace.eta_s(0)) == (None, None, None)
     clock.now += 1

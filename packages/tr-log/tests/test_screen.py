@@ -53,13 +53,6 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def count_drawings(monkeypatch):
     from rich.live import Live
 
@@ -68,8 +61,8 @@ def count_drawings(monkeypatch):
     return drawings
 
 
-def test_a_bar_that_advances_is_drawn_five_times_a_second_and_not_at_every_step(monkeypatch):
-    drawings, clock = count_drawings(monkeypatch), Clock()
+def test_a_bar_that_advances_is_drawn_five_times_a_second_and_not_at_every_step(monkeypatch, clock):
+    drawings = count_drawings(monkeypatch)
     bar = DrawnBar(Screen(Terminal(), clock), "many")
     for _ in range(1000):
         clock.now += 0.001
@@ -77,8 +70,8 @@ def test_a_bar_that_advances_is_drawn_five_times_a_second_and_not_at_every_step(
     assert len(drawings) == 1 + 5  # one as it opened
 
 
-def test_at_most_ten_drawings_a_second_are_made_whatever_changes(monkeypatch):
-    drawings, clock = count_drawings(monkeypatch), Clock()
+def test_at_most_ten_drawings_a_second_are_made_whatever_changes(monkeypatch, clock):
+    drawings = count_drawings(monkeypatch)
     bar = DrawnBar(Screen(Terminal(), clock), "many")
     for name in range(1000):
         clock.now += 0.01
@@ -87,10 +80,10 @@ def test_at_most_ten_drawings_a_second_are_made_whatever_changes(monkeypatch):
     assert 80 <= len(drawings) <= 101
 
 
-def test_a_slow_terminal_is_drawn_on_less_often(monkeypatch):
+def test_a_slow_terminal_is_drawn_on_less_often(monkeypatch, clock):
     from rich.live import Live
 
-    drawings, clock, refresh = [], Clock(), Live.refresh
+    drawings, refresh = [], Live.refresh
 
     def slow(live):
         drawings.append(1)
@@ -105,8 +98,8 @@ def test_a_slow_terminal_is_drawn_on_less_often(monkeypatch):
     assert 10 <= len(drawings) <= 12  # each takes a hundredth of the time until the next
 
 
-def test_a_window_that_became_narrower_loses_no_line_above_and_keeps_nothing_of_the_bar(monkeypatch):
-    stream, clock, size = Terminal(), Clock(), [(80, 24)]
+def test_a_window_that_became_narrower_loses_no_line_above_and_keeps_nothing_of_the_bar(monkeypatch, clock):
+    stream, size = Terminal(), [(80, 24)]
     monkeypatch.setattr("tr_log.screen._window", lambda stream: size[0])
     for name in ("XTERM_VERSION", "STY", "TMUX"):
         monkeypatch.delenv(name, raising=False)
@@ -138,8 +131,8 @@ def test_an_open_bar_of_tqdm_keeps_its_line(monkeypatch):
     assert stream.getvalue() == "\nfirst\nsecond\n"
 
 
-def test_a_message_of_a_signal_handler_moves_above_the_bar(monkeypatch):
-    stream, clock = Terminal(), Clock()
+def test_a_message_of_a_signal_handler_moves_above_the_bar(monkeypatch, clock):
+    stream = Terminal()
     monkeypatch.setattr("tr_log.screen._is_same_terminal", lambda stream: True)
     monkeypatch.setattr("os.write", lambda descriptor, content: None)
     bar = DrawnBar(Screen(stream, clock), "work")

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from tr_log.terminal import is_terminal, write_line
+from tr_log.terminal import is_terminal
 
 
 class Teletype(io.StringIO):
@@ -35,18 +35,3 @@ def test_files_closed_streams_and_none_are_no_terminals():
     assert not is_terminal(io.StringIO())
     assert not is_terminal(closed)
     assert not is_terminal(None)
-
-
-def test_a_stream_that_is_gone_is_no_error():
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    write_line(Gone(), "text")
-
-
-def test_what_a_stream_cannot_encode_is_written_as_escapes():
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    write_line(stream, "loss → 0")
-    assert raw.getvalue() == b"loss \\u2192 0\n"

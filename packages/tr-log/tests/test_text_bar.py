@@ -1,20 +1,6 @@
 import io
 
-import pytest
-
 from tr_log.progress import TextBar
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 def run(clock, seconds, total, each_s, unit="it", amount=1):
