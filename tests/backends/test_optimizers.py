@@ -71,12 +71,22 @@ OPTIMIZERS |= {name: ADAM for name in optimizer_names() if name not in OPTIMIZER
 SUMS = 3e-6
 # Moments that lie in other blocks, or in none, have other codes: M may be half a level off, of 1/8, in each step.
 CODES = RATE * STEPS / 16
+# Where a code is of 4 bits, or decides about a sign, or all of an update divides by it.
+COARSE = 1e-2
 # Words of the table, the reason, and the message.
 REFUSALS = {
     "matrix": ("it needs matrices, and ZeRO from stage 1 on has flat buffers",
                "needs each parameter as a matrix.*strategy='fsdp'"),
     "backward": ("it consumes gradients in the backward pass, and DeepSpeed averages them after it",
                  "consumes gradients in the backward pass, which DeepSpeed averages after it; use strategy='fsdp'"),
+    "flat": (
+        "it works on whole parameters, and ZeRO from stage 1 on has flat buffers",
+        r"where DeepSpeed \(ZeRO stage \d\) has flat buffers; use strategy=",
+    ),
+    "replaced": (
+        "DeepSpeed replaces it by one without its groups and learning rates",
+        "DeepSpeed replaces torch's Adagrad by one without its groups and learning rates",
+    ),
     "whole": ("its library takes no DTensor, which FSDP's parameters are",
               "is a DTensor, of which each rank holds a part"),
     "paged": ("paged state needs a GPU", "paged state moves between the memory of a GPU and of its host"),
@@ -94,19 +104,28 @@ OF_LIBRARIES = (*BITSANDBYTES, "adamw_torch_4bit", "adamw_torch_8bit", "schedule
 def expected(name, variant):
     """Return how near weights come to those of one process, or the word for why they do not."""
     optim = name.partition(",")[0]
+    if variant.startswith("zero") and variant != "zero_0" and (found := in_flat_buffers(optim)):
+        return found
     if optim in ALWAYS:
         return ALWAYS[optim]
     if BACKEND_OF.get(variant) == "fsdp" and optim.startswith(OF_LIBRARIES):
         return "whole"
     if optim.startswith("paged") and variant != "cuda":
         return "paged"
-    in_backward = optim.endswith(("layerwise", "lomo", "lomo_optim"))
-    of_matrices = optim.startswith(("galore", "apollo", "fira", "lomo", "adalomo", "adafactor", "muon"))
-    if variant == "zero_0" and in_backward:
+    if variant == "zero_0" and optim.endswith(("layerwise", "lomo", "lomo_optim")):
         return "backward"
-    if variant.startswith("zero") and variant != "zero_0" and of_matrices:
-        return "matrix"
     return CODES if optim.endswith(("8bit", "4bit")) or "8bit" in optim else SUMS
+
+
+def in_flat_buffers(optim):
+    """Return what ZeRO from stage 1 on makes of an optimizer, where it is not what other backends make of it."""
+    if optim.startswith(("galore", "apollo", "fira", "lomo", "adalomo", "adafactor")):
+        return "matrix"
+    if optim.startswith(("muon", "schedule_free", "stable_adamw", "grokadamw")):
+        return "flat"
+    if optim in ("lion_8bit", "rmsprop_bnb_8bit", "adamw_torch_4bit"):
+        return COARSE
+    return "replaced" if optim == "adagrad" else None
 
 
 class Network(nn.Module):
@@ -233,7 +252,7 @@ def test_the_table_of_the_documentation_says_so():
     variants = [name for name in VARIANTS if name not in ONE_PROCESS]
     assert sorted(head[1:]) == sorted(variants)
     assert [row[0] for row in rows] == list(OPTIMIZERS)
-    words = {SUMS: "same", CODES: "codes"}
+    words = {SUMS: "same", CODES: "codes", COARSE: "coarse"}
     for row in rows:
         wanted = [expected(row[0], variant) for variant in head[1:]]
         assert [words.get(each, each) for each in wanted] == row[1:], row[0]

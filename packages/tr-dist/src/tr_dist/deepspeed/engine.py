@@ -176,7 +176,12 @@ _KEPT = ("params", "lr", "initial_lr", "weight_decay")
 _NEVER = 2**62
 _BUFFER_SIZE = 100_000_000  # numbers; the default of the configuration
 # Optimizers of torch, tr-optim or other libraries that silently train differently on a flat buffer.
-_NEED_MATRICES = ("Adafactor", "Muon", "SOAP", "Shampoo")
+_NEED_MATRICES = ("Adafactor", "Muon", "MuonAdamW", "SOAP", "Shampoo")
+_NEED_WHOLE = {
+    "GrokAdamW": "clips by the norm of each parameter",
+    "OptimiStableAdamW": "scales its step by a mean over each parameter",
+    "StableAdamW": "scales its step by a mean over each parameter",
+}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: int) -> None:
@@ -196,6 +201,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: 
             f"{name} works on whole matrices, where DeepSpeed (ZeRO stage {stage}) has flat buffers; use "
             "strategy='fsdp' or 'ddp', or another optimizer"
         )
+    if stage and (why := _why_whole(optimizer)):
+        raise ValueError(
+            f"{name} {why}, where DeepSpeed (ZeRO stage {stage}) has flat buffers; use strategy='ddp', or another "
+            "optimizer"
+        )
     if stage and isinstance(optimizer, torch.optim.Adagrad):
         raise ValueError(
             "DeepSpeed replaces torch's Adagrad by one without its groups and learning rates; use another optimizer, "
@@ -210,6 +220,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, stage: 
         )
     if frozen := sum(not parameter.requires_grad for parameter in given):
         raise ValueError(f"{frozen} of {len(given)} parameters of {name} are frozen; build it over the others only")
+
+
+def _why_whole(optimizer: torch.optim.Optimizer) -> str | None:
+    """Say why an optimizer's update is another on a part of a flat buffer; None if it is the same."""
+    if callable(getattr(optimizer, "eval", None)):  # of schedulefree
+        return "changes the model's weights for an evaluation"
+    return _NEED_WHOLE.get(type(optimizer).__name__)
 
 
 def check_swap_buffers(configuration: dict[str, Any], module: nn.Module, world_size: int) -> None:
