@@ -26,10 +26,10 @@ class End:
     said: str
 
 
-def run_script(function, ranks, *arguments, limit_s=60.0):
+def run_script(function, ranks, *arguments, limit_s=60.0, grace_s=_GRACE_S):
     """Call `function(*arguments)` in one process for each dict of environment variables, and return their ends.
 
-    As under a launcher, a failure ends the others after a while. A process that is there after `limit_s` seconds is an
+    As under a launcher, a failure ends the others, after `grace_s` seconds. A process that is there after `limit_s` seconds is an
     error of the test.
     """
     context = multiprocessing.get_context("forkserver")
@@ -44,7 +44,7 @@ def run_script(function, ranks, *arguments, limit_s=60.0):
         for process in processes:
             process.start()
         try:
-            _wait(processes, time.monotonic() + limit_s)
+            _wait(processes, time.monotonic() + limit_s, grace_s)
             hanging = [number for number, process in enumerate(processes) if process.is_alive()]
         finally:
             for process in processes:
@@ -55,13 +55,13 @@ def run_script(function, ranks, *arguments, limit_s=60.0):
     return ends
 
 
-def _wait(processes, deadline):
+def _wait(processes, deadline, grace_s):
     running = list(processes)
     while running and wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
         ended = [process for process in running if not process.is_alive()]
         running = [process for process in running if process.is_alive()]
         if any(process.exitcode for process in ended):
-            wait([process.sentinel for process in running], _GRACE_S) if running else None
+            wait([process.sentinel for process in running], grace_s) if running else None
             for process in running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)

@@ -149,7 +149,8 @@ def test_what_all_ranks_are_asked_for_wrongly_is_refused_in_words_that_say_it(ca
     monkeypatch.chdir(tmp_path)
     arguments = [str(tmp_path / word) if word.endswith(".json") else word for word in case.arguments]
     arguments += ["--use_cpu"] if case.uses_cpu else []
-    first, second = run_script(train, ranks_of(tmp_path), str(tmp_path), arguments, case.model)
+    # Each rank finds it by itself: on a busy machine the first of them seconds after the second.
+    first, second = run_script(train, ranks_of(tmp_path), str(tmp_path), arguments, case.model, grace_s=15.0)
     assert case.said in first.said, first.said
     for end in (first, second):  # the second may be ended before it says the same
         assert end.code in (1, 2) or (end is second and end.code == -15)
