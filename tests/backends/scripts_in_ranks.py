@@ -29,8 +29,8 @@ class End:
 def run_script(function, ranks, *arguments, limit_s=60.0, grace_s=_GRACE_S):
     """Call `function(*arguments)` in one process for each dict of environment variables, and return their ends.
 
-    As under a launcher, a failure ends the others, after `grace_s` seconds. A process that is there after `limit_s` seconds is an
-    error of the test.
+    As under a launcher, a failure ends the others, after `grace_s` seconds. A process that is there after `limit_s`
+    seconds is an error of the test.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
