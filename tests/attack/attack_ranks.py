@@ -7,12 +7,11 @@ not look like a job that is done.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from itertools import product
 
 from attack_counts import WRONG_END, Count, Options
-from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop
+from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop, counted, in_mixed_order
 from strikes import WORDS, Strike
 
 # Each with how often it is reached before.
@@ -65,12 +64,7 @@ def attack(options: Options) -> Iterator[Count]:
         for group, cases in groups(options.seed).items():
             if options.quick and group == "launched":
                 continue
-            count = Count(group)
-            for outcome in shop.each(cases[:3] if options.quick else cases, lambda case: _attack(shop, case)):
-                count.tried += 1
-                count.ends[outcome.word] += 1
-                count.problems += outcome.problems
-            yield count
+            yield counted(shop, group, cases[:3] if options.quick else cases, lambda case: _attack(shop, case))
 
 
 def groups(seed: int) -> dict[str, list[Case]]:
@@ -82,11 +76,7 @@ def groups(seed: int) -> dict[str, list[Case]]:
         "slow": _slow(),
         "launched": _launched(),
     }
-    # In an order that has neighbours of unlike kinds, for a part of them to be a sample; another seed, another part.
-    ordered = {
-        group: sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case}".encode())) for group, cases in found.items()
-    }
-    return {group: cases[:: EVERY.get(group, 1)] for group, cases in ordered.items()}
+    return in_mixed_order(found, seed, EVERY)
 
 
 def _failing(ways: dict[str, int]) -> list[Case]:

@@ -6,13 +6,12 @@ left, checkpoints that are lost, and whether the next start ends with the bits o
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from itertools import product
 
 from attack_counts import LOST, WRONG_END, Count, Options
 from attacked_commands import attack_commands
-from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop
+from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop, counted, in_mixed_order
 from sample_records import read_starts
 from strikes import Strike
 
@@ -50,12 +49,7 @@ def attack(options: Options) -> Iterator[Count]:
             chosen = cases[:: max(1, len(cases) // 3)] if options.quick else cases
             if options.quick and chosen[0].start in ("launch", "torchrun"):
                 continue
-            count = Count(group)
-            for outcome in shop.each(chosen, lambda case: _attack(shop, case)):
-                count.tried += 1
-                count.ends[outcome.word] += 1
-                count.problems += outcome.problems
-            yield count
+            yield counted(shop, group, chosen, lambda case: _attack(shop, case))
         yield from attack_commands(shop, quick=options.quick)
 
 
@@ -72,11 +66,7 @@ def groups(seed: int) -> dict[str, list[Case]]:
         "trainer launch": _of_launchers("launch", NAMES),
         "torchrun": _of_launchers("torchrun", ("TERM", "INT", "HUP", "STOP")),
     }
-    # In an order that has neighbours of unlike kinds, for a part of them to be a sample; another seed, another part.
-    ordered = {
-        group: sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case}".encode())) for group, cases in found.items()
-    }
-    return {group: cases[:: EVERY.get(group, 1)] for group, cases in ordered.items()}
+    return in_mixed_order(found, seed, EVERY)
 
 
 def _of_scripts() -> list[Case]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attack_counts import HUNG, LOST, WRONG_END, Count
-from attacked_jobs import LIMIT_S, SHOWN_CHARACTERS, Outcome, Workshop
+from attacked_jobs import LIMIT_S, SHOWN_CHARACTERS, Outcome, Workshop, counted
 from rank_programs import End
 from strikes import Strike
 
@@ -58,13 +58,8 @@ def attack_commands(shop: Workshop, *, quick: bool) -> Iterator[Count]:
         for command, (where, times), name in product(WORDS, places, CODES)
         if (where == "file" and command != "verify") or name in ("TERM", "INT") or command == "verify" == where
     ]
-    count = Count("trainer ckpt")
-    for outcome in shop.each(cases[::20] if quick else cases, lambda case: _attack(shop, place, case, whole)):
-        if outcome.word != "not struck":
-            count.tried += 1
-            count.ends[outcome.word] += 1
-            count.problems += outcome.problems
-    yield count
+    chosen = cases[::20] if quick else cases
+    yield counted(shop, "trainer ckpt", chosen, lambda case: _attack(shop, place, case, whole))
 
 
 def _make_foreign(folder: Path) -> None:

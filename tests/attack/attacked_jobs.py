@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "robustness"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attack_counts import HUNG, LOST, OUTSIDE, WRONG_END
+from attack_counts import HUNG, LOST, OUTSIDE, WRONG_END, Count
 from rank_programs import TORCHRUN, TRAINER, End, Job, Nursery
 from sample_records import read_starts
 from strikes import Strike
@@ -209,6 +210,28 @@ class Workshop:
             job.start([*launcher, *standalone, PROGRAM, *words])
             # Ranks of a launcher that is killed save, and end then.
             return job.ends(LAUNCHED_LIMIT_S), job.left_over(60)
+
+
+def in_mixed_order(found: dict[str, list[Case]], seed: int, every: dict[str, int]) -> dict[str, list[Case]]:
+    """Return groups of cases, of some one in so many, with neighbours of unlike kinds: a part of them is a sample.
+
+    Another seed gives another part.
+    """
+    ordered = {
+        group: sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case}".encode())) for group, cases in found.items()
+    }
+    return {group: cases[:: every.get(group, 1)] for group, cases in ordered.items()}
+
+
+def counted(shop: Workshop, group: str, cases: list[Any], attack: Callable[[Any], Outcome]) -> Count:
+    """Make the attacks of a group and return what came of them."""
+    count = Count(group)
+    for outcome in shop.each(cases, attack):
+        if outcome.word != "not struck":
+            count.tried += 1
+            count.ends[outcome.word] += 1
+            count.problems += outcome.problems
+    return count
 
 
 def read_end(out: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from attack_counts import HUNG, WRONG_END, Count
 from shared.commands import command
 from storage_processes import End, in_ranks
+from storage_stages import crash_training
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,19 +26,6 @@ RANKS, ROWS, COLUMNS = 1000, 2, 4
 OPEN_FILES = 256
 ASSIGNED = 20  # ranks that find out what they write as they do in life
 LIMIT_S = 60.0
-
-
-class Whole:
-    """A part that takes the whole tensors."""
-
-    def __init__(self) -> None:
-        self.state = {"weight": torch.zeros(RANKS * ROWS, COLUMNS)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 def many_shards(folder: Path) -> Count:
@@ -115,6 +103,6 @@ def _rows(rank: int) -> torch.Tensor:
 
 
 def _restore(folder: Path, whole: torch.Tensor) -> None:
-    part = Whole()
+    part = crash_training.Held(weight=torch.zeros(RANKS * ROWS, COLUMNS))
     _expect(Checkpointer(folder).restore({"model": part}), 2)
     _expect(torch.equal(part.state["weight"], whole), True)

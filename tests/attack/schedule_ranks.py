@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from crash_training import digest
+from crash_training import Held, digest
 from schedule_storms import Storm
 
 from tr_ckpt import Checkpointer
@@ -16,17 +16,11 @@ STEPS = 8
 WAIT_S = 60.0  # for the other rank
 
 
-class Walk:
+class Walk(Held):
     """A part whose state says which steps were made, in which order."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {"values": torch.zeros(5), "steps": 0}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
+        super().__init__(values=torch.zeros(5), steps=0)
 
     def step(self) -> None:
         step = self.state["steps"] + 1

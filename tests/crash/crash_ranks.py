@@ -107,11 +107,10 @@ def ranks_alone(folder: Path, **options: Any) -> tuple[Alone, list[list[tuple[st
     if outcome.answer is None:
         raise RuntimeError(f"the ranks left alone did not end: {outcome}")
     first = outcome.answer[0]
-    states = {step: state for step, state in first["states"]}
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
     places = [[(place, step) for place, step in answer["places"]] for answer in outcome.answer]
     wrong = "" if len({answer["shared"] for answer in outcome.answer}) == 1 else "the ranks end with different bits"
-    return Alone(first["end"], [], [], [], places[0], states, folders), places, wrong
+    return Alone(first["end"], [], [], [], places[0], dict(first["states"]), folders), places, wrong
 
 
 def kills_of_ranks(session: Session, every: int) -> Iterator[Fault]:

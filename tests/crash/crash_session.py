@@ -105,15 +105,8 @@ def run_alone(folder: Path, **options: Any) -> Outcome:
         with every_operation(breaker):
             end = train(folder, **options)
         folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        return {
-            "end": end,
-            "operations": breaker.done,
-            "complete": complete,
-            "saved": saved,
-            "places": places,
-            "states": list(states.items()),
-            "folders": folders,
-        }
+        found = Alone(end, breaker.done, complete, saved, places, states, folders)
+        return {**vars(found), "states": list(states.items())}  # whose keys are numbers, which JSON has not
 
     return in_child(work)
 
@@ -126,16 +119,7 @@ def as_alone(outcome: Outcome) -> Alone:
     """
     if outcome.answer is None:
         raise RuntimeError(f"the run left alone did not end: {outcome}")
-    found = outcome.answer
-    return Alone(
-        found["end"],
-        found["operations"],
-        [tuple(each) for each in found["complete"]],
-        [tuple(each) for each in found["saved"]],
-        [tuple(each) for each in found["places"]],
-        {step: state for step, state in found["states"]},
-        found["folders"],
-    )
+    return Alone(**{**outcome.answer, "states": dict(outcome.answer["states"])})
 
 
 def newest(folder: Path) -> tuple[int, str, list[str]]:

@@ -234,8 +234,8 @@ def bases_of(optimizer: Any) -> str:
 class Held:
     """A part that takes whatever state a checkpoint has for it."""
 
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
+    def __init__(self, **state: Any) -> None:
+        self.state: dict[str, Any] = state
 
     def state_dict(self) -> dict[str, Any]:
         return self.state

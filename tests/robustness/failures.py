@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -102,38 +103,38 @@ def first_error(said: str) -> str:
     return found.group() if found else ""
 
 
-def forked(chosen: Sequence[tuple[Failure, str]]) -> Iterator[tuple[str, float, list[int | None], list[str]]]:
-    """Yield what each failure is, the seconds until all had ended, their exit codes, and what is wrong."""
-    with Nursery() as nursery, tempfile.TemporaryDirectory(prefix="failures-") as root:
-        for number, (failure, strategy) in enumerate(chosen):
-            folder, rank = Path(root, str(number)), (number + number // 2) % 2
-            options = [folder / "out", "--strategy", strategy, "--rank", str(rank), *failure.options]
-            ends = nursery.run(2, options, folder, LIMIT_S)
-            left, name = nursery.left_over(), f"{failure.name}, rank {rank} of {strategy}"
-            if (after_s := _seconds_after(folder, ends)) is None:
-                yield name, 0.0, [end.code for end in ends], ["it did not strike: " + ends[0].said[-500:]]
-                continue
-            yield name, after_s, [end.code for end in ends], judge(failure, rank, ends, after_s, left)
-
-
-def launched(
+def each(
     chosen: Sequence[tuple[Failure, str]], launcher: str
 ) -> Iterator[tuple[str, float, list[int | None], list[str]]]:
-    """Yield the same for jobs of a launcher; the exit code is the launcher's."""
-    command = [*TRAINER, "--nproc", "2"] if launcher == "launch" else [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
-    with tempfile.TemporaryDirectory(prefix="failures-") as root:
+    """Yield what each failure is, the seconds until all had ended, their exit codes or the launcher's, what is wrong.
+
+    Args:
+        chosen: failures, each with a strategy.
+        launcher: `launch` or `torchrun`; `nobody` forks the ranks.
+    """
+    with ExitStack() as stack:
+        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="failures-"))
+        nursery = stack.enter_context(Nursery()) if launcher == "nobody" else None
         for number, (failure, strategy) in enumerate(chosen):
             folder, rank = Path(root, str(number)), (number + number // 2) % 2
             options = [folder / "out", "--strategy", strategy, "--rank", str(rank), *failure.options]
-            with Job(folder) as job:
-                job.start([*command, RANK_RUN, *options])
-                [end] = job.ends(LIMIT_S)
-                left, name = job.left_over(), f"{failure.name}, rank {rank} of {strategy}"
-            after_s = _seconds_after(folder, [end])
-            if after_s is None:
-                yield name, 0.0, [end.code], ["it did not strike: " + end.said[-500:]]
-                continue
-            yield name, after_s, [end.code], _judge_launched(failure, rank, end, after_s, left, launcher)
+            if nursery is not None:
+                ends = nursery.run(2, options, folder, LIMIT_S)
+                left = nursery.left_over()
+            else:
+                with Job(folder) as job:
+                    job.start([*_COMMANDS[launcher], RANK_RUN, *options])
+                    ends = job.ends(LIMIT_S)
+                    left = job.left_over()
+            after_s, wrong = _seconds_after(folder, ends), ["it did not strike: " + ends[0].said[-500:]]
+            if after_s is not None and nursery is not None:
+                wrong = judge(failure, rank, ends, after_s, left)
+            elif after_s is not None:
+                wrong = _judge_launched(failure, rank, ends[0], after_s, left, launcher)
+            yield f"{failure.name}, rank {rank} of {strategy}", after_s or 0.0, [end.code for end in ends], wrong
+
+
+_COMMANDS = {"launch": [*TRAINER, "--nproc", "2"], "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node=2"]}
 
 
 def _judge_launched(
@@ -175,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only in failure.name
     ][:: options.every]
     began_s, done, bad, longest_s = time.monotonic(), 0, 0, 0.0
-    for name, after_s, codes, wrong in forked(chosen) if options.by == "nobody" else launched(chosen, options.by):
+    for name, after_s, codes, wrong in each(chosen, options.by):
         done, bad, longest_s = done + 1, bad + bool(wrong), max(longest_s, after_s)
         print(f"{name:<62} {codes!s:<12} {after_s:>5.1f} s{''.join(f'; WRONG: {each}' for each in wrong)}", flush=True)
     print(f"{time.monotonic() - began_s:.0f} s; from a failure to the end of all at most {longest_s:.1f} s")

@@ -74,8 +74,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("given", ["argument", "environment", "login"])
+@pytest.mark.parametrize(
+    ("given", "right"), [("argument", True), ("argument", False), ("environment", True), ("login", False)]
+)
 def test_a_token_is_nowhere(given, right, hub, tmp_path):
     """In a process of its own, whose files, output and tracebacks with local variables are all searched."""
     token = TOKEN if right else WRONG

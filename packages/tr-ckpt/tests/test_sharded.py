@@ -105,10 +105,9 @@ def test_state_of_another_shape_than_its_parameter_s_goes_on_too(tmp_path):
     directory = str(tmp_path / "run")
     run(2, ckpt_shards.train_with_rows, directory)
     truth = torch.load(f"{directory}.truth")
-    for world_size in (2, 3):
-        run(world_size, ckpt_shards.go_on_with_rows, directory)
-        for name in (f"run.{world_size}", f"run.{world_size}.begun"):
-            equal(torch.load(tmp_path / name), truth, **CLOSE)
+    run(3, ckpt_shards.go_on_with_rows, directory)
+    for name in ("run.3", "run.3.begun"):
+        equal(torch.load(tmp_path / name), truth, **CLOSE)
     model, optimizer = ckpt_shards.row_scaled(2, False)
     Checkpointer(directory).restore(stateful(model, optimizer))
     equal(ckpt_shards.train(model, optimizer, range(3, 6)), truth, **CLOSE)

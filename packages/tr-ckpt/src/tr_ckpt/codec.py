@@ -62,25 +62,6 @@ def array_from_bytes(data: torch.Tensor, dtype: str, shape: list[int]) -> Any:
     return data.numpy().view(kind).reshape(shape).copy()
 
 
-def is_leaf_tag(name: str) -> bool:
-    """Whether this file decodes `{name: ...}`."""
-    return name in _LEAF_DECODERS
-
-
-def decode_leaf(tag: str, content: Any) -> Any:
-    """Return the value that `encode` turned into `{tag: content}`.
-
-    Raises:
-        CheckpointError: the content does not fit the tag.
-    """
-    try:
-        return _LEAF_DECODERS[tag](content)
-    except CheckpointError:
-        raise
-    except Exception as error:  # any error of a constructor means that the file is wrong
-        raise CheckpointError(f"{{{tag!r}: {content!r:.80}}} cannot be read: {error}") from error
-
-
 def to_text(encoded: Any, *, sort_keys: bool, is_long: bool) -> str:
     """Return JSON as text: indented, or if it is long a value a line, which the fast encoder can write."""
     if is_long:
@@ -323,8 +304,8 @@ def _decode(value: Any, given: _Given) -> Any:
     tag = next((name for name in value if name.startswith("$")), None)
     if tag is None:
         return {name: _decode(item, given) for name, item in value.items()}
-    if is_leaf_tag(tag):
-        return decode_leaf(tag, value[tag])
+    if tag in _LEAF_DECODERS:
+        return _decode_leaf(tag, value[tag])
     if tag not in _TAGS:
         raise CheckpointError(f"{tag!r:.80} is not known to this version of tr-ckpt; a newer one wrote it")
     try:
@@ -333,6 +314,15 @@ def _decode(value: Any, given: _Given) -> Any:
         raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(f"the content of {tag!r} cannot be read: {error}") from error
+
+
+def _decode_leaf(tag: str, content: Any) -> Any:
+    try:
+        return _LEAF_DECODERS[tag](content)
+    except CheckpointError:
+        raise
+    except Exception as error:  # any error of a constructor means that the file is wrong
+        raise CheckpointError(f"{{{tag!r}: {content!r:.80}}} cannot be read: {error}") from error
 
 
 def _decode_pairs(pairs: Any, given: _Given) -> list[tuple[Any, Any]]:
