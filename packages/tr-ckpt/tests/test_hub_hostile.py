@@ -199,3 +199,14 @@ def test_the_hub_itself_may_list_what_it_likes(name, hub, world, tmp_path):
 def test_more_files_than_the_client_is_asked_for_at_once_all_come(files, world, monkeypatch):
     monkeypatch.setattr(resume, "_AT_ONCE", 2)
     assert restore(world, LiteralApi(files)) == (2, 2)
+
+
+def test_a_client_that_fails_on_long_paths_is_named(files, world):
+    api = LiteralApi(files)
+
+    def fail(*given, **more):
+        raise FileNotFoundError(2, "No such file or directory", "\\\\?\\/home/someone/run")
+
+    api.snapshot_download = fail
+    with pytest.raises(CheckpointError, match="0.34 to 1.0.0 cannot write .* give a shorter output_dir"):
+        restore(world, api)

@@ -11,6 +11,7 @@ import glob
 import itertools
 import logging
 import math
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -88,9 +89,17 @@ class Commit:
             exactly = [glob.escape(name) for name in names[start : start + _AT_ONCE]]
 
             def ask(api: Any, exactly: list[str] = exactly) -> None:
-                api.snapshot_download(
-                    self.repository.repo_id, revision=self.sha, allow_patterns=exactly, local_dir=into
-                )
+                try:
+                    api.snapshot_download(
+                        self.repository.repo_id, revision=self.sha, allow_patterns=exactly, local_dir=into
+                    )
+                except FileNotFoundError as error:
+                    if os.name == "nt" or not str(error.filename).startswith("\\\\?\\"):
+                        raise
+                    raise CheckpointError(
+                        "huggingface_hub 0.34 to 1.0.0 cannot write to a path of more than 255 characters; install "
+                        "another version of it, or give a shorter output_dir"
+                    ) from None
 
             self.repository.ask(f"{what} of {self} was not downloaded", ask)
         for name in names:
