@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from shared.callbacks import Stop, StopAt
+from shared.results import history
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -327,11 +328,6 @@ def run_stopped(combination, folder, step):
 
 def fingerprint(trainer, last):
     """Return by name all that a run ends with, but times."""
-    history = [
-        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
-        for entry in trainer.state.log_history
-        if "train_loss" not in entry
-    ]
     state = trainer.optimizer.state_dict()
     moments = [
         each[name] for _, each in sorted(state["state"].items()) for name in sorted(each) if torch.is_tensor(each[name])
@@ -350,7 +346,7 @@ def fingerprint(trainer, last):
         "average": [v.clone() for v in averages],
         "weights": [v.clone() for v in trainer.model.state_dict().values()],
         "schedule": repr([sorted(group.items(), key=str) for group in groups]),
-        "history": [repr(sorted(entry.items())) for entry in history],
+        "history": [repr(sorted(entry.items())) for entry in history(trainer)],
         "best": repr((trainer.state.best_metric, trainer.state.best_global_step)),
         "checkpoints": trainer.checkpointer().steps() if trainer.args.save_strategy != "no" else [],
         "tokens": trainer.state.num_input_tokens_seen,

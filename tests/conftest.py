@@ -1,5 +1,6 @@
 """Let tests import `shared`, and keep what one test does to the packages' loggers from the tests that follow."""
 
+import gc
 import importlib
 import logging
 import os
@@ -14,6 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Half of what a short run in ranks takes is importing these.
 _OF_RANKS = "tr_core.trainer.trainer tr_ckpt.checkpointer tr_ckpt.hub.hub_callback tr_log.report.page tr_optim.registry"
 os.environ["TR_RANKS_PRELOAD"] = _OF_RANKS
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of collections of garbage, which look at all objects of torch each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def of_the_packages() -> list[logging.Logger]:
@@ -40,6 +47,13 @@ def loggers_as_in_a_new_process() -> Iterator[None]:
         from tr_log.testing import forget_once
 
         forget_once()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """As many threads, as many different last bits: also where no variable says so."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

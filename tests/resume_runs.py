@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 sys.path.insert(0, str(Path(__file__).parent))
 from optimizer_settings import SETTINGS as OF_TR_OPTIM
 from optimizer_settings import Setting as OptimizerSetting
+from shared.results import history
 
 from tr_core import Trainer, TrainingArguments, set_seed
 
@@ -179,16 +180,10 @@ def build(setting, folder, **changes):
 
 def fingerprint(trainer):
     """Return what must be equal: what was logged of the training itself, weights, and the optimizer's state."""
-    timings = ("runtime", "per_second")
-    history = [
-        {name: value for name, value in entry.items() if not name.endswith(timings)}
-        for entry in trainer.state.log_history
-        if "train_loss" not in entry
-    ]
     weights = [value.clone() for value in trainer.model.state_dict().values()]
     states = trainer.optimizer.state_dict()["state"].values()
     moments = [torch.as_tensor(state[name]) for state in states for name in sorted(state) if state[name] is not None]
-    return history, weights, moments
+    return history(trainer), weights, moments
 
 
 def are_same(one, other):

@@ -118,8 +118,7 @@ def names(*chosen):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+def fresh_compiler():
     torch._dynamo.reset()
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from shared.callbacks import Stop
+from shared.results import history
 from torch import nn
 
 from tr_core import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
@@ -97,13 +98,8 @@ def train(folder, number, options, stop_at=None, resume=None):
     with contextlib.suppress(Stop):
         trainer.train(resume_from_checkpoint=resume)
     weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    history = [
-        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
-        for entry in trainer.state.log_history
-        if "train_loss" not in entry
-    ]
     trainer.strategy.close()
-    return weights, texts.seen, history
+    return weights, texts.seen, history(trainer)
 
 
 GROUPED = {"train_sampling_strategy": "group_by_length"}

@@ -58,11 +58,6 @@ def train(folder, stop_at=None, resume=None, dropout=0.2, **changes):
     return left, losses
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def equal(one, other):
     return one[1] == other[1] and all(torch.equal(one[0][name], other[0][name]) for name in one[0])
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from shared.data import rows
 from shared.models import Classifier
+from shared.results import history
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import Interrupted
@@ -79,14 +80,9 @@ def train(folder, plan=(), resume=None, changes=None, uneven=False):
     except Interrupted as error:
         ended = (error.code, error.step)
     trainer.strategy.close()
-    history = [
-        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
-        for entry in trainer.state.log_history
-        if "train_loss" not in entry
-    ]
     watch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SignalAt))
     weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    return ended, watch.done, weights, history
+    return ended, watch.done, weights, history(trainer)
 
 
 def ranks(*arguments):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from shared.data import rows
 from shared.models import Classifier
+from shared.results import history
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
 from tr_core.testing import EVENTS, Interrupted
@@ -37,19 +38,8 @@ def build(folder, *callbacks, in_background=False):
 
 def ending(trainer):
     """Everything that must be equal: log, best metric, weights and optimizer state."""
-    timings = ("runtime", "per_second")
-    history = [
-        {name: value for name, value in entry.items() if not name.endswith(timings)}
-        for entry in trainer.state.log_history
-        if "train_loss" not in entry
-    ]
     moments = [v for state in trainer.optimizer.state_dict()["state"].values() for v in state.values()]
-    return (history, trainer.state.best_metric), [*trainer.model.state_dict().values(), *moments]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+    return (history(trainer), trainer.state.best_metric), [*trainer.model.state_dict().values(), *moments]
 
 
 @pytest.fixture(scope="module")

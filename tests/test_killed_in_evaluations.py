@@ -8,6 +8,7 @@ import pytest
 import torch
 from shared.data import rows
 from shared.models import Classifier
+from shared.results import history
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 
@@ -52,15 +53,6 @@ def train_and_be_killed(trainer):
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
-
-
-def history(trainer):
-    """Return what was logged but for times, and the sum at the end, which is of one call of `train`."""
-    return [
-        {name: value for name, value in entry.items() if not name.endswith(("_runtime", "_per_second"))}
-        for entry in trainer.state.log_history
-        if "train_loss" not in entry
-    ]
 
 
 def logged(folder):

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 from optimizer_combination_runs import CHOICES, REFUSALS, all_combinations, draw, problems_of, reason_to_refuse
@@ -15,11 +14,6 @@ from optimizer_settings import SETTINGS
 
 FEW = pytest.param(30, 13, id="few")
 SAMPLES = [FEW, pytest.param(130, 5, marks=pytest.mark.slow, id="many")]  # a number and a seed
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("number", "seed"), [FEW])

@@ -20,11 +20,6 @@ ACCUMULATING = [setting for setting in IN_BACKWARD if setting.accumulates]
 PLAIN = Combination(SETTINGS[0], 1, False, "fp32", "none", False, 1, "trainer")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def trained(folder, setting, combination=PLAIN, *, resume=None, **changes):
     trainer = trainer_of(combination, setting, folder, **changes)
     trainer.train(resume_from_checkpoint=resume)

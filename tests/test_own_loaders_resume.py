@@ -14,11 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # t
 LAST = EPOCHS * STEPS_AN_EPOCH
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def assert_goes_on(kind, folder, steps, **changes):
     changes = {"max_steps": LAST} | changes if kind == "a stream" else changes
     samples, weights = train(kind, folder, save_strategy="steps", save_steps=1, **changes)

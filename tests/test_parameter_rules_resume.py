@@ -4,6 +4,7 @@ import pytest
 import torch
 from shared.callbacks import Stop, StopAt
 from shared.data import rows
+from shared.results import history
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
@@ -48,23 +49,13 @@ def make(folder, stop_at=None, kind=Trainer, **changes):
 def end_of(trainer):
     states = trainer.optimizer.state_dict()["state"].values()
     moments = [state[name] for state in states for name in sorted(state)]
-    history = [
-        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
-        for entry in trainer.state.log_history
-        if "train_loss" not in entry
-    ]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
-    return history, groups, [*trainer.model.state_dict().values(), *moments]
+    return history(trainer), groups, [*trainer.model.state_dict().values(), *moments]
 
 
 def assert_same(one, other):
     assert one[:2] == other[:2]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[2], other[2], strict=True))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("optim", "stop_at"), [("adamw_torch_fused", 3), ("sgd", 5), ("adafactor", 9)])

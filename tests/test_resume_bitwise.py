@@ -13,6 +13,7 @@ import torch
 from shared.callbacks import Stop, StopAt
 from shared.data import SeenRows, rows
 from shared.models import Classifier
+from shared.results import history
 from torch.utils.data import IterableDataset
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -52,15 +53,9 @@ def trainer(folder, dataset=None, callbacks=(), **changes):
 
 def fingerprint(finished):
     """Everything that must be equal: weights, optimizer state, and what was logged of the training itself."""
-    timings = ("runtime", "per_second")
-    history = [
-        {name: value for name, value in entry.items() if not name.endswith(timings)}
-        for entry in finished.state.log_history
-        if "train_loss" not in entry
-    ]
     weights = [value.clone() for value in finished.model.state_dict().values()]
     moments = [v for state in finished.optimizer.state_dict()["state"].values() for v in state.values()]
-    return history, weights, moments
+    return history(finished), weights, moments
 
 
 def assert_same(one, other):
@@ -75,11 +70,6 @@ def run_stopped_at(step, folder, make):
     resumed = make(folder)
     resumed.train(resume_from_checkpoint="auto")
     return resumed
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("accumulation", "workers"), [(1, 0), (2, 2)])

@@ -25,11 +25,6 @@ def said(caplog):
     return lambda: [record.getMessage() for record in caplog.records if " -> " in record.getMessage()]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def test_a_changed_learning_rate_is_applied_from_the_first_step_on(tmp_path, said):
     save(tmp_path, 8)
     trainer, used = resume(tmp_path, learning_rate=4e-3)

@@ -4,15 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from resume_runs import VALUES, all_settings, optimizer_settings, pairwise_settings, steps_that_end_otherwise
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def test_the_chosen_settings_have_every_pair_of_values():

@@ -12,11 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from changed_runs import Rates, build, resume, save
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def test_true_without_a_valid_checkpoint_names_what_was_found(tmp_path):
     save(tmp_path, 4, save_steps=2)
     weights = tmp_path / "checkpoint-2" / "model.safetensors"

@@ -65,11 +65,6 @@ def begun_at(folder, resume, **changes):
     return beginning.step, finished
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def complete(tmp_path):
     """A folder with the checkpoints 10, 20 and 30 of a complete run."""

@@ -5,17 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 
 from combination_runs import Combination, build, differences, fingerprint, rows
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 class Reshuffled(IterableDataset):

@@ -65,11 +65,6 @@ def name(trial):
     return str(trial.number)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 # Checkpoints
 
 

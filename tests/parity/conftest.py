@@ -22,17 +22,6 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Compute with one thread: sums over several may be rounded differently from one run to the next."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
 def _quick_garbage_collection():
     """Spare the collector all that is imported: the reference calls it at the start of every run, for half a second."""
     gc.freeze()

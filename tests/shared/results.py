@@ -20,6 +20,15 @@ def logged(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def history(trainer):
+    """Return what was logged but for times, and without the sum at the end, which is of one call of `train`."""
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
+        for entry in trainer.state.log_history
+        if "train_loss" not in entry
+    ]
+
+
 def without_speed(metrics):
     """Return metrics without those that depend on the machine."""
     return {k: v for k, v in metrics.items() if not k.endswith(("runtime", "per_second", "epoch"))}
