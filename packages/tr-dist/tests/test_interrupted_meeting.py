@@ -2,11 +2,11 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
+from meetings import free_port
 
 LIMIT_S = 120  # far below what the rank would wait
 SCRIPT = """
@@ -15,12 +15,6 @@ from tr_dist import DDP
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 DDP(use_cpu=True, timeout_s=3600)
 """
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize(

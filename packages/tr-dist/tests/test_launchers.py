@@ -4,12 +4,12 @@ import contextlib
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from meetings import free_port
 
 from tr_dist.testing import run_ranks
 
@@ -25,15 +25,9 @@ def _torchrun(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def _start_ranks(how):
     """Start two ranks by hand; return their exit codes and what they wrote to stderr."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), how],
@@ -122,7 +116,7 @@ print(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']} has {total} ranks", f
 @pytest.mark.slow
 def test_a_job_that_torchrun_restarts_meets_again(tmp_path):
     (tmp_path / "restarted.py").write_text(RESTARTED)
-    place = ("--master-addr", "127.0.0.1", "--master-port", _free_port())
+    place = ("--master-addr", "127.0.0.1", "--master-port", free_port())
     done = _torchrun("--nproc-per-node", 2, "--max-restarts", 1, *place, "restarted.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("restart 1 has 2 ranks") == 2

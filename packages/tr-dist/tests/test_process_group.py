@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from waits import wait_for
+from meetings import free_port, wait_for
 
 from tr_dist import DDP, LaunchEnvironment, ProcessGroup
 from tr_dist.testing import run_ranks
@@ -92,18 +92,14 @@ def test_a_port_in_use_is_named():
 
 
 def test_a_missing_rank_is_named():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = LaunchEnvironment(world_size=2, master_addr="127.0.0.1", master_port=port)
     with pytest.raises(ConnectionError, match=rf"rank 0 of 2 waited 1 s at 127.0.0.1:{port}, and rank 1 did not"):
         ProcessGroup(environment, CPU, timeout_s=1)
 
 
 def test_a_rank_0_that_does_not_come_is_named():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = LaunchEnvironment(rank=1, local_rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
     with pytest.raises(ConnectionError, match=rf"rank 1 of 2 waited 1 s at 127.0.0.1:{port}, and rank 0 did not come"):
         ProcessGroup(environment, CPU, timeout_s=1)

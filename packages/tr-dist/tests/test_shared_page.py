@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from waits import wait_for
+from meetings import wait_for
 
 from tr_dist import DDP, shared_page
 from tr_dist.shared_page import SharedPage

@@ -16,7 +16,7 @@ VARIANTS = [
     {"lr": None, "scale_parameter": True, "relative_step": True},
     {"lr": None, "scale_parameter": True, "relative_step": True, "warmup_init": True, "beta1": 0.5},
     {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "clip_threshold": 0.5, "decay_rate": -0.5},
-    {"lr": 1e-2, "scale_parameter": True, "relative_step": False, "eps": (1e-8, 0.5)},
+    {"lr": 1e-2, "scale_parameter": True, "relative_step": False, "eps": (1e-2, 0.5)},
 ]
 SHAPES = [(5, 3), (4,), (), (2, 3, 4), (1, 6), (3, 2, 2, 2)]
 

@@ -1,8 +1,15 @@
-"""Wait in one process for what another does."""
+"""What processes of tests meet by: a free port, and a file that one of them waits for."""
 
+import socket
 import time
 
 LIMIT_S = 60.0
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def wait_for(path):
