@@ -98,16 +98,14 @@ def keep(path: str | Path, value: Any) -> None:
         torch.save(value, path)
 
 
-def train_save_and_train_on(directory: str, named: bool, asynchronous: bool = False) -> None:
+def train_save_and_train_on(directory: str, named: bool) -> None:
     """3 steps, a checkpoint, and 3 more: the run left alone."""
     model, optimizer = build_sharded(1)
     parts = stateful(model, optimizer) if named else {"model": model, "optimizer": optimizer}
     losses = train(model, optimizer, range(3))
     at_save = whole(stateful(model, optimizer)["optimizer"].state_dict())
-    keeper = checkpointer(directory, asynchronous=asynchronous)
-    keeper.save(3, {**parts, "rng": RNGState()})
+    checkpointer(directory).save(3, {**parts, "rng": RNGState()})
     losses += train(model, optimizer, range(3, 6))
-    keeper.close()
     weights = whole(model.state_dict())
     keep(f"{directory}.truth", {"losses": losses, "weights": weights, "optimizer": at_save})
 

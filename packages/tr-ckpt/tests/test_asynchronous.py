@@ -257,11 +257,6 @@ def test_arguments_ask_for_it(tmp_path):
     assert checkpointer.steps() == [10, 14]
 
 
-def test_keeping_every_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep_every=0 is no number of steps; give 1 or more, or None"):
-        Checkpointer(tmp_path, keep_every=0)
-
-
 @pytest.fixture
 def failing(tmp_path):
     """A checkpointer with one checkpoint, and a write in the background that has failed."""

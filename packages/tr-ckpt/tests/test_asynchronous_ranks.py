@@ -17,10 +17,6 @@ def test_two_ranks_write_while_they_communicate(tmp_path):
     assert not [name for name in kept if name.startswith("rank-")]
 
 
-def test_a_rank_that_is_done_first_sees_the_checkpoint_only_when_it_is_there(tmp_path):
-    run(2, workers.another_rank_is_slow, str(tmp_path / "run"))
-
-
 @pytest.mark.parametrize("how", ["own", "full"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_write_that_fails_on_one_rank_is_raised_once_on_all(failing, how, tmp_path):

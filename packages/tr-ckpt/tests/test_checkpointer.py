@@ -283,6 +283,8 @@ def test_a_step_that_is_no_count_is_refused(step, tmp_path):
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_last=0 would keep no checkpoint; give 1 or more, or None to keep all"):
         Checkpointer(tmp_path, keep_last=0)
+    with pytest.raises(ValueError, match="keep_every=0 is no number of steps; give 1 or more, or None"):
+        Checkpointer(tmp_path, keep_every=0)
 
 
 def test_a_prefix_is_part_of_the_name(tmp_path):

@@ -13,7 +13,7 @@ from ckpt_faults import Faults, Killed
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, discovery, hf_import
 
 
-def test_each_rank_gets_its_own_random_state_and_one_that_has_none_keeps_it(left, caplog):
+def test_each_rank_gets_its_own_random_state_and_one_that_has_none_keeps_it(left, tmp_path, caplog):
     (left / "rng_state.pth").unlink()
     for rank in (0, 1):
         random.seed(rank)
@@ -28,6 +28,10 @@ def test_each_rank_gets_its_own_random_state_and_one_that_has_none_keeps_it(left
     assert Checkpointer(left.parent, **ranks).restore(ckpt_foreign.make(), left) == 3
     assert random.getstate() == before
     assert "rng of rank 2 is not in checkpoint-3; it stays unchanged" in caplog.text
+    folder = hf_import.convert(left, tmp_path / "ours")
+    described = discovery.check_quickly(discovery.Found(3, folder.name, folder))
+    assert described.world_size == 2
+    assert {"rng-0.json", "rng-1.json"} <= set(described.parts["rng"])
 
 
 def test_random_states_of_devices_are_a_list(left):
@@ -137,17 +141,6 @@ def test_a_conversion_that_fails_at_any_operation_leaves_all_or_nothing(left, tm
         if not found:
             hf_import.convert(left, target)
         assert Checkpointer(target).steps() == [3]
-
-
-def test_random_states_of_all_ranks_are_converted(left, tmp_path):
-    (left / "rng_state.pth").unlink()
-    for rank in (0, 1):
-        random.seed(rank)
-        torch.save(ckpt_foreign.random_states(), left / f"rng_state_{rank}.pth")
-    folder = hf_import.convert(left, tmp_path / "ours")
-    described = discovery.check_quickly(discovery.Found(3, folder.name, folder))
-    assert described.world_size == 2
-    assert {"rng-0.json", "rng-1.json"} <= set(described.parts["rng"])
 
 
 def test_a_folder_of_checkpoints_is_not_converted_and_one_in_it_is_named(tmp_path, left):

@@ -131,13 +131,6 @@ def test_a_wrong_token_is_reported_before_the_first_save_and_is_in_no_message(to
     assert token.splitlines()[0] not in told
 
 
-def test_a_run_that_an_error_ended_is_not_pushed_as_finished(hub, tmp_path):
-    run = Run(tmp_path / "out", hub)
-    run.save(1)
-    run.finish(error=RuntimeError("out of memory"))
-    assert hub.titles("ci/run") == ["initial commit", "Training in progress, step 1"]
-
-
 def test_a_run_without_files_of_its_own_ends_with_its_last_checkpoints_model(hub, tmp_path):
     run = Run(tmp_path / "out", hub, strategy="end")
     run.save(4)
