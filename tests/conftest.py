@@ -40,6 +40,7 @@ def loggers_as_in_a_new_process() -> Iterator[None]:
         logger.level, logger.propagate = logging.NOTSET, True
     logging.Logger.manager._clear_cache()
     yield
+    logging.disable(logging.NOTSET)  # benches are quiet, and some tests call one
     for logger in of_the_packages():
         logger.level, logger.propagate, logger.handlers = logging.NOTSET, True, before.get(logger, [])
     logging.Logger.manager._clear_cache()

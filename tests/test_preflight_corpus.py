@@ -124,6 +124,7 @@ open("trained", "w")
 
 
 @pytest.mark.launcher
+@pytest.mark.slow
 def test_two_processes_are_checked_together_and_one_of_them_reports(tmp_path):
     copy_corpus(OF_CORE, tmp_path)
     (tmp_path / "two.py").write_text(

@@ -77,7 +77,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [pytest.param(s, marks=[pytest.mark.slow] * (s == "compiled")) for s in SETTINGS])
 def test_two_ranks_compute_the_same_with_a_setting_as_without(tmp_path, setting):
     plain, changed, tolerance = SETTINGS[setting]
     expected = run_ranks(train, 2, str(tmp_path / "a"), plain, timeout_s=240)

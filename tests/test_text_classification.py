@@ -250,6 +250,7 @@ finally:
 
 
 @pytest.mark.launcher
+@pytest.mark.slow
 def test_two_processes_train_on_every_sample_once_an_epoch_and_only_the_first_speaks(material, tmp_path):
     (tmp_path / "recorder.py").write_text(RECORDER)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "recorder.py")]
