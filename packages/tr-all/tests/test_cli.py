@@ -12,23 +12,16 @@ from tr_all.cli import main, summary
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
+def install(install):
     """Return a function that installs a distribution with one subcommand."""
 
-    def install(distribution, command, target, **modules):
-        site = tmp_path / distribution
-        metadata = site / f"{distribution}-1.5.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
-        (metadata / "entry_points.txt").write_text(f"[tr.commands]\n{command} = {target}\n")
-        for name, source in modules.items():
-            path = site.joinpath(*name.split("__")).with_suffix(".py")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(source)
-        monkeypatch.syspath_prepend(str(site))
+    def with_command(distribution, command, target, **modules):
+        files = {f"{name.replace('__', '/', 1)}.py": source.encode() for name, source in modules.items()}
+        entry = f"[tr.commands]\n{command} = {target}\n"
+        install(distribution, {f"{distribution}-0.1.dist-info/entry_points.txt": entry.encode(), **files})
         invalidate_caches()
 
-    return install
+    return with_command
 
 
 def test_help_lists_each_command_with_what_its_module_says(install, capsys):
@@ -121,8 +114,8 @@ def test_two_packages_that_offer_one_command_are_both_named(install, capsys):
         install(name, "fight", f"{name}_commands:main", **{f"{name}_commands": "def main(argv):\n    return 0\n"})
     assert main(["fight"]) == 2
     error = capsys.readouterr().err
-    assert "first 1.5 (first_commands:main)" in error
-    assert "second 1.5 (second_commands:main)" in error
+    assert "first 0.1 (first_commands:main)" in error
+    assert "second 0.1 (second_commands:main)" in error
     assert "uninstall one of them" in error
 
 
@@ -134,7 +127,7 @@ def test_a_command_that_cannot_be_loaded_is_reported_with_its_package(install, c
     install(name, "break", f"{name}_commands:main", **{f"{name}_commands": source})
     assert main(["break"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"trainer: command 'break' of {name} 1.5 cannot be loaded: ")
+    assert error.startswith(f"trainer: command 'break' of {name} 0.1 cannot be loaded: ")
     assert reason in error
 
 
