@@ -4,12 +4,14 @@ import copy
 import json
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from tr_core import TrainerState
 from tr_core.checkpoint import log_files
 from tr_core.checkpoint.log_files import LogFiles
+from tr_core.checkpoint.saving import _write_earlier_entries
 from tr_core.state import SavedState
 
 
@@ -135,6 +137,15 @@ def test_the_name_of_a_file_leads_nowhere_else(tmp_path, caplog):
     again, _ = restored({"log_history": [], "log_history_before": note}, tmp_path / "log")
     assert again.log_history == []
     assert "is no file of it" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_machine_that_shares_no_folder_saves_the_whole_log(tmp_path, rank):
+    state, files = TrainerState(log_history=logged(45)), LogFiles()
+    args = SimpleNamespace(output_dir=tmp_path, save_only_model=False, save_on_each_node=True)
+    methods = SimpleNamespace(args=args, state=state)
+    _write_earlier_entries(SimpleNamespace(methods=methods, strategy=SimpleNamespace(rank=rank), log_files=files))
+    assert SavedState(state, files).state_dict()["log_history"] == state.log_history
 
 
 def edit(history):

@@ -121,13 +121,7 @@ class CapturedStep:
 class OnCpu(CapturedStep):
     """A capture on the CPU."""
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        update: Update | None,
-        state: Tensors,
-        batch: Tensors,
-    ) -> None:
+    def __init__(self, gradients: Gradients, update: Update | None, state: Tensors, batch: Tensors) -> None:
         super().__init__(gradients, update)
         self._call, self.how = gradients.captured.forward, "its operations run one by one"
         try:
