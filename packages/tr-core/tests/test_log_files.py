@@ -133,9 +133,10 @@ def test_a_resume_without_the_files_says_what_is_missing_and_has_the_rest(tmp_pa
 
 def test_the_name_of_a_file_leads_nowhere_else(tmp_path, caplog):
     (tmp_path / "secret").write_text("x")
-    note = {"entries": 1, "last": {"name": "../secret", "sha256": ""}}
-    again, _ = restored({"log_history": [], "log_history_before": note}, tmp_path / "log")
-    assert again.log_history == []
+    for name in ("../secret", "x" * 1000, "a\0"):
+        note = {"entries": 1, "last": {"name": name, "sha256": ""}}
+        again, _ = restored({"log_history": [], "log_history_before": note}, tmp_path / "log")
+        assert again.log_history == []
     assert "is no file of it" in caplog.text
 
 

@@ -88,7 +88,7 @@ class LogFiles:
         if self._saved is None:
             return
         link, found = self._saved["last"], []
-        folder = next((each for each in folders if (each / link["name"]).is_file()), folders[0])
+        folder = next((each for each in folders if os.path.isfile(each / link["name"])), folders[0])
         try:
             while link is not None:
                 before, piece = _read(folder, link)
