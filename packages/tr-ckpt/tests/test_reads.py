@@ -134,12 +134,6 @@ def test_a_manifest_is_read_once_more_before_it_counts_as_damaged(saved, monkeyp
     assert saved.restore(parts()) == 30
 
 
-def test_a_safetensors_file_that_the_library_cannot_open_for_a_moment_is_opened_again(saved):
-    with BadReads(operations=("open_tensors",), times=1) as bad:
-        assert saved.restore(parts()) == 30
-    assert bad.failed == 1
-
-
 def test_the_librarys_own_name_for_an_error_of_reading_is_seen_through(saved, monkeypatch):
     def open_tensors(path):
         raise reads.SafetensorError("I/O error: Input/output error")
