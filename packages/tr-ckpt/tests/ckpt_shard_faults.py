@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import ckpt_faults
 import ckpt_shards
 import ckpt_workers
 import pytest
@@ -94,9 +95,10 @@ def save_and_change_at_once(directory: str) -> None:
     """Save in the background and write over every shard before anything is on the disk."""
     parts = held(10.0)
     keeper = checkpointer(directory, asynchronous=True)
-    keeper.save(1, parts)
-    for tensor in parts["held"].tensors.values():
-        tensor.fill_(-1.0)
+    with ckpt_faults.held():  # until the shards have changed
+        keeper.save(1, parts)
+        for tensor in parts["held"].tensors.values():
+            tensor.fill_(-1.0)
     keeper.save(2, parts)
     keeper.wait()
     assert keeper.steps() == [1, 2]
