@@ -92,8 +92,15 @@ class Model(nn.Module):
         return self.head(self.words(input_ids))
 
 
-@pytest.mark.parametrize("length", ["real", "padded"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "length"),
+    [
+        ("eager", "padded"),
+        ("aot_eager", "real"),
+        pytest.param("eager", "real", marks=pytest.mark.slow),
+        pytest.param("aot_eager", "padded", marks=pytest.mark.slow),
+    ],
+)
 @torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # torch's default, which importing torch_xla ends
 def test_a_compiled_model_has_the_same_noise_without_a_compilation_for_each_length(backend, length):
     from torch._dynamo.testing import CompileCounterWithBackend
