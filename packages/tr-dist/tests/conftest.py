@@ -19,3 +19,16 @@ def _one_thread_and_no_launcher(monkeypatch):
     torch.set_num_threads(1)
     for name in [*LAUNCH_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         monkeypatch.delenv(name, raising=False)
+
+
+if not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(item):
+        """Skip what `FSDP` refuses on the CPU with this torch, wherever a test comes to it."""
+        try:
+            return (yield)
+        except Exception as error:
+            if "strategy='fsdp' on the CPU needs torch 2.7" in str(error):
+                pytest.skip("needs torch 2.7: fully_shard on the CPU")
+            raise

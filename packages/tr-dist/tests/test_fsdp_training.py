@@ -265,3 +265,9 @@ def machines_that_differ():
 def test_machines_with_unequal_numbers_of_processes_cannot_hold_equal_shards():
     with pytest.raises(ValueError, match="needs as many processes on every machine, and 3 in all are not a multiple"):
         run_ranks(machines_that_differ, 3)
+
+
+def test_a_torch_whose_fully_shard_fails_on_the_cpu_is_refused_before_the_ranks_meet(monkeypatch):
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
+    with pytest.raises(ValueError, match=r"'fsdp' on the CPU needs torch 2.7: .*; update torch, use strategy='ddp'"):
+        FSDP(use_cpu=True)

@@ -35,7 +35,8 @@ def test_where_there_is_no_such_device_the_strategy_says_why(monkeypatch, is_bui
     ("given", "dtype", "scales"),
     [({}, None, False), ({"bf16": True}, torch.bfloat16, False), ({"fp16": True}, torch.float16, True)],
 )
-def test_the_precision_is_that_of_the_arguments(mac, given, dtype, scales):
+def test_the_precision_is_that_of_the_arguments(mac, monkeypatch, given, dtype, scales):
+    monkeypatch.setattr(torch, "__version__", "2.8.0")  # the lowest with all of them
     strategy = MPS.from_arguments(arguments(**given))
     assert (strategy.device.type, strategy._precision.dtype) == ("mps", dtype)
     assert (strategy._precision.scaler is not None) == scales

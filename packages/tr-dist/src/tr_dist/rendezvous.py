@@ -136,7 +136,7 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     serves = environment.rank == 0 and not environment.agent_store
     try:
         return _interruptible(lambda: _tcp_store(environment, timeout, serves))
-    except dist.DistError as error:
+    except RuntimeError as error:  # torch 2.6 raises no class of its own for a port that is taken
         raise ConnectionError(_explain(error, environment, timeout, serves)) from None
 
 

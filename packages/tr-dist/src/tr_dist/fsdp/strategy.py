@@ -74,7 +74,7 @@ class FSDP(Ranks):
         forward_is_collective: True: a forward is an exchange between all ranks, so that each must make as many.
 
     Raises:
-        ValueError: an argument or the environment does not fit this machine.
+        ValueError: an argument or the environment does not fit this machine, or torch is too old for its device.
         ConnectionError: the ranks did not find each other.
         RuntimeError: a process group exists and differs from the environment.
     """
@@ -103,6 +103,7 @@ class FSDP(Ranks):
             )
         environment = read_environment()
         device = rank_device(environment, use_cpu=use_cpu)
+        _check_streams(device)
         group = {"timeout_s": timeout_s, "hang_timeout_s": hang_timeout_s}
         super().__init__(environment, device, precision=precision, backend=backend, **group)
         self.mesh = self._make_mesh(environment)
@@ -283,6 +284,14 @@ class FSDP(Ranks):
                 "backward(loss) inside accumulate(model, sync=True), use them in the loss, freeze them with "
                 "requires_grad_(False), or set find_unused_parameters (ddp_find_unused_parameters)"
             )
+
+
+def _check_streams(device: torch.device) -> None:
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ValueError(
+            f"strategy='fsdp' on the CPU needs torch 2.7: fully_shard of torch {torch.__version__} asks the CPU for events "
+            "that it lacks; update torch, use strategy='ddp', or train on CUDA"
+        )
 
 
 def free_gathered(module: nn.Module, inputs: Any, output: Any) -> None:
