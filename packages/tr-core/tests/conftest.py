@@ -28,12 +28,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish():
-    """Leave what was imported out of collections of garbage, which look at all objects of torch each time."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def one_thread_and_no_worker_left():
     """Ends the workers of loaders that an error keeps alive: where they are garbage, torch waits 5 s for each."""

@@ -289,8 +289,8 @@ class FSDP(Ranks):
 def _check_streams(device: torch.device) -> None:
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise ValueError(
-            f"strategy='fsdp' on the CPU needs torch 2.7: fully_shard of torch {torch.__version__} asks the CPU for events "
-            "that it lacks; update torch, use strategy='ddp', or train on CUDA"
+            f"strategy='fsdp' on the CPU needs torch 2.7: fully_shard of torch {torch.__version__} asks the CPU for "
+            "events that it lacks; update torch, use strategy='ddp', or train on CUDA"
         )
 
 
