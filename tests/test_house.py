@@ -29,6 +29,7 @@ TOP_LEVEL = {
     "packages",
     "tools",
     "tests",
+    "conftest.py",
     "noxfile.py",
     "pyproject.toml",
     "README.md",
