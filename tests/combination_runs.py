@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import random
-import shutil
 import tempfile
 import threading
 from multiprocessing import active_children
@@ -403,8 +402,3 @@ def surroundings(trainer):
 def generators():
     """Return the state of all random number generators."""
     return repr((random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()))
-
-
-def remove(folder):
-    """Delete a run's folder."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tr_core import Trainer, TrainerCallback, TrainingArguments, set_seed
+from tr_core import Trainer, TrainingArguments, set_seed
 
 
 class Layer(nn.Module):
@@ -40,16 +40,6 @@ def rows(number=40):
     return [
         {"tokens": torch.randint(11, (5,), generator=generator), "labels": torch.tensor(i % 11)} for i in range(number)
     ]
-
-
-class Rates(TrainerCallback):
-    """Notes the learning rate that is set while a step's gradients are computed."""
-
-    def __init__(self):
-        self.rates, self.used = [], []
-
-    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
-        self.rates.append(optimizer.param_groups[0]["lr"])
 
 
 def trainer(

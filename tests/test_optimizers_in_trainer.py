@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_from_steps_before_and_with_a
     ranks = run_ranks(train_all, 2, str(tmp_path / "ranks"), IN_BACKWARD, True, timeout_s=200)
     for number, setting in enumerate(IN_BACKWARD):
         assert torch.equal(ranks[0][number], ranks[1][number])
-        for step in range(1, STEPS):
+        for step in (2, 3, 5):
             saved = str(tmp_path / f"ranks/{number}/checkpoint-{step}")
             end = weights_of(trained(tmp_path / "again", setting, resume=saved).model)
             assert (end - ranks[0][number]).abs().max() < tolerance_of(setting), (str(setting), step)

@@ -46,13 +46,6 @@ class TupleMlp(Mlp):
         return tuple(super().forward(x, labels).values())
 
 
-class LogitsOnly(Mlp):
-    """The same without a loss: that is for `compute_loss_func`."""
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return super().forward(x)
-
-
 def dropping_mlp() -> Mlp:
     """Return a model that draws random numbers in training."""
     return Mlp(dropout=0.3)
