@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shared.callbacks import Stop, StopAt
 from shared.documented_logging import LOGGING
 
 from tr_all import ArgumentParser, DataCollatorWithPadding, TrainingArguments, default_data_collator
@@ -318,14 +319,6 @@ class Small(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-class Kill:
-    """End the run as a crash does."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1200:
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
 def long_run(tmp_path, monkeypatch):
     """What the examples need for a run of 2,000 steps that saves at step 1,000, and its final weights."""
@@ -359,8 +352,8 @@ def test_training_resumes_from_the_newest_and_from_a_named_checkpoint(long_run):
 
     elsewhere = before_training.replace('"your-model"', '"another-model"')
     killed = run(elsewhere, fresh())
-    killed["trainer"].add_callback(Kill())
-    with pytest.raises(KeyboardInterrupt):
+    killed["trainer"].add_callback(StopAt(1200))
+    with pytest.raises(Stop):
         killed["trainer"].train()
     resumed = run(elsewhere + RESUME_NEWEST, fresh())
     assert resumed["trainer"].state.global_step == 2000

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tr_all import TrainerCallback
-
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from scripts_of_the_documentation import run_script, save_small_gemma
+from shared.callbacks import Stop, StopAt
 
 GALORE = """
 import torch
@@ -172,20 +171,12 @@ def test_layerwise_gives_the_weights_of_the_first_example(gemma, monkeypatch):
         assert (weights(first) - weights(layerwise)).abs().max() <= tolerance
 
 
-class Kill(TrainerCallback):
-    """End the run as a crash does."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 18:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_that_was_killed_goes_on_to_the_same_weights(gemma, monkeypatch, name):
     whole = run_script(EXAMPLES[name], gemma, monkeypatch, changes=SAVES)
     elsewhere = [*SAVES, ('"./test-galore"', '"./killed"')]
-    with pytest.raises(KeyboardInterrupt):
-        run_script(EXAMPLES[name], gemma, monkeypatch, changes=elsewhere, callbacks=[Kill()])
+    with pytest.raises(Stop):
+        run_script(EXAMPLES[name], gemma, monkeypatch, changes=elsewhere, callbacks=[StopAt(18)])
     resumed = run_script(EXAMPLES[name], gemma, monkeypatch, changes=elsewhere, resume=True)
     assert resumed["trainer"].state.global_step == 30
     assert torch.equal(weights(whole), weights(resumed))

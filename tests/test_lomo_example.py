@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tr_all import TrainerCallback
-
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from scripts_of_the_documentation import run_script, save_small_gemma
+from shared.callbacks import Stop, StopAt
 
 # Published in Korean and Arabic; the latter's is the same but for its commas and 100 steps.
 EXAMPLE = """
@@ -87,21 +86,13 @@ def test_with_a_rate_for_a_new_model_it_learns(gemma, monkeypatch, optim):
     assert losses[-1] < losses[0] - 0.2, losses
 
 
-class Kill(TrainerCallback):
-    """End the run as a crash does."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 6:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("optim", ["adalomo", "lomo"])
 def test_an_example_that_was_killed_goes_on_to_the_same_weights(gemma, monkeypatch, optim):
     changes = [SHORT, SAVES, ("learning_rate=2e-6", "learning_rate=1e-3"), ('optim="adalomo"', f'optim="{optim}"')]
     whole = run_script(EXAMPLE, gemma, monkeypatch, changes=changes)
     changes.append(('"./test-lomo"', '"./killed"'))
-    with pytest.raises(KeyboardInterrupt):
-        run_script(EXAMPLE, gemma, monkeypatch, changes=changes, callbacks=[Kill()])
+    with pytest.raises(Stop):
+        run_script(EXAMPLE, gemma, monkeypatch, changes=changes, callbacks=[StopAt(6)])
     resumed = run_script(EXAMPLE, gemma, monkeypatch, changes=changes, resume=True)
     assert resumed["trainer"].state.global_step == STEPS
     assert torch.equal(weights(whole), weights(resumed))
