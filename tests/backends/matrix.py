@@ -189,7 +189,8 @@ def cell(found, reasons, declared=None):
         if kind == "passed":
             words.append(kind)
         elif kind == "failed":
-            words.append(f"**failed** ({', '.join(sorted(found[kind]))})")
+            cases = (name.partition("[")[2].removesuffix("]") or name for name in found[kind])
+            words.append(f"**failed** ({', '.join(sorted(cases))})")
         else:
             partial = len(found) > 1
             numbers = sorted(

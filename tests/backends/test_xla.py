@@ -77,8 +77,10 @@ def results(tmp_path_factory):
     def look_up(group, name):
         if group not in known:
             folder = tmp_path_factory.mktemp(group)
-            ended = run([HERE / "xla_scenarios.py", group, folder], **VARIABLES[group])
             found = folder / "results.json"
+            ended = run([HERE / "xla_scenarios.py", group, folder], **VARIABLES[group])
+            while group == "optimizers" and found.exists() and len(json.loads(found.read_text())) < len(optimizers()):
+                ended = run([HERE / "xla_scenarios.py", group, folder])
             known[group] = json.loads(found.read_text()) if found.exists() else {}
             if ended.returncode:
                 known[group]["ended"] = f"exit code {ended.returncode}\n{ended.stderr[-3000:]}"
