@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,21 @@ def test_the_lowest_versions_are_those_that_the_packages_declare(minimums):
     assert {"torch", "numpy", "safetensors", "pyyaml", "rich"} <= set(floors)
     assert not any(name.startswith("tr-") for name in floors)
     assert all(re.fullmatch(r"\d+(\.\d+)*", floor) for floor in floors.values())
+
+
+def test_the_page_of_versions_has_the_lowest_of_all_that_is_required(minimums):
+    page = (TOOLS.parent / "packages/tr-all/docs/versions.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| (tr-.*) \|$", page, re.MULTILINE)
+    declared = {}
+    for package in minimums.PACKAGES:
+        project = tomllib.loads((package.path / "pyproject.toml").read_text())["project"]
+        for name, floor in re.findall(r"(\w+)>=([\d.]+)", " ".join(project["dependencies"])):
+            declared.setdefault((name, floor), []).append(package.name)
+    assert {(name, floor): sorted(users.split(", ")) for name, floor, users in rows} == {
+        key: sorted(users)
+        for key, users in declared.items()
+        if key[0] not in {"args", "log", "core", "ckpt", "optim", "dist"}
+    }
 
 
 @pytest.mark.parametrize(
