@@ -109,7 +109,8 @@ def test_differences_of_weights_that_cancel_in_a_sum_are_seen():
 
 def _every_dtype():
     module = nn.Module()
-    for number, dtype in enumerate((torch.float64, torch.bfloat16, torch.float16, torch.complex64)):
+    complex_here = (torch.complex64,) if torch.__version__ >= (2, 9) else ()  # gloo of an older one moves none
+    for number, dtype in enumerate((torch.float64, torch.bfloat16, torch.float16, *complex_here)):
         module.register_parameter(f"p{number}", nn.Parameter(torch.ones(3, 2, dtype=dtype).t()))
     with DDP(use_cpu=True) as strategy:
         model = strategy.prepare(module)
