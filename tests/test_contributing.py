@@ -13,7 +13,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 FORMS = sorted(path for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.name != "config.yml")
 NOXFILE = (ROOT / "noxfile.py").read_text("utf-8")
 SESSIONS = {
-    *re.findall(r"(?m)^@nox\.session\n(?:@.*\n)?def (\w+)", NOXFILE),
+    *re.findall(r"(?m)^@nox\.session(?:\(.*\))?\n(?:@.*\n)?def (\w+)", NOXFILE),
     *re.findall(r'session\(name="(\w+)"', NOXFILE),
 }
 PROJECTS = {
