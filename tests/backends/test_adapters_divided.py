@@ -1,6 +1,8 @@
 """Train an adapter of peft, also on divided models: its file is that of one process, and a run goes on from it."""
 
 import importlib.util
+import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 from variants import run_on, shared
 
 from tr_core import Trainer, TrainingArguments
+from tr_dist.testing import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft"),
@@ -18,21 +21,27 @@ UNITS = {"transformer_layer_cls_to_wrap": ["BertLayer"], "use_orig_params": True
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over six steps of Adam
 
 
-def adapted():
-    from peft import LoraConfig, get_peft_model
+def base():
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = BertConfig(vocab_size=50, max_position_embeddings=16, num_labels=2, **sizes, **no_dropout)
-    lora = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
-    return get_peft_model(BertForSequenceClassification(config), lora)
+    return BertForSequenceClassification(config)
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+
+    model = base()
+    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"]))
 
 
 def train(folder, options, batch_size, max_steps, resume):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(50, (32, 8), generator=generator)
+    beside = options.pop("beside", False)  # a bias that is trained beside the adapter
     args = TrainingArguments(
         output_dir=folder,
         max_steps=max_steps,
@@ -46,7 +55,9 @@ def train(folder, options, batch_size, max_steps, resume):
         **{"use_cpu": True, **options, "per_device_train_batch_size": batch_size},
     )
     rows = [{"input_ids": row, "labels": row[0] % 2} for row in tokens]
-    trainer = Trainer(adapted(), args, train_dataset=rows)
+    model = adapted()
+    model.get_base_model().bert.pooler.dense.bias.requires_grad_(beside)
+    trainer = Trainer(model, args, train_dataset=rows)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/out")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -69,3 +80,28 @@ def test_an_adapter_is_trained_saved_and_gone_on_with_as_in_one_process(variant,
     assert len(expected) == 10  # two matrices for each of two projections in two layers, and the head
     torch.testing.assert_close(saved, expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert sum(value.abs().sum() for key, value in saved.items() if "lora_B" in key) > 0
+
+
+@pytest.mark.column("fsdp")
+@pytest.mark.row("adapter")
+@pytest.mark.parametrize("beside", [False, True])
+def test_full_checkpoints_of_an_adapter_and_its_head_resume_with_the_same_bits_and_load_in_peft(beside, tmp_path):
+    from peft import PeftModel, get_peft_model_state_dict
+
+    whole = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+    folder, out = tmp_path / "run", tmp_path / "run" / "out"
+    arguments = (str(folder), {"beside": beside, **whole}, 2, 6)
+    losses = run_ranks(train, 2, *arguments, None, timeout_s=120)[0]
+    expected = load_file(out / "adapter_model.safetensors")
+    shutil.rmtree(out)
+    shutil.rmtree(folder / "checkpoint-6")
+    assert run_ranks(train, 2, *arguments, True, timeout_s=120)[0] == losses
+    for place in (out, folder / "checkpoint-6"):
+        saved = load_file(place / "adapter_model.safetensors")
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], expected[name]) for name in expected)
+        loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base(), str(place)))
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert any("classifier" in name for name in expected)
+    names = json.loads((folder / "checkpoint-6" / "unfrozen.json").read_text())
+    assert ("pooler" in str(names)) is beside

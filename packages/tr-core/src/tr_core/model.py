@@ -19,6 +19,15 @@ def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stat
     return WholeState(part, model) if _gives_another_state(model) else part
 
 
+def state_held_here(part: Stateful) -> dict[str, Any]:
+    """Return a model's state under all names on every rank, also where `state_dict` is empty on all ranks but one.
+
+    The part then has a method of this name. Its values are sharded; `load_state_dict` accepts them, to stay unchanged.
+    """
+    held: Any = getattr(part, "state_held_here", part.state_dict)
+    return held()
+
+
 class WholeState:
     """Save and restore all parameters and buffers of a model under their own names.
 
@@ -33,6 +42,11 @@ class WholeState:
         """Return the full state dict."""
         with _own_methods(self._model):
             return self._part.state_dict()
+
+    def state_held_here(self) -> dict[str, Any]:
+        """Return the state as far as this rank holds it."""
+        with _own_methods(self._model):
+            return state_held_here(self._part)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Load a full state dict."""

@@ -95,6 +95,10 @@ class FullStateModel:
         """Return full tensors in host memory; empty on ranks that keep none. Collective."""
         return full_state_dict(self._model, keep=self._keep)
 
+    def state_held_here(self) -> dict[str, Any]:
+        """Return this rank's shards under the same names, also on ranks that keep none of `state_dict`."""
+        return self._model.state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Load each parameter's shard from full tensors, which every rank has; sharded entries are loaded directly."""
         own = self._model.state_dict()

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from tr_core.model import state_held_here
 from tr_core.protocols import Checkpointer, Restored, Stateful
 
 ADAPTER, UNFROZEN = "adapter_model", "unfrozen"
@@ -52,7 +53,7 @@ def restore_parts(
     if not has_adapter or step is None:
         return restored
     missing = "adapter" if ADAPTER not in restored.loaded else ""
-    if not missing and UNFROZEN not in restored.loaded and parts[UNFROZEN].state_dict():
+    if not missing and UNFROZEN not in restored.loaded and cast("_Unfrozen", parts[UNFROZEN]).names():
         missing = "weights that are trained beside the adapter"
     if missing:
         raise ValueError(
@@ -87,10 +88,12 @@ class _Part:
 
 class _Adapter(_Part):
     def state_dict(self) -> dict[str, Any]:
-        return _as_peft_saves(self._model, self._whole.state_dict())
+        state = self._whole.state_dict()
+        # Where one rank has the full state, it is empty on the others.
+        return _as_peft_saves(self._model, state) if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        state = self._whole.state_dict()
+        state = state_held_here(self._whole)
         own = _as_peft_saves(self._model, state)
         if odd := sorted(set(own) ^ set(state_dict)):
             raise ValueError(
@@ -102,22 +105,28 @@ class _Adapter(_Part):
 
 
 class _Unfrozen(_Part):
+    def names(self) -> set[str]:
+        """Return the names of the state, the same on every rank."""
+        return self._names_in(state_held_here(self._whole))
+
     def state_dict(self) -> dict[str, Any]:
-        return self._of(self._whole.state_dict())
+        state = self._whole.state_dict()
+        names = self._names_in(state) if state else ()
+        return {name: state[name] for name in state if name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        state = self._whole.state_dict()
-        if odd := sorted(set(self._of(state)) ^ set(state_dict)):
+        state = state_held_here(self._whole)
+        if odd := sorted(self._names_in(state) ^ set(state_dict)):
             raise ValueError(
                 f"other weights are trained beside the adapter than when it was saved: {', '.join(odd[:3])}"
                 f"{', ...' if odd[3:] else ''}; freeze the same ones"
             )
         self._load(dict(state_dict), state)
 
-    def _of(self, state: dict[str, Any]) -> dict[str, Any]:
-        inside = set(_names(_as_peft_saves(self._model, state), state).values())
+    def _names_in(self, state: dict[str, Any]) -> set[str]:
+        inside = _names(_as_peft_saves(self._model, state), state).values()
         frozen = {name for name, p in self._model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: value for name, value in state.items() if name not in inside and name not in frozen}
+        return set(state) - set(inside) - frozen
 
 
 def _as_peft_saves(model: Any, state: dict[str, Any]) -> dict[str, Any]:

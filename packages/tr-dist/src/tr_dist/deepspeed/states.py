@@ -255,6 +255,10 @@ class ShardedModel:
         rows = RowSharding()
         return _gathered(self._model.module, rows.keep)
 
+    def state_held_here(self) -> dict[str, Any]:
+        """Return the module's own tensors, divided; `load_state_dict` leaves those as they are."""
+        return self._model.module.state_dict(keep_vars=True)
+
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Load a state from `state_dict` of this class or of the plain module. Collective.
 
@@ -270,7 +274,7 @@ class ShardedModel:
             value = state_dict[name]
             if not isinstance(mine, torch.Tensor):
                 module.load_state_dict({name: value}, strict=False)
-            elif id(mine) not in done:
+            elif value is not mine and id(mine) not in done:
                 done.add(id(mine))
                 whole = rows.whole(value, torch.device("cpu"))
                 if whole.shape != _shape(mine):
