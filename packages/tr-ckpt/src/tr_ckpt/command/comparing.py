@@ -255,11 +255,14 @@ def _compare(first: SavedTensors, second: SavedTensors, name: str) -> str:
         return f"{_kind(one)} -> {_kind(other)}"
     changed, gaps = 0, []
     for mine, theirs in _blocks(first.load(name), second.load(name)):
-        differing = mine.view(_BITS[mine.element_size()]) != theirs.view(_BITS[mine.element_size()])
+        bits, other_bits = (tensor.view(_BITS[tensor.element_size()]) for tensor in (mine, theirs))
+        differing = bits != other_bits
         if count := int(differing.sum()):
             wide = torch.complex128 if mine.is_complex() else torch.float64
             changed += count
-            gaps.append((mine[differing].to(wide) - theirs[differing].to(wide)).abs().max())
+            # Chosen as bits: an older torch chooses nothing from float8.
+            pair = [chosen[differing].view(mine.dtype).to(wide) for chosen in (bits, other_bits)]
+            gaps.append((pair[0] - pair[1]).abs().max())
     if not changed:
         return ""
     return f"{_kind(one)}, {changed:,} of {math.prod(one.shape):,} elements, by up to {torch.stack(gaps).max():.3g}"

@@ -88,8 +88,10 @@ _LIKE_PARAMETER = (
 # Options that later versions of torch's optimizers added: a state without them is complete.
 _LATER_OPTIONS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 
-# The same for schedules, with values that torch sets at every step.
+# The same for schedules, with values that torch sets at every step, and with whether to print, which torch before 2.7
+# still has.
 _LATER_ENTRIES = {
+    "verbose",
     "_is_initial",
     "_get_lr_called_within_step",
     "_step_count",
