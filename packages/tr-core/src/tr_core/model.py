@@ -23,6 +23,7 @@ def state_held_here(part: Stateful) -> dict[str, Any]:
     """Return a model's state under all names on every rank, also where `state_dict` is empty on all ranks but one.
 
     The part then has a method of this name. Its values are sharded; `load_state_dict` accepts them, to stay unchanged.
+    A strategy of a user whose `state_parts` gives such a part needs the method for models with an adapter.
     """
     held: Any = getattr(part, "state_held_here", part.state_dict)
     return held()
