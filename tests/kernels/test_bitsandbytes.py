@@ -110,12 +110,17 @@ def test_what_is_registered_for_other_parameters_does_not_count_where_it_does_wi
 
 
 @pytest.mark.parametrize("adapter", [BitsAndBytesAdamW, BitsAndBytesLion])
-def test_what_has_no_effect_or_cannot_be_is_refused(adapter):
+def test_what_has_no_effect_or_cannot_be_is_refused(adapter, monkeypatch):
     parameter = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(ValueError, match=r"paged state moves between .* is on the CPU; use the optimizer that is not"):
         adapter([parameter], is_paged=True)
     with pytest.raises(ValueError, match="optim_bits=4 must be 8 or 32"):
         adapter([parameter], optim_bits=4)
+    on_xla = nn.Parameter(torch.ones(4, 4))
+    monkeypatch.setattr(nn.Parameter, "device", torch.device("xla"))
+    with pytest.raises(ValueError, match=r"is on xla, and bitsandbytes has no kernels for XLA; use adamw_torch, or"):
+        adapter([on_xla])
+    monkeypatch.undo()
     assert not {"alpha", "t_alpha", "t_beta3"} & {*adapter([parameter]).param_groups[0], *adapter([parameter]).defaults}
 
 

@@ -70,6 +70,14 @@ def test_a_state_is_plain_tensors_that_are_loaded_as_copies_and_go_on_bit_for_bi
     check_state(adapter, options, dtype, run=stepped)
 
 
+def test_stable_adamw_trains_on_the_cpu_where_triton_is_installed(monkeypatch):
+    """As on XLA: the library takes Triton's kernels for every device, since it asks about no parameter at all."""
+    monkeypatch.setattr(optimi.utils, "HAS_TRITON", True)
+    ours, plain = net(), net()
+    found = step(ours, OptimiStableAdamW(ours.parameters(), **ADAM))
+    assert torch.equal(found, step(plain, optimi.StableAdamW(plain.parameters(), **ADAM, triton=False)))
+
+
 def test_a_state_of_torch_optimi_itself_goes_on():
     theirs = net()
     library = optimi.StableAdamW(theirs.parameters(), **ADAM)

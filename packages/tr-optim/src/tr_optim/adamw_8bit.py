@@ -56,7 +56,8 @@ class AdamW8bit(Optimizer):
     number of ranks. Sharded parameters with one dimension have float32 moments.
 
     The work space of a step does not grow with the parameters. Weights of low precision are updated in float32. Equal
-    gradients give equal bits, so replicas stay equal. A step reads nothing back from the device.
+    gradients give equal bits, so replicas stay equal. A step reads nothing back from the device, but on XLA, where
+    torch_xla reinterprets bits on the host.
 
     Args:
         params: parameters or groups.

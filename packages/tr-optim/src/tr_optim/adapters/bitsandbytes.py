@@ -61,6 +61,12 @@ class _Blockwise(Optimizer):
         instead = "and bitsandbytes looks for its memory; train with replicas (strategy='ddp'), or use adamw_torch"
         sharded_parameters(group["params"], name, takes=False, instead=instead)
         for parameter in group["params"]:
+            if parameter.device.type == "xla":
+                raise ValueError(
+                    f"{name}: a parameter of shape {tuple(parameter.shape)} is on {parameter.device}, and bitsandbytes "
+                    "has no kernels for XLA; use adamw_torch, or adamw_8bit for moments in 8 bits, which are torch's "
+                    "operations alone"
+                )
             if self.is_paged and parameter.device.type == "cpu":
                 raise ValueError(
                     f"{name}: paged state moves between the memory of a GPU and of its host, and a parameter of shape "

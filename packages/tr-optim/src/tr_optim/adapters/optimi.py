@@ -17,7 +17,8 @@ _SAVED = ("exp_avg", "exp_avg_sq", "kahan_comp")
 class OptimiStableAdamW(WholeParameters, _LIBRARY.StableAdamW):
     """torch-optimi's StableAdamW: AdamW whose step is shortened where a gradient surprises its second moment.
 
-    Fixed: the state that is saved is plain tensors, and the count of steps a number in its group.
+    Fixed: the state that is saved is plain tensors, and the count of steps a number in its group. Triton's kernels are
+    used where the parameters are on a GPU: the library uses them wherever Triton is installed, on the CPU too.
 
     Source: Wortsman et al., "Stable and low-precision training for large-scale vision-language models" (2023), by
     torch-optimi.
@@ -47,6 +48,12 @@ class OptimiStableAdamW(WholeParameters, _LIBRARY.StableAdamW):
             for parameter in group["params"]:
                 if parameter in self.state:
                     self._complete(group, parameter)
+
+    def _init_group(self, group: dict[str, Any], **lists: Any) -> None:
+        if not group["setup"] and group["triton"] is None and group["foreach"] is None:
+            # The library asks this of a list of parameters that it has not filled yet.
+            group["triton"] = _PARTS._default_to_triton(group["params"])
+        super()._init_group(group, **lists)
 
     def _complete(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
         state = {name: value for name, value in self.state[parameter].items() if name in _SAVED}

@@ -110,7 +110,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, code: Code) -> torch.T
     bits = codes.to(torch.int32).view(-1)
     sign = None
     if code.is_signed:
-        sign = bits >> 31
+        sign = bits.bitwise_right_shift(31)  # XLA divides for `>>`, and rounds negative numbers to 0
         bits.bitwise_xor_(sign).sub_(sign)
         sign.mul_(2).add_(1)
     bits.bitwise_left_shift_(_COARSE)
@@ -158,7 +158,7 @@ def _codes_of(blocks: torch.Tensor, scales: torch.Tensor, thresholds: torch.Tens
     torch.maximum(bits, (bits * 2).sub_(code.break_bits), out=bits)
     bits.add_(thresholds).bitwise_right_shift_(_COARSE).clamp_(max=code.greatest)
     if code.is_signed:
-        sign = blocks.view(torch.int32) >> 31
+        sign = blocks.view(torch.int32).bitwise_right_shift(31)
         return bits.bitwise_xor_(sign).sub_(sign)
     return torch.maximum(bits, sizes > 0, out=bits)
 
@@ -180,5 +180,7 @@ def _thresholds(step: int | None, device: torch.device) -> torch.Tensor:
         return torch.full((BLOCK,), 1 << (_COARSE - 1), dtype=torch.int32, device=device)
     first = step * _BETWEEN_STEPS % (1 << _COARSE)
     last = first + BLOCK * _BETWEEN_PLACES
-    places = torch.arange(first, last, _BETWEEN_PLACES, dtype=torch.int32, device=device)
-    return places.bitwise_and_((1 << _COARSE) - 1)
+    # In a program of XLA the step's number would be a constant, and each step a program of its own.
+    made_on = torch.device("cpu") if device.type == "xla" else device
+    places = torch.arange(first, last, _BETWEEN_PLACES, dtype=torch.int32, device=made_on)
+    return places.bitwise_and_((1 << _COARSE) - 1).to(device)
